@@ -1,0 +1,162 @@
+"""What an implementation and a backend are, as call signatures (torch).
+
+An implementation module has `build(workload, context) -> AttentionFn`. Building is set-up and never timed; the
+returned call is. A backend module has `attend` and, where it can, `attend_backward`. Implementations reach backends
+only through the context, so that any implementation runs over any backend.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from dilabench.spec import UNBOUNDED, Window, Workload
+
+if TYPE_CHECKING:
+    from dilabench.distributed.world import World
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B, N, H, D], k and v [B, N, K, D] -> out [B, N, H, D]; packed: [T, H, D]. Differentiable unless it only does forward."""
+
+
+@runtime_checkable
+class WithLse(Protocol):
+    """An AttentionFn that can also return lse [B, H, N] (natural log, fp32 or fp64); `verify` then checks it."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Attend(Protocol):
+    """Dense attention forward, outside autograd.
+
+    q [B, M, H, D]; k, v [B, L, K, D] with H a multiple of K, M == L when causal or windowed. Any outer strides, last dim
+    contiguous. Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that
+    sees no key has out 0 and lse -inf.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class AttendBackward(Protocol):
+    """Exact backward of dense attention from a *given* out and lse, which may be those of a larger softmax.
+
+    With the global out and lse of a union of key sets this gives this set's share of dq, dk, dv (semantics.md §1).
+    Shapes as in `Attend`; lse [B, H, M]. Returns dq, dk, dv in the shapes and dtype of q, k, v.
+    """
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBackend:
+    """A backend ready to be called. `attend_backward` is None where the library has no such entry."""
+
+    name: str
+    attend: Attend
+    attend_backward: AttendBackward | None = None
+
+
+class PatternCache:
+    """Index tensors and tables that are expensive to build, kept on their device, bounded by a number of entries.
+
+    Size zero keeps nothing: every `get` builds. The counters land in the measurement.
+    """
+
+    def __init__(self, max_entries: int = 64) -> None:
+        self.max_entries = max_entries
+        self.hits = 0
+        self.misses = 0
+        self._entries: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The entry of `key`, made when it is not there; the oldest entry leaves when the cache is full."""
+        if key in self._entries:
+            self.hits += 1
+            self._entries[key] = self._entries.pop(key)
+            return self._entries[key]
+        self.misses += 1
+        value = make()
+        if self.max_entries > 0:
+            while len(self._entries) >= self.max_entries:
+                self._entries.pop(next(iter(self._entries)))
+            self._entries[key] = value
+        return value
+
+    def clear(self) -> None:
+        """Forget every entry."""
+        self._entries.clear()
+
+    def counters(self) -> dict[str, int]:
+        """Hits, misses and entries held."""
+        return {"pattern_cache_hits": self.hits, "pattern_cache_misses": self.misses, "pattern_cache_entries": len(self._entries)}
+
+
+class BufferPool(Protocol):
+    """Workspace that lives only inside a call. A pooled buffer is never returned to the caller nor saved for backward."""
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor; give it back with `give`."""
+        ...
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back; the caller must not touch it again."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Requests, reuses, peak and held bytes."""
+        ...
+
+
+class NoPool:
+    """The pool of size zero: every buffer is a plain allocation."""
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor from torch's own allocator."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Nothing to do: the allocator frees it with its last reference."""
+
+    def counters(self) -> dict[str, int]:
+        """No counters: nothing is pooled."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildContext:
+    """What an implementation gets to build with."""
+
+    device: torch.device
+    backend: LoadedBackend | None = None
+    world: "World | None" = None
+    patterns: PatternCache = field(default_factory=PatternCache)
+    buffers: BufferPool = field(default_factory=NoPool)
+
+    def require_backend(self) -> LoadedBackend:
+        """The backend; raises ValueError for an implementation that needs one and was given none."""
+        if self.backend is None:
+            raise ValueError("this implementation calls a backend but the build context has none; pass one with -b")
+        return self.backend
+
+
+class Build(Protocol):
+    """The entry of an implementation module."""
+
+    def __call__(self, workload: Workload, context: BuildContext) -> AttentionFn: ...

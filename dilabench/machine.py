@@ -1,0 +1,116 @@
+"""What this machine has, found without importing torch: NVML for GPUs, package metadata for torch."""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dilabench.errors import EnvironmentNotReady
+from dilabench.results import GpuInfo
+from dilabench.spec import DType, content_hash
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The device kind a run will use, the GPUs, and why CUDA is not used where it is not."""
+
+    device: DeviceKind
+    gpus: tuple[GpuInfo, ...] = ()
+    no_cuda: str | None = None
+
+    @property
+    def compute_capability(self) -> int:
+        """Compute capability of the first GPU as 90 for 9.0; 0 on a CPU."""
+        if self.device == "cpu" or not self.gpus or self.gpus[0].compute_capability is None:
+            return 0
+        return int(self.gpus[0].compute_capability.replace(".", ""))
+
+    @property
+    def auto_dtype(self) -> DType:
+        """bfloat16 on sm_80 and newer, float16 on sm_70 and sm_75, float32 below and on a CPU (catalog.md §2)."""
+        if self.compute_capability >= 80:
+            return "bfloat16"
+        return "float16" if self.compute_capability >= 70 else "float32"
+
+
+def detect(device: str = "auto") -> Machine:
+    """The machine as a run with `device` ('auto', 'cpu' or 'cuda') sees it.
+
+    Raises EnvironmentNotReady when CUDA is asked for by name and cannot be used.
+    """
+    gpus = _nvml_gpus()
+    no_cuda = _why_no_cuda(gpus)
+    if device == "cuda" and no_cuda:
+        raise EnvironmentNotReady(f"device 'cuda' cannot be used: {no_cuda}; use --device cpu or auto")
+    kind: DeviceKind = "cpu" if device == "cpu" or no_cuda else "cuda"
+    return Machine(device=kind, gpus=gpus, no_cuda="device cpu was asked for" if device == "cpu" else no_cuda)
+
+
+def _why_no_cuda(gpus: tuple[GpuInfo, ...]) -> str | None:
+    if not gpus:
+        return "no NVIDIA GPU is visible"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+        return "CUDA_VISIBLE_DEVICES hides every GPU"
+    version = torch_cuda_version()
+    return None if version else "the installed torch is a CPU build"
+
+
+def torch_cuda_version() -> str | None:
+    """The CUDA version that the installed torch was built for, read from its version file without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text()
+    match = re.search(r"^cuda[^=]*= *'([\d.]+)'", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def _nvml_gpus() -> tuple[GpuInfo, ...]:
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        count = pynvml.nvmlDeviceGetCount()
+        return tuple(_nvml_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index), driver) for index in range(count))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvml_gpu(nvml: Any, handle: Any, driver: str) -> GpuInfo:
+    def ask(question: str, *arguments: Any) -> Any:
+        # A driver answers only part of the questions, depending on the board.
+        try:
+            return getattr(nvml, question)(handle, *arguments)
+        except nvml.NVMLError:
+            return None
+
+    capability = ask("nvmlDeviceGetCudaComputeCapability")
+    memory = ask("nvmlDeviceGetMemoryInfo")
+    ecc = ask("nvmlDeviceGetEccMode")
+    mig = ask("nvmlDeviceGetMigMode")
+    uuid = ask("nvmlDeviceGetUUID")
+    return GpuInfo(
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid_hash=content_hash(_text(uuid)) if uuid else None,
+        compute_capability=".".join(map(str, capability)) if capability else None,
+        memory_bytes=int(memory.total) if memory else None,
+        driver=driver,
+        power_limit_mw=ask("nvmlDeviceGetEnforcedPowerLimit"),
+        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        ecc=bool(ecc[0]) if ecc else None,
+        mig=bool(mig[0]) if mig else None,
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,327 @@
+"""What is computed: patterns, workloads, and the requests they come from.
+
+Shape letters: B batch, N sequence length, H query heads, K key/value heads (H = g·K), D head dim, T packed tokens.
+The function that a workload names is written down in docs/explanation/semantics.md.
+"""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dilabench.errors import ConfigError
+from dilabench.units import format_count, parse_count
+
+Mode = Literal["forward", "backward", "both"]
+DType = Literal["float64", "float32", "float16", "bfloat16"]
+Layout = Literal["padded", "packed"]
+Window = tuple[int, int]
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+UNBOUNDED: Window = (-1, -1)
+DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+# Branches `auto` (catalog.md §3): the same along a range, so that only the length changes.
+AUTO_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
+AUTO_RATES = (1, 2, 4, 8, 16)
+# Batch `auto`: constant tokens per batch along a range.
+AUTO_TOKENS = 16384
+
+
+class Model(BaseModel):
+    """Base of all data that crosses a boundary: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _read_counts(value: Any) -> Any:
+    """Let lists of sizes be written as '2K,4K' or [2048, '4K']."""
+    if isinstance(value, str):
+        value = [part for part in value.replace("[", "").replace("]", "").split(",") if part.strip()]
+    if isinstance(value, list | tuple):
+        return tuple(parse_count(item) if isinstance(item, str) else item for item in value)
+    return value
+
+
+class DensePattern(Model):
+    """Every query sees every key."""
+
+    kind: Literal["dense"] = "dense"
+
+
+class DilatedPattern(Model):
+    """LongNet's dilated attention: branches (segment length w, dilation rate r), merged as one softmax.
+
+    A branch lets i see j when both lie in the same segment of w positions and both sit on the head's residue
+    `offset(h, r)` inside it. Keys that several branches give are counted several times (semantics.md §1, §2).
+    """
+
+    kind: Literal["dilated"] = "dilated"
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    heads: Literal["all", "grouped"] = "all"
+    offset: Literal["modulo", "blocked"] = "modulo"
+    offset_by: Literal["head", "kv_head"] = "head"
+    merge_grad: Literal["exact", "detached"] = "exact"
+
+    @field_validator("segment_lengths", "dilation_rates", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any) -> Any:
+        return _read_counts(value)
+
+    @model_validator(mode="after")
+    def _pairs(self) -> Self:
+        segments, rates = self.segment_lengths, self.dilation_rates
+        if len(segments) != len(rates):
+            raise ValueError(
+                f"{len(segments)} segment lengths {list(segments)} but {len(rates)} dilation rates {list(rates)}; "
+                "they pair up, give as many of one as of the other"
+            )
+        if not segments:
+            raise ValueError("a dilated pattern needs at least one branch; give for example segment_lengths=2K,4K")
+        for name, values in (("segment_lengths", segments), ("dilation_rates", rates)):
+            if min(values) < 1:
+                raise ValueError(f"{name} {list(values)} must all be at least 1")
+        return self
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """The (segment length, dilation rate) pairs."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+
+Pattern = Annotated[DensePattern | DilatedPattern, Field(discriminator="kind")]
+PATTERN_KINDS = ("dense", "dilated")
+
+
+class Workload(Model):
+    """One attention computation: pattern, shape, dtype and what is timed of it. Nothing in it is `auto`."""
+
+    pattern: Pattern
+    batch_size: int = Field(ge=1, le=2**24)
+    seq_len: int = Field(ge=1, le=2**40)
+    num_heads: int = Field(ge=1, le=2**14)
+    num_kv_heads: int = Field(ge=1, le=2**14)
+    head_dim: int = Field(ge=1, le=2**12)
+    dtype: DType = "float32"
+    causal: bool = True
+    window: Window = UNBOUNDED
+    scale: float | None = Field(default=None, gt=0)
+    mode: Mode = "forward"
+    layout: Layout = "padded"
+    cu_seqlens: tuple[int, ...] | None = None
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_alias(cls, value: Any) -> Any:
+        return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _shape_is_possible(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            divisors = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                f"num_kv_heads may be {', '.join(map(str, divisors))}"
+            )
+        if min(self.window) < -1:
+            raise ValueError(f"window {list(self.window)} must be (left, right) with -1 for unbounded or at least 0")
+        if self.causal and self.window[1] > 0:
+            raise ValueError(
+                f"window {list(self.window)} looks {self.window[1]} positions ahead but causal=true forbids it; "
+                "use a right side of 0 or -1, or causal=false"
+            )
+        if self.layout == "packed":
+            self._check_packed()
+        elif self.cu_seqlens is not None:
+            raise ValueError("cu_seqlens is given but layout is 'padded'; set layout=packed or leave cu_seqlens out")
+        return self
+
+    def _check_packed(self) -> None:
+        bounds = self.cu_seqlens
+        if bounds is None:
+            raise ValueError("layout 'packed' needs cu_seqlens, for example cu_seqlens=0,512,1024")
+        if bounds[0] != 0 or bounds[-1] != self.seq_len or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+            raise ValueError(
+                f"cu_seqlens {list(bounds)} must rise from 0 to seq_len={self.seq_len} (the number of packed tokens)"
+            )
+        if self.batch_size != 1:
+            raise ValueError(f"layout 'packed' holds all sequences in one batch row; batch_size is {self.batch_size}, use 1")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head (g)."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        """The scale in force: the given one, or 1/sqrt(D)."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """(start, end) of the sequences along the N axis: one when padded, several when packed."""
+        bounds = self.cu_seqlens or (0, self.seq_len)
+        return tuple(zip(bounds, bounds[1:], strict=False))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one call (B·N)."""
+        return self.batch_size * self.seq_len
+
+    def replace(self, **changes: Any) -> "Workload":
+        """A validated copy with the fields changed."""
+        return Workload.model_validate({**self.model_dump(), **changes})
+
+    def family_id(self) -> str:
+        """Hash of everything that changes values, except shape: rows are ranked only inside one family and workload."""
+        content = {
+            "pattern": self.pattern.model_dump(),
+            "causal": self.causal,
+            "window": self.window,
+            "scale": self.scale,
+        }
+        return content_hash(content)
+
+    def label(self) -> str:
+        """A short name for tables, e.g. '2x8K H8 D64 bf16 causal'."""
+        short = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[self.dtype]
+        heads = f"H{self.num_heads}" + (f"/{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else "")
+        window = "" if self.window == UNBOUNDED else f" window {self.window[0]},{self.window[1]}"
+        causal = " causal" if self.causal else ""
+        packed = " packed" if self.layout == "packed" else ""
+        return f"{self.batch_size}x{format_count(self.seq_len)} {heads} D{self.head_dim} {short}{causal}{window}{packed}"
+
+
+class WorkloadRequest(Model):
+    """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
+
+    Presets, TOML files, `--set` and the short options all fill this one model. `resolve` makes the Workload;
+    the two differ only where `auto` stands here.
+    """
+
+    pattern: Literal["dense", "dilated"] = "dilated"
+    batch_size: int | Literal["auto"] = "auto"
+    seq_len: int = 8192
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    head_dim: int = 64
+    dtype: DType | Literal["auto"] = "auto"
+    causal: bool = True
+    window: Window = UNBOUNDED
+    scale: float | None = None
+    mode: Mode = "forward"
+    layout: Layout = "padded"
+    cu_seqlens: tuple[int, ...] | None = None
+    segment_lengths: tuple[int, ...] | Literal["auto"] = "auto"
+    dilation_rates: tuple[int, ...] | Literal["auto"] = "auto"
+    heads: Literal["all", "grouped"] = "all"
+    offset: Literal["modulo", "blocked"] = "modulo"
+    offset_by: Literal["head", "kv_head"] = "head"
+    merge_grad: Literal["exact", "detached"] = "exact"
+
+    @field_validator("batch_size", "seq_len", "num_heads", "num_kv_heads", "head_dim", mode="before")
+    @classmethod
+    def _size(cls, value: Any, info: Any) -> Any:
+        if value is None or value == "auto" or isinstance(value, float):
+            return value
+        if isinstance(value, str | int) and not isinstance(value, bool):
+            try:
+                return parse_count(value, info.field_name)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+    @field_validator("segment_lengths", "dilation_rates", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        try:
+            return _read_counts(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("window", "cu_seqlens", mode="before")
+    @classmethod
+    def _int_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.strip("()[] ").split(","))
+        return value
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_alias(cls, value: Any) -> Any:
+        return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    def resolve(self, auto_dtype: DType) -> Workload:
+        """The effective workload on a device whose `auto` dtype is the given one.
+
+        Raises ConfigError when the shape is impossible.
+        """
+        fields = self.model_dump(exclude={"pattern", *PATTERN_FIELDS})
+        fields["num_kv_heads"] = self.num_kv_heads or self.num_heads
+        fields["pattern"] = self._pattern()
+        if self.batch_size == "auto":
+            fields["batch_size"] = 1 if self.layout == "packed" else max(1, AUTO_TOKENS // self.seq_len)
+        if self.dtype == "auto":
+            fields["dtype"] = auto_dtype
+        return validated(Workload, fields)
+
+    def _pattern(self) -> dict[str, Any]:
+        if self.pattern == "dense":
+            return {"kind": "dense"}
+        segments, rates = self.segment_lengths, self.dilation_rates
+        if segments == "auto":
+            segments = AUTO_SEGMENTS if rates == "auto" else AUTO_SEGMENTS[: len(rates)]
+        if rates == "auto":
+            rates = AUTO_RATES if len(segments) == len(AUTO_RATES) else tuple(2**k for k in range(len(segments)))
+        return {
+            "kind": "dilated",
+            "segment_lengths": segments,
+            "dilation_rates": rates,
+            "heads": self.heads,
+            "offset": self.offset,
+            "offset_by": self.offset_by,
+            "merge_grad": self.merge_grad,
+        }
+
+
+PATTERN_FIELDS = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "merge_grad")
+
+
+def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
+    """Build a pydantic model; a refusal becomes a ConfigError with value, rule and place."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(describe(error, model)) from None
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line per mistake: where, the rule, the value given, and for unknown keys the nearest known one."""
+    import difflib
+
+    lines = []
+    for item in error.errors(include_url=False):
+        place = ".".join(str(part) for part in item["loc"] if not str(part).startswith(("tuple[", "literal[", "function-")))
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            known = sorted(model.model_fields)
+            near = difflib.get_close_matches(place, known, n=1)
+            message = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known: {', '.join(known)}"
+        elif item["type"] != "value_error":
+            message = f"{message} (got {item['input']!r})"
+        line = f"{place}: {message}" if place else message
+        if line not in lines:
+            lines.append(line)
+    return "; ".join(lines)
+
+
+def content_hash(content: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of the content's canonical JSON."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

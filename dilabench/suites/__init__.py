@@ -1,0 +1,1 @@
+"""Suites: each turns a request into cases. One small file per suite."""

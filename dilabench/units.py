@@ -1,0 +1,96 @@
+"""Reading and writing of lengths, durations, byte counts and percentages.
+
+Suffixes of counts are binary, as in the names of context lengths: 4K = 4096, 1M = 1048576.
+"""
+
+import re
+
+from dilabench.errors import ConfigError
+
+KIBI = 1024
+MAX_COUNT = 2**48
+
+_COUNT = re.compile(r"^\s*(?P<digits>\d[\d_,]*(?:\.\d+)?)(?:e(?P<exp>\d{1,2}))?\s*(?P<suffix>[kKmMgG]?)(?:i?[bB]?)\s*$")
+_DURATION = re.compile(r"^\s*(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|m|min|h)?\s*$")
+_DURATION_SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SUFFIX = {"": 1, "k": KIBI, "m": KIBI**2, "g": KIBI**3}
+
+
+def parse_count(text: str | int, what: str = "value") -> int:
+    """Read a positive whole number: 4096, '4K', '1_000_000', '1e6', '1M'.
+
+    Raises ConfigError when it is no number, zero, negative, fractional or above 2^48.
+    """
+    if isinstance(text, bool):
+        raise ConfigError(f"{what} {text!r} is not a number; write a whole number such as 4096 or 4K")
+    if isinstance(text, int):
+        count: float = text
+    else:
+        match = _COUNT.match(text)
+        if match is None:
+            rule = "must be at least 1" if text.strip().startswith("-") else "is not a number"
+            raise ConfigError(f"{what} {text!r} {rule}; write a whole number such as 4096, 4K or 1M (1K = 1024)")
+        digits = match["digits"].replace("_", "").replace(",", "")
+        count = float(digits) if "." in digits else int(digits)
+        count = count * 10 ** int(match["exp"] or 0) * _SUFFIX[match["suffix"].lower()]
+    if count != int(count):
+        raise ConfigError(f"{what} {text!r} is not a whole number; {int(count)} or {int(count) + 1} would be")
+    if count < 1:
+        raise ConfigError(f"{what} {text!r} must be at least 1")
+    if count > MAX_COUNT:
+        raise ConfigError(f"{what} {text!r} is above 2^48, which no machine can hold; use a smaller one")
+    return int(count)
+
+
+def parse_duration(text: str) -> float:
+    """Read a duration such as '60s', '500ms', '5m', '1h' or plain seconds; returns seconds (> 0)."""
+    match = _DURATION.match(text)
+    seconds = float(match["value"]) * _DURATION_SECONDS[match["unit"]] if match else 0.0
+    if seconds <= 0:
+        raise ConfigError(f"duration {text!r} is not a positive time; write for example 30s, 5m or 1h")
+    return seconds
+
+
+def parse_bytes(text: str) -> int:
+    """Read a byte count such as '512MiB', '8G' or '1024' (binary units)."""
+    return parse_count(text, what="size")
+
+
+def parse_fraction(text: str) -> float:
+    """Read '20%' or '0.2' as 0.2; the range is (0, 1)."""
+    stripped = text.strip()
+    try:
+        value = float(stripped.rstrip("%")) / (100 if stripped.endswith("%") else 1)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < 1:
+        raise ConfigError(f"{text!r} is not a share between 0 and 1; write for example 5% or 0.05")
+    return value
+
+
+def format_count(count: int) -> str:
+    """4096 -> '4K', 1048576 -> '1M', 50000 -> '50000'; `parse_count` reads it back exactly."""
+    for suffix, size in (("G", KIBI**3), ("M", KIBI**2), ("K", KIBI)):
+        if count >= size and count % size == 0:
+            return f"{count // size}{suffix}"
+    return str(count)
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration with a unit that leaves 1 to 3 digits before the point."""
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def format_bytes(count: float) -> str:
+    """A byte count in binary units: 1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < KIBI:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= KIBI
+    return f"{size:.1f} TiB"

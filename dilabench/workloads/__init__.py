@@ -1,0 +1,1 @@
+"""Named workloads as data."""
