@@ -93,8 +93,36 @@ class DilatedPattern(Model):
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
 
-Pattern = Annotated[DensePattern | DilatedPattern, Field(discriminator="kind")]
-PATTERN_KINDS = ("dense", "dilated")
+MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
+
+
+class BlockSparsePattern(Model):
+    """Blocks of queries see blocks of keys: C = 1 where the mask of (head, i // block, j // block) is set.
+
+    `sparsity` is the share of visible blocks that is not computed. With branches (`segment_lengths`, `dilation_rates`)
+    the mask lies over the rows that each dilated branch keeps in a segment, instead of over the whole sequence.
+    The masks themselves are made in `dilabench.blockmask`.
+    """
+
+    kind: Literal["block_sparse"] = "block_sparse"
+    mask: MaskKind = "local_window"
+    block_size: int = Field(default=128, ge=1, le=2**20)
+    sparsity: float = Field(default=0.9, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0)
+    per_head: bool = False
+    mask_file: str | None = None
+    mask_digest: str | None = None
+    branches: DilatedPattern | None = None
+
+    @model_validator(mode="after")
+    def _file_or_kind(self) -> Self:
+        if (self.mask == "custom") != (self.mask_file is not None):
+            raise ValueError("mask 'custom' needs a mask file, and a mask file needs mask 'custom'; give both or neither")
+        return self
+
+
+Pattern = Annotated[DensePattern | DilatedPattern | BlockSparsePattern, Field(discriminator="kind")]
+PATTERN_KINDS = ("dense", "dilated", "block_sparse")
 
 
 class Workload(Model):
@@ -203,7 +231,7 @@ class WorkloadRequest(Model):
     the two differ only where `auto` stands here.
     """
 
-    pattern: Literal["dense", "dilated"] = "dilated"
+    pattern: Literal["dense", "dilated", "block_sparse"] = "dilated"
     batch_size: int | Literal["auto"] = "auto"
     seq_len: int = 8192
     num_heads: int = 8
@@ -222,8 +250,14 @@ class WorkloadRequest(Model):
     offset: Literal["modulo", "blocked"] = "modulo"
     offset_by: Literal["head", "kv_head"] = "head"
     merge_grad: Literal["exact", "detached"] = "exact"
+    mask: MaskKind = "local_window"
+    block_size: int = 128
+    sparsity: float = 0.9
+    mask_seed: int = 0
+    per_head: bool = False
+    mask_file: str | None = None
 
-    @field_validator("batch_size", "seq_len", "num_heads", "num_kv_heads", "head_dim", mode="before")
+    @field_validator("batch_size", "block_size", "seq_len", "num_heads", "num_kv_heads", "head_dim", mode="before")
     @classmethod
     def _size(cls, value: Any, info: Any) -> Any:
         if value is None or value == "auto" or isinstance(value, float):
@@ -262,7 +296,7 @@ class WorkloadRequest(Model):
 
         Raises ConfigError when the shape is impossible.
         """
-        fields = self.model_dump(exclude={"pattern", *PATTERN_FIELDS})
+        fields = self.model_dump(exclude={"pattern", *DILATED_FIELDS, *BLOCK_SPARSE_FIELDS})
         fields["num_kv_heads"] = self.num_kv_heads or self.num_heads
         fields["pattern"] = self._pattern()
         if self.batch_size == "auto":
@@ -274,6 +308,21 @@ class WorkloadRequest(Model):
     def _pattern(self) -> dict[str, Any]:
         if self.pattern == "dense":
             return {"kind": "dense"}
+        if self.pattern == "block_sparse":
+            composed = self.segment_lengths != "auto" or self.dilation_rates != "auto"
+            return {
+                "kind": "block_sparse",
+                "mask": "custom" if self.mask_file else self.mask,
+                "block_size": self.block_size,
+                "sparsity": 0.0 if self.mask_file else self.sparsity,
+                "seed": self.mask_seed,
+                "per_head": self.per_head,
+                "mask_file": self.mask_file,
+                "branches": self._dilated() if composed else None,
+            }
+        return self._dilated()
+
+    def _dilated(self) -> dict[str, Any]:
         segments, rates = self.segment_lengths, self.dilation_rates
         if segments == "auto":
             segments = AUTO_SEGMENTS if rates == "auto" else AUTO_SEGMENTS[: len(rates)]
@@ -290,7 +339,8 @@ class WorkloadRequest(Model):
         }
 
 
-PATTERN_FIELDS = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "merge_grad")
+DILATED_FIELDS = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "merge_grad")
+BLOCK_SPARSE_FIELDS = ("mask", "block_size", "sparsity", "mask_seed", "per_head", "mask_file")
 
 
 def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:

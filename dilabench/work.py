@@ -3,7 +3,11 @@
 Formulas: semantics.md §2. Forward costs 4·D FLOPs per (query, key) pair of the multiset, backward 2.5 times that.
 """
 
-from dilabench.spec import DTYPE_BYTES, DilatedPattern, Workload
+from functools import lru_cache
+from typing import Any
+
+from dilabench.blockmask import block_mask
+from dilabench.spec import DTYPE_BYTES, BlockSparsePattern, DilatedPattern, Workload
 
 FORWARD_FLOPS_PER_PAIR_AND_DIM = 4
 BACKWARD_FACTOR = 2.5
@@ -54,6 +58,38 @@ def windowed_pairs(rows: int, causal: bool, left: int, right: int) -> int:
     return rows + below + above
 
 
+def blocked_pairs(pattern: BlockSparsePattern, rows: int, num_heads: int, causal: bool, window: tuple[int, int]) -> int:
+    """Visible pairs among `rows` consecutive rows under the pattern's block mask, over all heads."""
+    if rows <= 0:
+        return 0
+    mask = block_mask(pattern, rows, causal, num_heads)
+    pairs = sum(_masked_pairs(head, pattern.block_size, rows, causal, window) for head in mask)
+    return pairs * (num_heads // mask.shape[0])
+
+
+def _masked_pairs(mask: Any, size: int, rows: int, causal: bool, window: tuple[int, int]) -> int:
+    """Visible pairs of one head's block mask [n, n] over `rows` rows."""
+    total = 0
+    for i, j in zip(*mask.nonzero(), strict=True):
+        queries, keys = (min(size, rows - int(block) * size) for block in (i, j))
+        total += _pairs_of_blocks(int(i - j) * size, queries, keys, causal, window)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _pairs_of_blocks(distance: int, queries: int, keys: int, causal: bool, window: tuple[int, int]) -> int:
+    """Pairs between a block of queries and one of keys that starts `distance` rows earlier."""
+    left, right = window
+    right = 0 if causal else right
+    total = 0
+    for query in range(queries):
+        position = query + distance
+        first = 0 if left < 0 else max(0, position - left)
+        last = keys - 1 if right < 0 else min(keys - 1, position + right)
+        total += max(0, last - first + 1)
+    return total
+
+
 def attended_pairs(workload: Workload) -> int:
     """(query, key) pairs of the multiset in one forward call, over batch and heads."""
     total = 0
@@ -65,6 +101,10 @@ def attended_pairs(workload: Workload) -> int:
 def _sequence_pairs(workload: Workload, length: int) -> int:
     left, right = workload.window
     pattern = workload.pattern
+    if isinstance(pattern, BlockSparsePattern) and pattern.branches is None:
+        return blocked_pairs(pattern, length, workload.num_heads, workload.causal, workload.window)
+    if isinstance(pattern, BlockSparsePattern):
+        return _composed_pairs(workload, pattern, length)
     if not isinstance(pattern, DilatedPattern):
         return workload.num_heads * windowed_pairs(length, workload.causal, left, right)
     total = 0
@@ -76,6 +116,26 @@ def _sequence_pairs(workload: Workload, length: int) -> int:
             full, tail = divmod(length, min(segment, length))
             total += full * windowed_pairs(rows_kept(min(segment, length), rate, offset), workload.causal, *limits)
             total += windowed_pairs(rows_kept(tail, rate, offset), workload.causal, *limits)
+    return total
+
+
+def _composed_pairs(workload: Workload, pattern: BlockSparsePattern, length: int) -> int:
+    """Pairs of a block mask laid over the rows that each dilated branch keeps in a segment."""
+    dilated = pattern.branches
+    assert dilated is not None
+    total = 0
+    for head in range(workload.num_heads):
+        for segment, rate in head_branches(dilated, head, workload.num_heads):
+            offset = head_offset(dilated, head, rate, workload.num_heads, workload.num_kv_heads)
+            left, right = (side if side < 0 else side // rate for side in workload.window)
+            full, tail = divmod(length, min(segment, length))
+            for count, part in ((full, min(segment, length)), (1, tail)):
+                rows = rows_kept(part, rate, offset)
+                if rows == 0:
+                    continue
+                mask = block_mask(pattern, rows, workload.causal, workload.num_heads)
+                pairs = _masked_pairs(mask[head % mask.shape[0]], pattern.block_size, rows, workload.causal, (left, right))
+                total += count * pairs
     return total
 
 
