@@ -1,0 +1,321 @@
+"""Dilated attention for your own models: a function, and two modules with torch's conventions.
+
+    from dilabench.attention import dilated_attention
+
+    out = dilated_attention(q, k, v, segment_lengths=(2048, 4096), dilation_rates=(1, 2), causal=True)
+
+Exact forward and backward of LongNet's dilated attention (one softmax over the union of all branches' keys) on strided
+views over the best dense kernel of the device. Works under torch.compile without graph breaks: forward and backward are
+one custom operator each.
+"""
+
+# The annotations of operators are evaluated by torch: no postponed evaluation in this module.
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dilabench.config import AUTO, RunRequest
+from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.errors import ConfigError
+from dilabench.impls import strided
+from dilabench.impls.multihead import ProjectedAttention
+from dilabench.impls.union import Union
+from dilabench.machine import detect
+from dilabench.plugins.manager import discover
+from dilabench.registry import load_target
+from dilabench.results import Case
+from dilabench.spec import UNBOUNDED, Window, Workload, validated
+from dilabench.suites.planner import Planner
+
+__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword options of `dilated_attention`, described there."""
+
+    causal: bool
+    window: Window
+    scale: float | None
+    dropout_p: float
+    heads: Literal["all", "grouped"]
+    offset: Literal["modulo", "blocked"]
+    offset_by: Literal["head", "kv_head"]
+    backend: str
+
+
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    causal: bool = False,
+    window: Window = UNBOUNDED,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    heads: Literal["all", "grouped"] = "all",
+    offset: Literal["modulo", "blocked"] = "modulo",
+    offset_by: Literal["head", "kv_head"] = "head",
+    backend: str = AUTO,
+) -> Tensor:
+    """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
+
+    `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
+    rates that do not divide segments. `window` is (left, right) in positions, -1 unbounded; `scale` defaults to
+    1/sqrt(D). `heads`: every head in every branch, or heads split over the branches. `offset`: the residue that a head
+    keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by query head or by key/value head.
+    `backend` is a name of `dilabench list backends`; 'auto' takes the best for the device.
+
+    Raises ValueError for shapes or options that do not fit, for a dropout other than 0, and for a backend that cannot
+    serve the call.
+    """
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
+            "dropped; use 0, and nn.Dropout on the output"
+        )
+    out, _lse = _forward_op(
+        query,
+        key,
+        value,
+        list(segment_lengths),
+        list(dilation_rates),
+        causal,
+        list(window),
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        heads,
+        offset,
+        offset_by,
+        backend,
+    )
+    return out
+
+
+class DilatedAttention(nn.Module):
+    """`dilated_attention` with its branches and options fixed. Has no parameters."""
+
+    def __init__(
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Unpack[AttentionOptions]
+    ) -> None:
+        super().__init__()
+        unknown = set(options) - set(AttentionOptions.__annotations__)
+        if unknown:
+            known = ", ".join(AttentionOptions.__annotations__)
+            raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
+        self.segment_lengths = tuple(segment_lengths)
+        self.dilation_rates = tuple(dilation_rates)
+        self.options = options
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]."""
+        return dilated_attention(
+            query,
+            key,
+            value,
+            segment_lengths=self.segment_lengths,
+            dilation_rates=self.dilation_rates,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        """The branches and options, for `print(module)`."""
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}{options}"
+
+
+class MultiheadDilatedAttention(ProjectedAttention):
+    """Multi-head self-attention on embeddings [B, N, E]: projections around `DilatedAttention`.
+
+    Returns one tensor [B, N, E]. `norm` adds LongNet's layer norm before the output projection; the other options are
+    those of `dilated_attention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        norm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            DilatedAttention(segment_lengths, dilation_rates, **options),
+            num_kv_heads=num_kv_heads,
+            bias=bias,
+            norm=norm,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class _Options(NamedTuple):
+    """What determines the computation besides the tensors."""
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    causal: bool
+    window: tuple[int, ...]
+    scale: float
+    heads: str
+    offset: str
+    offset_by: str
+    backend: str
+
+
+@torch.library.custom_op("dilabench::dilated_attention", mutates_args=())
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    causal: bool,
+    window: Sequence[int],
+    scale: float,
+    heads: str,
+    offset: str,
+    offset_by: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N]."""
+    options = _Options(
+        tuple(segment_lengths), tuple(dilation_rates), causal, tuple(window), scale, heads, offset, offset_by, backend
+    )
+    out, lse, _ = _union(query, key, value, options).forward(query, key, value)
+    return out, lse
+
+
+@_forward_op.register_fake
+def _forward_shapes(query: Tensor, _key: Tensor, _value: Tensor, *_options: Any) -> tuple[Tensor, Tensor]:
+    B, N, H, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return _like(query), query.new_empty((B, H, N), dtype=lse_dtype)
+
+
+@torch.library.custom_op("dilabench::dilated_attention_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    causal: bool,
+    window: Sequence[int],
+    scale: float,
+    heads: str,
+    offset: str,
+    offset_by: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from the results of the forward operator."""
+    options = _Options(
+        tuple(segment_lengths), tuple(dilation_rates), causal, tuple(window), scale, heads, offset, offset_by, backend
+    )
+    return _union(query, key, value, options).backward(dout, query, key, value, out, lse)
+
+
+@_backward_op.register_fake
+def _backward_shapes(
+    _dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *_results_and_options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(query), _like(key), _like(value)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *options = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.options = options
+
+
+def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *(None for _ in ctx.options)
+
+
+torch.library.register_autograd(_forward_op, _differentiate, setup_context=_save_for_backward)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _union(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Union:
+    """The computation for these tensors, made once per shape; refuses what does not fit together."""
+    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+        raise ValueError(
+            f"query {tuple(query.shape)} must be [B, N, H, D], key {tuple(key.shape)} and value {tuple(value.shape)} "
+            "equal and [B, N, K, D]"
+        )
+    B, N, _, D = query.shape
+    if (key.shape[0], key.shape[1], key.shape[3]) != (B, N, D):
+        raise ValueError(
+            f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in batch, length and head dim"
+        )
+    kinds = {(x.dtype, x.device) for x in (query, key, value)}
+    if len(kinds) > 1:
+        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, kinds))}")
+    return _cached_union(tuple(query.shape), key.shape[2], query.dtype, query.device, options)
+
+
+@lru_cache(maxsize=64)
+def _cached_union(
+    query_shape: tuple[int, ...], num_kv_heads: int, dtype: torch.dtype, device: torch.device, options: _Options
+) -> Union:
+    batch_size, seq_len, num_heads, head_dim = query_shape
+    in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by")
+    fields = {
+        "pattern": {"kind": "dilated", **{name: getattr(options, name) for name in in_pattern}},
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "dtype": str(dtype).removeprefix("torch."),
+        "causal": options.causal,
+        "window": options.window,
+        "scale": options.scale,
+    }
+    try:
+        workload = validated(Workload, fields)
+        context = BuildContext(device=device, backend=_backend(options.backend, workload, device.type))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return strided.build(workload, context)
+
+
+def _backend(name: str, workload: Workload, device: str) -> LoadedBackend:
+    """The backend of a name that can serve the workload here, or what 'auto' means for it."""
+    planner = _planner(device)
+    mode = "both" if name == AUTO else "forward"
+    case = Case(implementation="strided", backend=name, workload=workload.replace(mode=mode))
+    if name == AUTO:
+        chosen, reasons = planner.choose_backend(case)
+    else:
+        chosen = planner.catalogue.backends.get(name).name
+        reasons = "; ".join(planner.catalogue.reasons_against_backend(case, planner.machine))
+    if chosen is None or (name != AUTO and reasons):
+        raise ValueError(f"backend {name!r} cannot serve this call: {reasons}")
+    backend = planner.catalogue.backends.get(chosen)
+    backward = load_target(backend.backward_target) if backend.backward_target else None
+    return LoadedBackend(backend.name, load_target(backend.target), backward)
+
+
+@lru_cache(maxsize=2)
+def _planner(device: str) -> Planner:
+    return Planner(discover().catalogue, detect(device), RunRequest(suite="library"))

@@ -1,0 +1,156 @@
+"""What kernels cannot take is brought into a shape that they can: one place for padding, repeating and splitting.
+
+A kernel module writes its forward and backward for the plain case and declares what the plain case is; `adapted`
+gives the two functions of the backend contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.backends.band import Band
+from dilabench.contracts import Attend, AttendBackward
+from dilabench.spec import UNBOUNDED, Window
+
+KernelForward = Callable[[Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor]]
+"""(q, k, v, band, scale) -> out [B, M, H, D], lse [B, H, M]."""
+
+KernelBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor, Tensor]]
+"""(dout, q, k, v, out, lse, band, scale) -> dq, dk, dv. lse comes contiguous."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What a kernel takes as it is.
+
+    head_dim_multiple: other head dims are padded with zeros, which changes neither scores nor out (the scale is given).
+    grouped_heads: it reads fewer K/V heads than query heads; otherwise they are repeated, and dk, dv summed in float32.
+    max_batch: rows of the batch per launch; a CUDA grid's second and third axes end at 65535.
+    alignment_bytes: what addresses and outer strides must be a multiple of; a tensor that is not is copied.
+    """
+
+    head_dim_multiple: int = 1
+    grouped_heads: bool = True
+    max_batch: int | None = None
+    alignment_bytes: int = 1
+
+
+CUDA_KERNEL = Plain(head_dim_multiple=8, max_batch=65535, alignment_bytes=16)
+
+
+def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> tuple[Attend, AttendBackward]:
+    """`attend` and `attend_backward` of the contract over a kernel's plain case.
+
+    Both raise ValueError for a mask over different numbers of queries and keys: kernels disagree on which corner of
+    the matrix such a mask starts from.
+    """
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if q.numel() == 0 or k.shape[1] == 0:
+            return _nothing_seen(q)
+        band = _band(q, k, causal, window)
+
+        def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
+            out, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), band, scale)
+            return _cut(out, q), lse
+
+        out, lse = _split(one, plain.max_batch, q, k, v)
+        return out, lse
+
+    def attend_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.numel() == 0 or k.shape[1] == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        band = _band(q, k, causal, window)
+
+        def one(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
+            k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
+            dq, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), band, scale)
+            return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
+
+        dq, dk, dv = _split(one, plain.max_batch, dout, q, k, v, out, lse)
+        return dq, dk, dv
+
+    return attend, attend_backward
+
+
+def _band(q: Tensor, k: Tensor, causal: bool, window: Window) -> Band:
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    band = Band.of(causal, window, num_queries, num_keys)
+    if num_queries != num_keys and not band.full:
+        raise ValueError(
+            f"causal={causal} window={window} with {num_queries} queries and {num_keys} keys: a mask needs as many "
+            "of one as of the other; use the backend math, which counts both from position 0"
+        )
+    return band
+
+
+def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out 0 and lse -inf: there is no query, or no key to see."""
+    B, M, H, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(q), q.new_full((B, H, M), float("-inf"), dtype=lse_dtype)
+
+
+def _readable(x: Tensor, plain: Plain) -> Tensor:
+    """x itself where the kernel can read it, otherwise a contiguous copy, padded to the head dim that it needs."""
+    missing = -x.shape[-1] % plain.head_dim_multiple
+    if missing:
+        return torch.nn.functional.pad(x, (0, missing))
+    return x if _aligned(x, plain.alignment_bytes) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(x: Tensor, alignment_bytes: int) -> bool:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        return False
+    steps = (stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    return x.data_ptr() % alignment_bytes == 0 and all(step % alignment_bytes == 0 for step in steps)
+
+
+def _cut(x: Tensor, like: Tensor) -> Tensor:
+    """Without the padding of the head dim."""
+    return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]].contiguous()
+
+
+def _repeated(x: Tensor, q: Tensor, plain: Plain) -> Tensor:
+    """K or V heads repeated to the number of query heads; a single head is expanded without a copy."""
+    group = q.shape[2] // x.shape[2]
+    if plain.grouped_heads or group == 1:
+        return x
+    return x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)
+
+
+def _summed(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of repeated heads, summed over each group."""
+    if gradient.shape[2] == like.shape[2]:
+        return gradient
+    sum_dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+    return gradient.unflatten(2, (like.shape[2], -1)).sum(3, dtype=sum_dtype).to(gradient.dtype)
+
+
+def _split(call: Callable[..., tuple[Tensor, ...]], max_batch: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Call once, or once per `max_batch` rows of the batch, and join the results."""
+    if max_batch is None or tensors[0].shape[0] <= max_batch:
+        return call(*tensors)
+    parts = [call(*chunk) for chunk in zip(*(x.split(max_batch) for x in tensors), strict=True)]
+    return tuple(torch.cat(results) for results in zip(*parts, strict=True))

@@ -1,0 +1,68 @@
+"""Which keys a query sees under causal and window: a band around the diagonal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.spec import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Query i sees key j when i - left <= j <= i + right; -1 is unbounded.
+
+    Bounds that hide nothing at the given sizes are written as -1, so that equal masks are equal bands: a causal mask is
+    (-1, 0), a causal window (left, 0), and everything at one key is (-1, -1).
+    """
+
+    left: int
+    right: int
+
+    @classmethod
+    def of(cls, causal: bool, window: Window, num_queries: int, num_keys: int) -> Band:
+        """The band of a causal flag and a window for M queries and L keys, both counted from position 0."""
+        left, right = window
+        if causal:
+            right = 0
+        return cls(
+            left=left if 0 <= left < num_queries - 1 else -1,
+            right=right if 0 <= right < num_keys - 1 else -1,
+        )
+
+    @property
+    def full(self) -> bool:
+        """Every query sees every key."""
+        return self.left < 0 and self.right < 0
+
+    @property
+    def causal(self) -> bool:
+        """No query sees a key after itself."""
+        return self.right == 0
+
+    @property
+    def windowed(self) -> bool:
+        """It is more than a causal mask."""
+        return self.left >= 0 or self.right > 0
+
+    def keys_of(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
+        """(first, end) of the keys that at least one of the queries start..stop-1 sees."""
+        first = max(0, start - self.left) if self.left >= 0 else 0
+        end = min(num_keys, stop + self.right) if self.right >= 0 else num_keys
+        return min(first, end), end
+
+    def hidden(self, start: int, stop: int, first: int, end: int, device: torch.device) -> Tensor | None:
+        """bool [stop - start, end - first], True where query start+i does not see key first+j; None: none is hidden."""
+        sees_last = self.right < 0 or end - 1 <= start + self.right
+        sees_first = self.left < 0 or first >= stop - 1 - self.left
+        if sees_last and sees_first:
+            return None
+        distance = torch.arange(first, end, device=device) - torch.arange(start, stop, device=device).unsqueeze(1)
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if self.right >= 0:
+            hidden |= distance > self.right
+        if self.left >= 0:
+            hidden |= distance < -self.left
+        return hidden

@@ -1,0 +1,56 @@
+"""FlashAttention 4 (flash_attn.cute, CuTe DSL): float16 and bfloat16 on Hopper and newer, head dim up to 256.
+
+The first call of each class of shapes compiles for some seconds. K, V, out and dout are read through any outer strides.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.band import Band
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    # The outputs after lse belong to other kernels of the library; their number differs between its versions.
+    out, lse, *_ = _flash_attn_fwd(
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        causal=band.causal,
+        window_size_left=_bound(band.left),
+        window_size_right=_bound(band.right),
+        return_lse=True,
+    )
+    return out, lse
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv, *_ = _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=scale,
+        causal=band.causal,
+        window_size_left=_bound(band.left),
+        window_size_right=_bound(band.right),
+    )
+    return dq, dk, dv
+
+
+def _bound(side: int) -> int | None:
+    """A side of the window as the library writes it: None is unbounded."""
+    return side if side >= 0 else None
+
+
+attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)

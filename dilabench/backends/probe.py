@@ -1,0 +1,79 @@
+"""Does a backend really work here? A tiny forward and backward against float64, in a process of its own.
+
+Requirements say what is installed; only a call shows whether it loads, meets its driver and computes the right
+numbers. A crash or a hang of a foreign library ends with the probe's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+TIMEOUT_S = 120.0
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+
+
+def probe(target: str, backward_target: str | None, device: str, timeout_s: float = TIMEOUT_S) -> str | None:
+    """Why the backend with these targets cannot be used on this device ('cpu' or 'cuda'), or None when it works.
+
+    Takes seconds: it imports torch and the library in a new process. Nothing is imported here.
+    """
+    arguments = json.dumps([target, backward_target, device])
+    path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dilabench.backends.probe", arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    try:
+        answer, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # The library may have started compilers of its own: the whole session of the probe goes.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"the probe did not end within {timeout_s:g} s"
+    if process.returncode < 0:
+        return f"the probe was killed by signal {signal.Signals(-process.returncode).name}"
+    lines = answer.strip().splitlines()
+    if process.returncode or not lines:
+        last = errors.strip().splitlines()[-1:] or ["no message"]
+        return f"the probe ended with code {process.returncode}: {last[0]}"
+    reason = json.loads(lines[-1])["reason"]
+    return None if reason is None else str(reason)
+
+
+def _reason(target: str, backward_target: str | None, device: str) -> str | None:
+    """The probe itself, in its own process."""
+    import torch
+
+    from dilabench.backends import math
+    from dilabench.backends.check import Trial, findings
+    from dilabench.registry import load_target
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    trial = Trial(heads=4, kv_heads=2, head_dim=64, dtype=dtype)
+    try:
+        attend = load_target(target)
+        attend_backward = math.attend_backward if backward_target is None else load_target(backward_target)
+        wrong = [f for f in findings(attend, attend_backward, trial, torch.device(device)) if not f.passed]
+    # Whatever a foreign library raises is the answer to the question that is asked here.
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return "; ".join(f"{f.name} is off by {f.error:.2e}, allowed {f.tolerance:.2e}" for f in wrong) or None
+
+
+def main() -> None:
+    """Answer one probe on standard output; the last line is what counts, libraries may print before it."""
+    reason = _reason(*json.loads(sys.argv[1]))
+    sys.stdout.write("\n" + json.dumps({"reason": reason}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""cuDNN's fused attention through torch: float16 and bfloat16 on sm_80 and newer, head dim up to 128, no window.
+
+torch caches an execution plan per shape and strides of q, k and v, not of out and dout. A plan that was built for one
+layout of out must never meet another, so out and dout are passed as they are only when they are laid out like q;
+otherwise q, out and dout are all passed as contiguous copies, which is again one layout per key.
+cuDNN refuses one query with one key; such a call gets a second query of zeros, whose gradient is zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.band import Band
+
+# Since torch 2.9 the operators' lse is [B, H, M, 1], before that [B, H, M].
+LSE_IS_A_COLUMN = TorchVersion(torch.__version__) >= "2.9"
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    if band.windowed:
+        raise ValueError(f"{band} is a window, which torch does not pass on to cuDNN; use another backend")
+    rows = q.shape[1]
+    if rows == k.shape[1] == 1:
+        q = _with_second_query(q)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *_heads_first(q, k, v), None, True, 0.0, band.causal, False, scale=scale
+    )
+    return out.transpose(1, 2)[:, :rows], (lse.squeeze(-1) if LSE_IS_A_COLUMN else lse)[:, :, :rows]
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[1]
+    if rows == k.shape[1] == 1:
+        q, out, dout = _with_second_query(q), _with_second_query(out), _with_second_query(dout)
+        lse = torch.nn.functional.pad(lse, (0, 1))
+    if not (_laid_out_like(out, q) and _laid_out_like(dout, q)):
+        q, out, dout = q.contiguous(), out.contiguous(), dout.contiguous()
+    # The state of the random generator is read only with dropout.
+    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *_heads_first(dout, q, k, v, out),
+        lse.unsqueeze(-1) if LSE_IS_A_COLUMN else lse,
+        unread,
+        unread,
+        None,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        band.causal,
+        scale=scale,
+    )
+    dq, dk, dv = _heads_first(*gradients)
+    return dq[:, :rows], dk, dv
+
+
+def _with_second_query(x: Tensor) -> Tensor:
+    """[B, 1, H, D] -> [B, 2, H, D], the second row zero."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))
+
+
+def _laid_out_like(x: Tensor, q: Tensor) -> bool:
+    """Equal strides wherever there is more than one element to step over."""
+    return all(a == b for a, b, size in zip(x.stride(), q.stride(), q.shape, strict=True) if size > 1)
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)

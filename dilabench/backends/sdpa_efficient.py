@@ -1,0 +1,71 @@
+"""torch's memory-efficient (cutlass) attention: the fallback for float32 and for GPUs older than sm_80.
+
+Windows only where they look back from a causal mask. K/V heads are repeated for grouped queries. Strides are 32-bit
+in the kernel; torch refuses a tensor that needs more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.band import Band
+
+# The kernel writes and reads lse rows in aligned groups of this many queries; an infinite lse gives weight 0.
+LSE_ALIGNMENT = 32
+NO_MASK, CAUSAL_FROM_TOP_LEFT = 0, 1
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, None, None, None, None, 0.0, _mask(band), True, scale=scale, window_size=_window_size(band)
+    )
+    return out, lse[:, :, : q.shape[1]]
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The state of the random generator is read only with dropout.
+    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        None,
+        # The kernel is told out's batch and head strides, and takes the row stride to be H·D.
+        out.contiguous(),
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        torch.nn.functional.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")),
+        0.0,
+        unread,
+        unread,
+        _mask(band),
+        False,
+        scale=scale,
+        window_size=_window_size(band),
+    )
+    return dq, dk, dv
+
+
+def _mask(band: Band) -> int:
+    return CAUSAL_FROM_TOP_LEFT if band.causal else NO_MASK
+
+
+def _window_size(band: Band) -> int | None:
+    """Keys that a query sees, itself included. Raises ValueError for a window that looks ahead."""
+    if band.windowed and not band.causal:
+        raise ValueError(f"{band} looks ahead; sdpa-efficient has only causal windows, use another backend")
+    return band.left + 1 if band.windowed else None
+
+
+attend, attend_backward = adapted(
+    _forward,
+    _backward,
+    Plain(head_dim_multiple=8, grouped_heads=False, max_batch=65535, alignment_bytes=16),
+)

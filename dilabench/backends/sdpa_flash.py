@@ -1,0 +1,33 @@
+"""torch's own flash attention: FlashAttention 2 on CUDA, a C++ kernel on CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dilabench.backends import sdpa_flash_cpu, sdpa_flash_cuda
+from dilabench.spec import UNBOUNDED, Window
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`contracts.Attend` by the kernel of q's device."""
+    kernel = sdpa_flash_cpu if q.device.type == "cpu" else sdpa_flash_cuda
+    return kernel.attend(q, k, v, causal=causal, window=window, scale=scale)
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    window: Window = UNBOUNDED,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`contracts.AttendBackward` by the kernel of q's device."""
+    kernel = sdpa_flash_cpu if q.device.type == "cpu" else sdpa_flash_cuda
+    return kernel.attend_backward(dout, q, k, v, out, lse, causal=causal, window=window, scale=scale)

@@ -1,0 +1,81 @@
+"""torch's flash attention kernel for CPUs: float64, float32, bfloat16 and float16, any strides and head dim.
+
+It knows no window; a windowed call runs over blocks of queries, each with the keys that it can see and a small mask.
+It reads past the end when there are fewer K/V heads than query heads, hence `grouped_heads=False`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.band import Band
+
+QUERY_BLOCK = 256
+
+_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    if band.windowed:
+        return _forward_windowed(q, k, v, band, scale)
+    out, lse = _forward_op(*_heads_first(q, k, v), 0.0, band.causal, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if band.windowed:
+        return _backward_windowed(dout, q, k, v, out, lse, band, scale)
+    gradients = _backward_op(*_heads_first(dout, q, k, v, out), lse, 0.0, band.causal, scale=scale)
+    dq, dk, dv = _heads_first(*gradients)
+    return dq, dk, dv
+
+
+def _forward_windowed(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for start in range(0, q.shape[1], QUERY_BLOCK):
+        rows = q[:, start : start + QUERY_BLOCK]
+        first, end, mask = _block_mask(rows, start, k.shape[1], band)
+        block = _heads_first(rows, k[:, first:end], v[:, first:end])
+        out, lse = _forward_op(*block, 0.0, False, attn_mask=mask, scale=scale)
+        outs.append(out.transpose(1, 2))
+        lses.append(lse)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def _backward_windowed(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros(x.shape, dtype=sum_dtype) for x in (k, v))
+    for start in range(0, q.shape[1], QUERY_BLOCK):
+        rows = slice(start, min(q.shape[1], start + QUERY_BLOCK))
+        first, end, mask = _block_mask(q[:, rows], start, k.shape[1], band)
+        block = _heads_first(dout[:, rows], q[:, rows], k[:, first:end], v[:, first:end], out[:, rows])
+        gradients = _backward_op(*block, lse[:, :, rows], 0.0, False, attn_mask=mask, scale=scale)
+        dq[:, rows], dk_part, dv_part = _heads_first(*gradients)
+        dk[:, first:end] += dk_part
+        dv[:, first:end] += dv_part
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _block_mask(rows: Tensor, start: int, num_keys: int, band: Band) -> tuple[int, int, Tensor | None]:
+    """(first, end) of the keys that a block of queries sees, and its additive mask in the dtype of the queries."""
+    stop = start + rows.shape[1]
+    first, end = band.keys_of(start, stop, num_keys)
+    hidden = band.hidden(start, stop, first, end, rows.device)
+    if hidden is None:
+        return first, end, None
+    return first, end, torch.zeros(hidden.shape, dtype=rows.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+attend, attend_backward = adapted(_forward, _backward, Plain(grouped_heads=False))

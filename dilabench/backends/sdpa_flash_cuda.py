@@ -1,0 +1,54 @@
+"""FlashAttention 2 as built into torch: float16 and bfloat16 on sm_80 and newer, head dim up to 256, windows, GQA.
+
+Any outer strides are read in place; the backward copies out and dout when they are views (inside torch).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.band import Band
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, band.causal, False, scale=scale, **_window(band)
+    )
+    return out, lse
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The two tensors of the random generator's state (named philox_seed and philox_offset up to torch 2.6, rng_state
+    # and unused since) are read only with dropout.
+    unread = torch.empty(2, dtype=torch.int64, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        band.causal,
+        unread,
+        unread,
+        scale=scale,
+        **_window(band),
+    )
+    return dq, dk, dv
+
+
+def _window(band: Band) -> dict[str, int]:
+    """The kernel's window, where there is one; torch reads an absent one as unbounded."""
+    return {"window_size_left": band.left, "window_size_right": band.right} if band.windowed else {}
+
+
+attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)

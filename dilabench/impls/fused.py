@@ -1,0 +1,126 @@
+"""`fused`: one Triton kernel over the union of branches on residue-class tiles, each distinct pair computed once.
+
+Branches that fit no residue-class plan (their rates do not divide their segments, a window, grouped heads) go branch by
+branch through our dense kernel on strided views, merged in place; both forms are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.impls.branches import branches_of, covers_every_row
+from dilabench.impls.strided_rows import StridedRows, strided_rows
+from dilabench.impls.union import Union, union_of
+from dilabench.kernels import dense_tiles
+from dilabench.kernels.fused_backward import fused_backward
+from dilabench.kernels.fused_forward import fused_forward
+from dilabench.kernels.residue_plan import ResiduePlan, residue_plan
+from dilabench.spec import UNBOUNDED, DilatedPattern, Workload
+
+DENSE_TILES = LoadedBackend("dense-tiles", dense_tiles.attend, dense_tiles.attend_backward)
+
+
+def build(workload: Workload, context: BuildContext) -> Fused:
+    """Plan the tiles of the workload; tables reach the device with the first call."""
+    plan = _plan(workload)
+    rest = range(len(_branches(workload))) if plan is None else [index for index, _ in plan.leftover]
+    return Fused(plan, _per_branch(workload, context, list(rest)), workload.softmax_scale)
+
+
+def _branches(workload: Workload) -> tuple[tuple[int, int], ...]:
+    assert isinstance(workload.pattern, DilatedPattern)
+    return workload.pattern.branches
+
+
+def _plan(workload: Workload) -> ResiduePlan | None:
+    pattern = workload.pattern
+    assert isinstance(pattern, DilatedPattern)
+    if pattern.heads != "all" or workload.window != UNBOUNDED:
+        return None
+    plan = residue_plan(
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        workload.seq_len,
+        workload.num_heads,
+        workload.num_kv_heads,
+        workload.causal,
+        pattern.offset,
+        pattern.offset_by,
+    )
+    return plan if plan.groups else None
+
+
+def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -> Union | None:
+    """The branches of these indices, each on its own."""
+    if not indices:
+        return None
+    chosen = [_branches(workload)[index] for index in indices]
+    segments, rates = zip(*chosen, strict=True)
+    fields = {**workload.pattern.model_dump(), "segment_lengths": segments, "dilation_rates": rates}
+    part = workload.replace(pattern=fields)
+
+    def rows(_device: torch.device) -> tuple[StridedRows, ...]:
+        return context.patterns.get(("strided", part), lambda: strided_rows(part))
+
+    return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)))
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """The planned branches in one kernel, and the rest merged onto them. At least one of the two is there."""
+
+    plan: ResiduePlan | None
+    rest: Union | None
+    scale: float
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
+        out, lse = _FusedFunction.apply(self, q, k, v)
+        return out, lse
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse, outside autograd."""
+        planned = fused_forward(q, k, v, self.plan, scale=self.scale) if self.plan else None
+        if self.rest is None:
+            assert planned is not None
+            return planned
+        out, lse, _ = self.rest.forward(q, k, v, onto=planned)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv from the merged out and lse."""
+        planned = fused_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale) if self.plan else None
+        if self.rest is None:
+            assert planned is not None
+            return planned
+        return self.rest.backward(dout, q, k, v, out, lse, onto=planned)
+
+
+class _FusedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fused: Fused, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = fused.forward(q, k, v)
+        ctx.fused = fused
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return None, None, None, None
+        return None, *ctx.fused.backward(dout, *ctx.saved_tensors)

@@ -1,0 +1,22 @@
+"""`gather`: branches as indexed copies, any dense backend, results merged by lse. The plain method."""
+
+from __future__ import annotations
+
+import torch
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.branches import branches_of, covers_every_row
+from dilabench.impls.gathered_rows import GatheredRows, row_indices
+from dilabench.impls.union import Union, union_of
+from dilabench.spec import Workload
+
+
+def build(workload: Workload, context: BuildContext) -> Union:
+    """Copies of rows live in the context's buffers, indices in its pattern cache."""
+
+    def rows(device: torch.device) -> list[GatheredRows]:
+        indices = context.patterns.get(("gather", workload, device), lambda: row_indices(workload, device))
+        return [GatheredRows(index, context.buffers) for index in indices]
+
+    covered = covers_every_row(branches_of(workload))
+    return union_of(workload, context.require_backend(), rows, covered)

@@ -1,0 +1,41 @@
+"""Merging a branch's rows into the output, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Elements of a slice that a half-precision merge holds in float32.
+SLICE_ELEMENTS = 2**13
+
+
+def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+    """Make (out, lse) the attention over both key sets, given each set's own out and lse.
+
+    out, branch_out [..., L, A, D] (4 or 5 dimensions); lse, branch_lse [..., A, L]; views of any strides. A side with
+    lse -inf is empty and must have out 0, which then stays 0. One Triton kernel on CUDA; elsewhere PyTorch, without a
+    copy of the rows.
+    """
+    if out.device.type == "cuda" and out.dtype != torch.float64:
+        # Triton is not installed everywhere, and only CUDA needs it.
+        from dilabench.kernels.merge import merge_rows_ as merge_rows_fused_
+
+        merge_rows_fused_(out, lse, branch_out, branch_lse)
+        return
+    share = torch.sigmoid(branch_lse - lse).masked_fill_(branch_lse == float("-inf"), 0.0)
+    lse.copy_(torch.logaddexp(lse, branch_lse))
+    share_of_row = share.transpose(-1, -2).unsqueeze(-1)
+    if out.dtype == share.dtype:
+        out.lerp_(branch_out, share_of_row)
+    else:
+        _lerp_in_slices_(out, branch_out, share_of_row)
+
+
+def _lerp_in_slices_(out: Tensor, end: Tensor, weight: Tensor) -> None:
+    """`out.lerp_(end, weight)` computed in the dtype of the weight, some rows at a time."""
+    rows = out.shape[-3]
+    rows_per_slice = max(1, SLICE_ELEMENTS * rows // max(1, out.numel()))
+    for start in range(0, rows, rows_per_slice):
+        part = slice(start, start + rows_per_slice)
+        kept, added = out[..., part, :, :], end[..., part, :, :]
+        kept.copy_(kept.to(weight.dtype).lerp_(added.to(weight.dtype), weight[..., part, :, :]))

@@ -1,0 +1,243 @@
+"""The formula itself (semantics.md §1), from explicit C, blocked so that memory stays bounded: the oracle.
+
+`build` gives it as an implementation in float64. `attend_rows` and `attend_rows_backward` evaluate it for a sample of
+query rows, in float64 or, as the yardstick of rounding, in the plain way in the inputs' own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.multiplicity import key_groups, reach, visible
+from dilabench.spec import DilatedPattern, Workload
+
+# Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
+MAX_BLOCK_SCORES = 2**22
+
+
+def build(workload: Workload, context: BuildContext) -> Reference:  # noqa: ARG001
+    """The oracle as an implementation; computes in float64, returns q's dtype."""
+    return Reference(workload)
+
+
+class Reference:
+    """AttentionFn of the formula, exact and detached gradients, padded [B, N, H, D] and packed [T, H, D]."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out in q's dtype, and lse [B, H, N] (packed: [H, T]) in float64, which carries no gradient."""
+        packed = q.ndim == 3
+        if packed:
+            q, k, v = q[None], k[None], v[None]
+        rows = torch.arange(self.workload.seq_len)
+        out, lse = differentiable_rows(q, k, v, self.workload, rows, torch.float64)
+        out = out.to(q.dtype)
+        return (out[0], lse[0]) if packed else (out, lse)
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """out [B, R, H, D] and lse [B, H, R] of the query rows at `rows` ([R] int64 on the CPU, ascending), all heads.
+
+    q is [B, N, H, D], k and v are [B, N, K, D]. In float64 this is the oracle. In another `dtype` it is the plain
+    computation that tolerances come from: matrix products rounded to it, softmax in at least float32.
+    """
+    wide = accumulation_dtype(dtype)
+    out = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=dtype)
+    lse = q.new_full((q.shape[0], q.shape[2], len(rows)), -torch.inf, dtype=wide)
+    for block in blocks(workload, rows, q):
+        scores = block.scores(q, k, workload, dtype)
+        block_lse = scores.logsumexp(-1)
+        share = scores.sub_(finite(block_lse)).exp_().to(dtype)
+        out[:, block.index, block.head] = share @ block.take(v, workload, dtype)
+        lse[:, block.head, block.index] = block_lse
+    return out, lse
+
+
+def attend_rows_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    workload: Workload,
+    rows: Tensor,
+    keys: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [B, R, H, D] of the rows, and dk, dv [B, S, K, D] at the positions `keys` (None: all), from dout [B, R, H, D].
+
+    Exact for a dout that is zero outside `rows`: the gradient is linear in dout, so only those rows contribute.
+    `out` and `lse` are those of `attend_rows` in the same dtype. With P the softmax of the formula and dP = dout·v,
+    "exact" is
+        dS[i, j] = P[i, j] · (dP[i, j] - dout[i]·out[i])
+    "detached" (LongNet's code: out = sum_b a_b O_b with a_b = exp(lse_b - lse) held constant) differentiates each
+    branch's own softmax P_b, weighted by a_b; a_b P_b = C_b exp(s - lse) is branch b's share of P, hence
+        dS[i, j] = sum_b a_b P_b[i, j] · (dP[i, j] - sum_j' P_b[i, j'] dP[i, j'])
+    dv is P^T dout under both.
+    """
+    wide = accumulation_dtype(dtype)
+    slots = key_slots(keys, q.shape[1])
+    size = q.shape[1] if keys is None else len(keys)
+    dq = q.new_zeros(dout.shape, dtype=dtype)
+    dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], q.shape[3], dtype=wide) for _ in range(2))
+    for block in blocks(workload, rows, q):
+        dout_block = dout[:, block.index, block.head].to(dtype)
+        score_grad, share = score_gradient(block, q, k, v, out, lse, dout_block, workload, dtype)
+        dq[:, block.index, block.head] = score_grad @ block.take(k, workload, dtype) * workload.softmax_scale
+        chosen, slot = block.wanted(slots)
+        scaled = q[:, block.rows, block.head].to(dtype) * workload.softmax_scale
+        kv_head = block.head // workload.group_size
+        dk[:, :, kv_head].index_add_(1, slot, (score_grad[..., chosen].mT @ scaled).to(wide))
+        dv[:, :, kv_head].index_add_(1, slot, (share[..., chosen].mT @ dout_block).to(wide))
+    return dq, dk.to(dtype), dv.to(dtype)
+
+
+def differentiable_rows(
+    q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`attend_rows` for autograd: out [B, N, H, D] is zero outside `rows`, lse is [B, H, R] and carries no gradient.
+
+    Gradients are those of a dout whose other rows do not matter.
+    """
+    return _AttendRows.apply(q, k, v, workload, rows, dtype)
+
+
+class _AttendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        out_rows, lse = attend_rows(q, k, v, workload, rows, dtype)
+        ctx.save_for_backward(q, k, v, out_rows, lse)
+        ctx.workload, ctx.rows, ctx.dtype = workload, rows, dtype
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        if len(rows) == q.shape[1]:
+            return out_rows, lse
+        out = out_rows.new_zeros(q.shape)
+        out[:, rows] = out_rows
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        if dout is None:
+            return (None,) * 6
+        q, k, v, out, lse = ctx.saved_tensors
+        dout_rows = dout[:, ctx.rows]
+        dq_rows, dk, dv = attend_rows_backward(dout_rows, q, k, v, out, lse, ctx.workload, ctx.rows, dtype=ctx.dtype)
+        dq = dq_rows.new_zeros(q.shape)
+        dq[:, ctx.rows] = dq_rows
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax and sums: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def key_slots(keys: Tensor | None, length: int) -> Tensor:
+    """Where each of `length` positions stands in `keys` (None: all of them), -1 where it does not."""
+    if keys is None:
+        return torch.arange(length)
+    slots = torch.full((length,), -1)
+    slots[keys] = torch.arange(len(keys))
+    return slots
+
+
+def finite(lse: Tensor) -> Tensor:
+    """lse [..., R] as a column to subtract; 0 for a row without keys, whose shares are then exp(-inf) = 0."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows of one head and the keys that any of them may see; `index` is where the rows stand in the sample."""
+
+    head: int
+    index: Tensor
+    rows: Tensor
+    keys: Tensor
+    counts: Tensor
+    seen: Tensor
+
+    def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
+        """The block's keys of k or v, [B, M, D]."""
+        return x[:, :, self.head // workload.group_size].index_select(1, self.keys.to(x.device)).to(dtype)
+
+    def wanted(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the block's keys ([M] bool) have a slot, and those slots."""
+        slot = slots[self.keys]
+        return (slot >= 0).to(self.index.device), slot[slot >= 0].to(self.index.device)
+
+    def scores(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
+        """scale·q·k + log C, [B, R, M], in the accumulation dtype; -inf where a row does not see the key."""
+        scores = q[:, self.rows, self.head].to(dtype) * workload.softmax_scale @ self.take(k, workload, dtype).mT
+        bias = self.counts.sum(0).to(accumulation_dtype(dtype)).log()
+        return scores.to(bias.dtype).add_(bias).masked_fill_(~self.seen, -torch.inf)
+
+
+def score_gradient(
+    block: Block,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    workload: Workload,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """dS and P of a block, [B, R, M] in `dtype`; dS under merge_grad, formulas at `attend_rows_backward`."""
+    scores = block.scores(q, k, workload, dtype)
+    share = scores.sub_(finite(lse[:, block.head, block.index])).exp_().to(dtype).to(scores.dtype)
+    share_grad = (dout @ block.take(v, workload, dtype).mT).to(share.dtype)
+    if not (isinstance(workload.pattern, DilatedPattern) and workload.pattern.merge_grad == "detached"):
+        mean = (dout * out[:, block.index, block.head]).to(share.dtype).sum(-1, keepdim=True)
+        return (share * (share_grad - mean)).to(dtype), share.to(dtype)
+    score_grad = torch.zeros_like(share)
+    for branch in block.counts.to(share.dtype) / block.counts.sum(0):
+        branch_share = share * branch
+        weight = branch_share.sum(-1, keepdim=True)
+        mean = (branch_share * share_grad).sum(-1, keepdim=True) / weight.where(weight > 0, 1.0)
+        score_grad += branch_share * (share_grad - mean)
+    return score_grad.to(dtype), share.to(dtype)
+
+
+def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
+    """Blocks that cover every (row, head) with a key once, each within MAX_BLOCK_SCORES scores where one row is."""
+    left, right = reach(workload)
+    for head in range(workload.num_heads):
+        for group in key_groups(workload, head, rows):
+            per_row = max(1, q.shape[0] * len(group.keys))
+            for part in group.rows.split(max(1, MAX_BLOCK_SCORES // per_row)):
+                low = 0 if left is None else int(torch.searchsorted(group.keys, part[0] - left))
+                high = (
+                    len(group.keys)
+                    if right is None
+                    else int(torch.searchsorted(group.keys, part[-1] + right, right=True))
+                )
+                if low >= high:
+                    continue
+                keys = group.keys[low:high]
+                yield Block(
+                    head=head,
+                    index=torch.searchsorted(rows, part).to(q.device),
+                    rows=part.to(q.device),
+                    keys=keys,
+                    counts=group.counts[:, low:high].to(q.device),
+                    seen=visible(workload, part, keys).to(q.device),
+                )

@@ -1,0 +1,21 @@
+"""`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place."""
+
+from __future__ import annotations
+
+import torch
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.branches import branches_of, covers_every_row
+from dilabench.impls.strided_rows import StridedRows, strided_rows
+from dilabench.impls.union import Union, union_of
+from dilabench.spec import Workload
+
+
+def build(workload: Workload, context: BuildContext) -> Union:
+    """Tensors that are contiguous in [B, N, H, D], or slices of a packed projection, are read in place."""
+
+    def rows(_device: torch.device) -> tuple[StridedRows, ...]:
+        return context.patterns.get(("strided", workload), lambda: strided_rows(workload))
+
+    covered = covers_every_row(branches_of(workload))
+    return union_of(workload, context.require_backend(), rows, covered)

@@ -1,0 +1,90 @@
+"""Block masks as lists of tiles: which key tiles a query tile visits, and the other way round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+SMALLEST_TILE = 16
+
+BoolArray = npt.NDArray[np.bool_]
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TileLists:
+    """For each (head, own tile): its partner tiles, those that are wholly visible first.
+
+    ``spans`` int32 [heads, own tiles, 3]: first entry, wholly visible entries, partly visible entries.
+    ``entries`` int32: partner tile indices. ``order`` int32 [heads, own tiles]: own tiles, the longest list first.
+    """
+
+    spans: Int32Array
+    entries: Int32Array
+    order: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """What hides pairs inside the mask's blocks: the causal edge, a window in rows (-1: unbounded), the ragged end."""
+
+    rows: int
+    causal: bool
+    left: int = -1
+    right: int = -1
+
+
+def largest_tile(block_size: int) -> int:
+    """The largest power of two, at most 128, that divides the block size; 0 when it is below 16."""
+    tile = min(128, block_size & -block_size)
+    return tile if tile >= SMALLEST_TILE else 0
+
+
+def tile_lists(
+    mask: BoolArray, block_size: int, visibility: Visibility, block_m: int, block_n: int, by_key: bool
+) -> TileLists:
+    """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists them for key tiles.
+
+    ``mask`` [heads, n, n] over blocks of ``block_size`` rows, which both tile sizes must divide. Tiles in which no pair is
+    visible are left out.
+    """
+    if block_size % block_m or block_size % block_n:
+        raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
+    rows = visibility.rows
+    queries, keys = -(-rows // block_m), -(-rows // block_n)
+    tiles = mask.repeat(block_size // block_m, axis=1).repeat(block_size // block_n, axis=2)[:, :queries, :keys]
+    some, whole = _visible(visibility, block_m, block_n, queries, keys)
+    listed, full = tiles & some, tiles & whole
+    if by_key:
+        listed, full = listed.transpose(0, 2, 1), full.transpose(0, 2, 1)
+    heads, own, _ = listed.shape
+    n_listed, n_full = listed.sum(-1), full.sum(-1)
+    first = np.concatenate(([0], np.cumsum(n_listed.ravel())[:-1])).reshape(heads, own)
+    # Sorting by (head, own tile, partly visible) puts the wholly visible partners of a tile first, in order.
+    head, tile, partner = np.nonzero(listed)
+    entries = partner[np.lexsort((partner, ~full[head, tile, partner], tile, head))]
+    return TileLists(
+        spans=np.stack((first, n_full, n_listed - n_full), axis=-1).astype(np.int32),
+        entries=entries.astype(np.int32) if len(entries) else np.zeros(1, np.int32),
+        order=(-n_listed).argsort(axis=1, kind="stable").astype(np.int32),
+    )
+
+
+def _visible(seen: Visibility, block_m: int, block_n: int, queries: int, keys: int) -> tuple[BoolArray, BoolArray]:
+    """[queries, keys]: whether some pair of the tile is visible, and whether all are (rows past the end of q do not count)."""
+    q_low = (np.arange(queries) * block_m)[:, None]
+    q_high = np.minimum(q_low + block_m, seen.rows) - 1
+    k_low = (np.arange(keys) * block_n)[None, :]
+    k_high = np.minimum(k_low + block_n, seen.rows) - 1
+    some = np.ones((queries, keys), bool)
+    whole = np.broadcast_to(k_low + block_n <= seen.rows, (queries, keys)).copy()
+    right = 0 if seen.causal else seen.right
+    if right >= 0:
+        some &= k_low <= q_high + right
+        whole &= k_high <= q_low + right
+    if seen.left >= 0:
+        some &= k_high >= q_low - seen.left
+        whole &= k_low >= q_high - seen.left
+    return some, whole

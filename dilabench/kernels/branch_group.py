@@ -1,0 +1,86 @@
+"""Branches that share one class modulus, and the frames in which heads see the classes (see `residue_plan`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Offset = Literal["modulo", "blocked"]
+OffsetBy = Literal["head", "kv_head"]
+
+# One entry of a tile list is a positive int32: multiplicity (6 bits) | class (10 bits) | tile index (15 bits).
+TILE_BITS = 15
+CLASS_BITS = 10
+MAX_MODULUS = 1 << CLASS_BITS
+MAX_MULTIPLICITY = (1 << 6) - 1
+SMALLEST_TILE = 16
+
+
+def head_offset(head: int, rate: int, num_heads: int, num_kv_heads: int, offset: Offset, offset_by: OffsetBy) -> int:
+    """Residue of ``head`` in a branch of dilation ``rate``; ``blocked`` spreads ceil(heads / rate) neighbours on one
+    residue.
+    """
+    index, count = head, num_heads
+    if offset_by == "kv_head":
+        index, count = head // (num_heads // num_kv_heads), num_kv_heads
+    return index % rate if offset == "modulo" else index // -(-count // rate)
+
+
+@dataclass(frozen=True)
+class BranchGroup:
+    """Branches that share one R, in the order of rising segment length; all lengths are in rows of R tokens.
+
+    ``kinds[k][i]`` is the residue of branch i in the frame of kind k; head h has kind ``head_kind[h]`` and sees class
+    ``(u + head_shift[h]) % modulus`` where the frame says u.
+    """
+
+    branches: tuple[int, ...]
+    modulus: int
+    rates: tuple[int, ...]
+    segment_rows: tuple[int, ...]
+    sequence_rows: int
+    kinds: tuple[tuple[int, ...], ...]
+    head_kind: tuple[int, ...]
+    head_shift: tuple[int, ...]
+    heads_per_kv: int
+
+    @property
+    def one_frame_per_kv_head(self) -> bool:
+        """Whether all heads of a K/V head see the classes alike, so that idle key tiles are known without asking each
+        head.
+        """
+        g = self.heads_per_kv
+        return len(self.kinds) == 1 and all(s == self.head_shift[h - h % g] for h, s in enumerate(self.head_shift))
+
+    @property
+    def super_rows(self) -> int:
+        return self.segment_rows[-1]
+
+    @property
+    def full_supers(self) -> int:
+        return self.sequence_rows // self.super_rows
+
+    @property
+    def tail_rows(self) -> int:
+        return self.sequence_rows % self.super_rows
+
+    @property
+    def n_supers(self) -> int:
+        return self.full_supers + (self.tail_rows > 0)
+
+    @cached_property
+    def covers_every_row(self) -> bool:
+        """Whether each class of each head takes part in some branch of the group."""
+        return all(self.active(kind, u) for kind in range(len(self.kinds)) for u in range(self.modulus))
+
+    @property
+    def largest_tile(self) -> int:
+        """Largest power of two that divides the shortest segment and the tail."""
+        rows = math.gcd(self.segment_rows[0], self.sequence_rows)
+        return rows & -rows
+
+    def active(self, kind: int, u: int) -> tuple[int, ...]:
+        """Indices (into this group) of the branches that class ``u`` takes part in."""
+        return tuple(i for i, rate in enumerate(self.rates) if u % rate == self.kinds[kind][i])

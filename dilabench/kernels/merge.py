@@ -1,0 +1,151 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""Merge of a partial attention result into strided rows of an output, in place, by log-sum-exp weights."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _merge_rows_kernel(
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    out_s,
+    out_g,
+    out_l,
+    out_a,
+    lse_s,
+    lse_g,
+    lse_a,
+    lse_l,
+    part_s,
+    part_g,
+    part_l,
+    part_a,
+    part_lse_s,
+    part_lse_g,
+    part_lse_a,
+    part_lse_l,
+    n_g,
+    n_l,
+    n_a,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # Heads vary fastest over programs, so that programs in flight touch neighbouring memory.
+    pid = tl.program_id(0)
+    a = (pid % n_a).to(tl.int64)
+    rest = pid // n_a
+    n_blocks = tl.cdiv(n_l, ROWS)
+    block = rest % n_blocks
+    group = rest // n_blocks
+    g = (group % n_g).to(tl.int64)
+    s = (group // n_g).to(tl.int64)
+    rows = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    valid = rows < n_l
+
+    lse_at = lse_ptr + s * lse_s + g * lse_g + a * lse_a + rows * lse_l
+    lse = tl.load(lse_at, mask=valid, other=float("-inf")).to(tl.float32)
+    part_lse_at = part_lse_ptr + s * part_lse_s + g * part_lse_g + a * part_lse_a + rows * part_lse_l
+    part_lse = tl.load(part_lse_at, mask=valid, other=float("-inf")).to(tl.float32)
+    top = tl.maximum(lse, part_lse)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    mine = tl.exp(lse - top)
+    theirs = tl.exp(part_lse - top)
+    total = mine + theirs
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+
+    # A side that holds nothing is not read: its memory may be uninitialised.
+    inside = columns[None, :] < DIM
+    out_at = out_ptr + s * out_s + g * out_g + a * out_a + rows[:, None] * out_l + columns[None, :]
+    part_at = part_ptr + s * part_s + g * part_g + a * part_a + rows[:, None] * part_l + columns[None, :]
+    out = tl.load(out_at, mask=inside & (mine > 0.0)[:, None], other=0.0).to(tl.float32)
+    part = tl.load(part_at, mask=inside & (theirs > 0.0)[:, None], other=0.0).to(tl.float32)
+    merged = out * (mine * share)[:, None] + part * (theirs * share)[:, None]
+    tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=inside & valid[:, None])
+    tl.store(lse_at, (top + tl.log(total)).to(lse_ptr.dtype.element_ty), mask=valid)
+
+
+def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+    """Merge ``(branch_out, branch_lse)`` into ``(out, lse)`` in place, as if both were one softmax over both key sets.
+
+    ``out``, ``branch_out``: ``[G, L, A, D]`` views of any strides; ``lse``, ``branch_lse``: ``[G, A, L]`` views
+    (natural log). A leading fifth dimension ``[S, G, L, A, D]`` / ``[S, G, A, L]`` merges several groups of a branch
+    in one launch. The rows of ``out`` must not overlap. A side with lse -inf counts as empty whatever its ``out``
+    holds; rows empty on both sides become 0. Raises ValueError when shapes disagree.
+    """
+    _check_shapes(out, lse, branch_out, branch_lse)
+    if out.numel() == 0:
+        return
+    if out.device.type == "cuda" and out.dtype != torch.float64:
+        _merge_rows_triton_(out, lse, branch_out, branch_lse)
+    else:
+        merge_rows_torch_(out, lse, branch_out, branch_lse)
+
+
+def merge_rows_torch_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+    """The same merge in plain PyTorch: the CPU path and the oracle of the kernel."""
+    compute = torch.promote_types(out.dtype, torch.float32)
+    merged_lse = torch.logaddexp(lse.to(compute), branch_lse.to(compute))
+    safe = merged_lse.masked_fill(merged_lse == float("-inf"), 0.0)
+    mine = torch.exp(lse.to(compute) - safe).transpose(-1, -2).unsqueeze(-1)
+    theirs = torch.exp(branch_lse.to(compute) - safe).transpose(-1, -2).unsqueeze(-1)
+    kept = torch.where(mine > 0, out.to(compute) * mine, 0.0)
+    added = torch.where(theirs > 0, branch_out.to(compute) * theirs, 0.0)
+    out.copy_(kept.add_(added))
+    lse.copy_(merged_lse)
+
+
+def _merge_rows_triton_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+    if out.dim() == 4:
+        out, lse, branch_out, branch_lse = (x.unsqueeze(0) for x in (out, lse, branch_out, branch_lse))
+    if branch_out.stride(-1) != 1:
+        branch_out = branch_out.contiguous()
+    n_s, n_g, n_l, n_a, dim = out.shape
+    columns = triton.next_power_of_2(dim)
+    rows = max(1, min(32, 4096 // columns, triton.next_power_of_2(n_l)))
+    programs = n_s * n_g * n_a * triton.cdiv(n_l, rows)
+    if programs >= 2**31:
+        raise ValueError(
+            f"{programs} row blocks pass the 2^31 - 1 of one launch: merge in slices of the first dimension"
+        )
+    _merge_rows_kernel[(programs,)](
+        out,
+        lse,
+        branch_out,
+        branch_lse,
+        *out.stride()[:4],
+        *lse.stride(),
+        *branch_out.stride()[:4],
+        *branch_lse.stride(),
+        n_g,
+        n_l,
+        n_a,
+        DIM=dim,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=4,
+    )
+
+
+def _check_shapes(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+    if out.dim() not in (4, 5) or out.shape != branch_out.shape:
+        raise ValueError(
+            f"out {tuple(out.shape)} and branch_out {tuple(branch_out.shape)} must be equal"
+            " and [G, L, A, D] or [S, G, L, A, D]"
+        )
+    rows = (*out.shape[:-3], out.shape[-2], out.shape[-3])
+    if lse.shape != rows or branch_lse.shape != rows:
+        raise ValueError(
+            f"lse {tuple(lse.shape)} and branch_lse {tuple(branch_lse.shape)} must be {rows} for out {tuple(out.shape)}"
+        )
+    if out.stride(-1) != 1:
+        raise ValueError(f"out has stride {out.stride(-1)} in the head dimension: it must be contiguous there")

@@ -1,0 +1,81 @@
+"""Tile shapes of the fused kernels, as measured; `tile_config` picks one and fits it to a group's segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Direction = Literal["forward", "backward_query", "backward_key"]
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """``block_m`` query rows by ``block_n`` key rows per step, warps per program, software-pipeline depth.
+
+    ``specialized`` asks for the Hopper kernel with a producer warp and two consumer warpgroups (`fused_forward_sm90`).
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    specialized: bool = False
+
+    def fitted(self, largest_tile: int) -> TileConfig:
+        """This configuration with tiles no larger than ``largest_tile`` rows; fewer warps when the tile shrinks below
+        them.
+        """
+        block_m, block_n = min(self.block_m, largest_tile), min(self.block_n, largest_tile)
+        warps = self.num_warps if block_m >= self.block_m or block_m >= 128 else min(self.num_warps, 4)
+        return replace(self, block_m=block_m, block_n=block_n, num_warps=warps)
+
+
+# (head_dim, causal, direction), bf16 and fp16 on sm_90. Chosen on one H200 (torch 2.11, Triton 3.6) among 5 to 11
+# shapes each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and milliseconds of
+# the kernel backward. Two to four resident programs of 4 warps per multiprocessor beat larger programs of 8 warps
+# everywhere, and beat a loop that issues the next q.k product before the softmax of the present one (518 against 596
+# at D64, 593 against 693 at D128).
+_SM90: dict[tuple[int, bool, Direction], TileConfig] = {
+    (64, False, "forward"): TileConfig(64, 128, 4, 2),  # 593; 64x64 526; 128x128 with 8 warps 389
+    (64, True, "forward"): TileConfig(64, 64, 4, 2),  # 438; 64x128 422; 128x64 353
+    (128, False, "forward"): TileConfig(128, 64, 4, 2),  # 693; 128x64x3 671; 64x64 592; 128x128 with 8 warps 580
+    (128, True, "forward"): TileConfig(64, 64, 4, 2),  # 480; 128x64 500, but it spills 80 bytes
+    (64, False, "backward_query"): TileConfig(64, 64, 4, 2),  # 4.01; 128x64 with 8 warps 4.34
+    (64, True, "backward_query"): TileConfig(64, 64, 4, 2),  # 2.50; three stages 2.78
+    (128, False, "backward_query"): TileConfig(64, 64, 4, 2),  # 7.94; 128x128 with 8 warps 8.30
+    (128, True, "backward_query"): TileConfig(64, 64, 4, 2),  # 4.80; three stages 8.11
+    (64, False, "backward_key"): TileConfig(64, 64, 4, 3),  # 6.36; two stages 7.16
+    (64, True, "backward_key"): TileConfig(64, 64, 4, 2),  # 4.25; three stages 4.40
+    (128, False, "backward_key"): TileConfig(64, 64, 4, 2),  # 9.91; 64x128 with 8 warps 11.9
+    (128, True, "backward_key"): TileConfig(64, 64, 4, 2),  # 6.08; 64x128 with 8 warps 7.45
+}
+
+
+# The warp-specialised forward against the plain kernel, effective TFLOP/s measured side by side: 840 to 637 not causal,
+# 540 to 469 causal. At D64 three resident programs of the plain kernel win (571 to 535, causal 437 to 377).
+_SPECIALIZED: dict[tuple[int, bool], TileConfig] = {
+    (128, False): TileConfig(128, 128, 4, 2, specialized=True),
+    (128, True): TileConfig(128, 128, 4, 2, specialized=True),
+}
+
+
+def shipped() -> tuple[tuple[int, bool, Direction, TileConfig], ...]:
+    """Every (head_dim, causal, direction, configuration) of the table of the plain kernels."""
+    return tuple((*key, config) for key, config in _SM90.items())
+
+
+def specialized_config(head_dim: int, causal: bool, largest_tile: int) -> TileConfig | None:
+    """Configuration of the warp-specialised forward where it wins and its tiles fit, else None."""
+    config = _SPECIALIZED.get((head_dim, causal))
+    return config if config and max(config.block_m, config.block_n) <= largest_tile else None
+
+
+def tile_config(head_dim: int, causal: bool, direction: Direction, largest_tile: int, itemsize: int = 2) -> TileConfig:
+    """Configuration for ``direction``, fitted to segments that allow ``largest_tile`` rows; ``itemsize`` in bytes."""
+    if itemsize > 2:
+        # float32 operands: exact products through FMA, twice the shared memory.
+        return TileConfig(32, 32, 4, 1).fitted(largest_tile)
+    known = _SM90.get((head_dim, causal, direction))
+    if known is None:
+        known = _SM90[(64, causal, direction)] if head_dim < 64 else TileConfig(64, 64, 8 if head_dim > 128 else 4, 2)
+    return known.fitted(largest_tile)

@@ -1,0 +1,31 @@
+"""Statistics of a benchmark: plain numbers in, verdicts with their reasons out.
+
+One idea per module. Nothing here imports torch, reads a file or knows a record; times are in nanoseconds, effects are
+natural logarithms of time ratios (candidate / baseline) until a verdict turns them into ratios.
+
+==================  =====================================================================================
+`location`          quantiles, median with a distribution-free interval, MAD: what one sample says
+`autocorrelation`   how many independent samples a correlated series is worth
+`precision`         the stop rule: measure until the interval is narrow, never until it is significant
+`paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)
+`history`           stored baseline sessions against new ones -> `Estimate` by a prediction interval
+`decide`            `Estimate` + `Policy` -> `Verdict` SLOWER, FASTER, SAME or INCONCLUSIVE
+`multiplicity`      Holm and Benjamini-Hochberg over all cells of a comparison; second data decide
+`effect`            Vargha-Delaney A12
+`memory`            the exact memory gate
+`calibration`       noise floor and detection rates of this machine
+`steps`             level shifts in a history (L1 Potts)
+`scaling`           power laws and crossover lengths, with intervals
+`derive`            tokens/s, TFLOP/s, geometric mean
+==================  =====================================================================================
+
+A comparison in four lines::
+
+    cells = [PairedCell(rounds) for rounds in ...]        # rounds[session][round] = (baseline_ns, candidate_ns)
+    policy = Policy.for_device("cpu", sigma_aa=0.01)
+    verdicts = control_family(judge_many(cells, policy))  # Holm over all gated cells
+    failed = [verdict for verdict in verdicts if verdict.fails_gate]
+
+The modules are imported one by one (`from dilabench.stats.decide import judge_many`), because numpy and scipy cost more
+than the whole of `dilabench --help`; `verdicts` and `derive` cost nothing.
+"""

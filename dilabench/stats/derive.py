@@ -1,0 +1,40 @@
+"""Figures that are derived from raw integers only when somebody looks at them."""
+
+from collections.abc import Iterable
+from math import exp, fsum, log
+
+from dilabench.errors import ConfigError
+
+
+def tokens_per_second(tokens: int, time_ns: float) -> float:
+    """Tokens (batch x length) per second. Raises ConfigError for a time that is not positive."""
+    return tokens * 1e9 / _positive(time_ns)
+
+
+def tflops_per_second(flops: float, time_ns: float) -> float:
+    """10^12 floating-point operations per second; useful or dense-equivalent is the caller's choice of `flops`."""
+    return flops / _positive(time_ns) / 1e3
+
+
+def gigabytes_per_second(traffic_bytes: float, time_ns: float) -> float:
+    """10^9 bytes per second."""
+    return traffic_bytes / _positive(time_ns)
+
+
+def speedup(baseline_ns: float, candidate_ns: float) -> float:
+    """Baseline time / candidate time: above one the candidate is faster."""
+    return _positive(baseline_ns) / _positive(candidate_ns)
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """The only mean of ratios that does not depend on which side is the baseline. Raises ConfigError when empty."""
+    logs = [log(_positive(ratio)) for ratio in ratios]
+    if not logs:
+        raise ConfigError("no ratios to average; leave the summary line out when nothing was measured on both sides")
+    return exp(fsum(logs) / len(logs))
+
+
+def _positive(value: float) -> float:
+    if not value > 0:
+        raise ConfigError(f"{value} is not positive; a time or ratio that was not measured has no derived figures")
+    return value

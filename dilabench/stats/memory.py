@@ -1,0 +1,58 @@
+"""The memory gate: peaks are deterministic, so no statistics, one exact limit (measurement.md §5.2)."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dilabench.errors import ConfigError
+
+RELATIVE_LIMIT = 0.01
+ABSOLUTE_LIMIT_BYTES = 2 * 2**20
+
+
+class MemoryCode(StrEnum):
+    """What is claimed about the candidate's peak."""
+
+    LARGER = "LARGER"
+    SMALLER = "SMALLER"
+    SAME = "SAME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryVerdict:
+    """Peak against peak. `threshold_bytes` is the change that must be exceeded, max(1 % of the baseline, 2 MiB)."""
+
+    code: MemoryCode
+    baseline_bytes: int
+    candidate_bytes: int
+    threshold_bytes: float
+    reason: str
+    hint: str = ""
+
+    @property
+    def fails_gate(self) -> bool:
+        return self.code is MemoryCode.LARGER
+
+
+def judge_memory(
+    baseline_bytes: int,
+    candidate_bytes: int,
+    *,
+    relative_limit: float = RELATIVE_LIMIT,
+    absolute_limit_bytes: int = ABSOLUTE_LIMIT_BYTES,
+) -> MemoryVerdict:
+    """Compare two peaks of the same case. Raises ConfigError for a negative peak."""
+    if min(baseline_bytes, candidate_bytes) < 0:
+        raise ConfigError(f"peak of {min(baseline_bytes, candidate_bytes)} bytes is negative; measure memory again")
+    change = candidate_bytes - baseline_bytes
+    threshold = max(relative_limit * baseline_bytes, absolute_limit_bytes)
+    code = MemoryCode.SAME
+    if abs(change) > threshold:
+        code = MemoryCode.LARGER if change > 0 else MemoryCode.SMALLER
+    return MemoryVerdict(
+        code=code,
+        baseline_bytes=baseline_bytes,
+        candidate_bytes=candidate_bytes,
+        threshold_bytes=threshold,
+        reason=f"peak {baseline_bytes} -> {candidate_bytes} bytes ({change:+d}), limit {threshold:.0f} bytes",
+        hint="look for buffers kept alive longer, or saved for backward" if code is MemoryCode.LARGER else "",
+    )

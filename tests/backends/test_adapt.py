@@ -1,0 +1,104 @@
+"""What is changed for a kernel on the way in and undone on the way out, over a kernel that records its inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.backends import math
+from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.band import Band
+
+
+class Recorder:
+    """A kernel that computes through math and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Tensor, ...]] = []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        self.calls.append((q, k, v))
+        return math.attend(q, k, v, causal=band.causal, window=(band.left, band.right), scale=scale)
+
+    def backward(self, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, band, scale = arguments
+        assert isinstance(band, Band)
+        self.calls.append(tuple(tensors))  # type: ignore[arg-type]
+        return math.attend_backward(*tensors, causal=band.causal, window=(band.left, band.right), scale=scale)  # type: ignore[arg-type]
+
+
+def run(plain: Plain, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+    """Forward and backward agree with math; returns what the kernel was given."""
+    kernel = Recorder()
+    attend, attend_backward = adapted(kernel.forward, kernel.backward, plain)
+    options = {"causal": False, "scale": 0.4}
+    out, lse = attend(q, k, v, **options)
+    right_out, right_lse = math.attend(q, k, v, **options)
+    torch.testing.assert_close((out, lse), (right_out, right_lse))
+    found = attend_backward(out, q, k, v, out, lse, **options)
+    torch.testing.assert_close(found, math.attend_backward(out, q, k, v, out, lse, **options))
+    return kernel.calls
+
+
+def test_a_plain_call_passes_views_through() -> None:
+    q, k, v = torch.randn(3, 2, 10, 4, 16, dtype=torch.float64)[:, :, ::2, ::2]
+    forward, _ = run(Plain(), q, k, v)
+    assert [x.data_ptr() for x in forward] == [x.data_ptr() for x in (q, k, v)]
+
+
+def test_head_dim_is_padded_with_zeros() -> None:
+    q, k, v = torch.randn(3, 2, 5, 4, 13, dtype=torch.float64)
+    for call in run(Plain(head_dim_multiple=8), q, k, v):
+        assert {x.shape[-1] for x in call if x.ndim == 4} == {16}
+        assert not any(x[..., 13:].any() for x in call if x.ndim == 4)
+
+
+def test_heads_are_repeated_and_their_gradients_summed() -> None:
+    q = torch.randn(2, 5, 6, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 5, 3, 8, dtype=torch.float64)
+    for call in run(Plain(grouped_heads=False), q, k, v):
+        assert {x.shape[2] for x in call if x.ndim == 4} == {6}
+
+
+def test_a_single_kv_head_is_expanded_without_a_copy() -> None:
+    q = torch.randn(2, 5, 6, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 5, 1, 8, dtype=torch.float64)
+    forward, _ = run(Plain(grouped_heads=False), q, k, v)
+    assert forward[1].data_ptr() == k.data_ptr()
+
+
+def test_a_large_batch_is_split() -> None:
+    q, k, v = torch.randn(3, 7, 3, 2, 8, dtype=torch.float64)
+    calls = run(Plain(max_batch=3), q, k, v)
+    assert [call[0].shape[0] for call in calls] == [3, 3, 1, 3, 3, 1]
+
+
+@pytest.mark.parametrize("columns", [slice(1, 9), slice(0, 16, 2)])
+def test_what_the_kernel_cannot_read_is_copied(columns: slice) -> None:
+    q, k, v = torch.randn(3, 2, 5, 4, 17, dtype=torch.float64)[..., columns]
+    for call in run(Plain(alignment_bytes=16), q, k, v):
+        assert all(x.data_ptr() % 16 == 0 and x.stride(-1) == 1 for x in call[:3])
+
+
+def test_half_precision_gradients_of_repeated_heads_are_summed_in_float32() -> None:
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+        # 256 + 1 is 256 in bfloat16: only a wider sum keeps the ones.
+        ones = torch.ones_like(k)
+        ones[:, :, 0] = 256
+        return q, ones, ones
+
+    _, attend_backward = adapted(Recorder().forward, backward, Plain(grouped_heads=False))
+    q = torch.randn(1, 2, 8, 4, dtype=torch.bfloat16)
+    k = torch.randn(1, 2, 1, 4, dtype=torch.bfloat16)
+    _, dk, dv = attend_backward(q, q, k, k, q, torch.zeros(1, 8, 2), causal=False, scale=1.0)
+    assert (dk == torch.tensor(263.0).bfloat16()).all()
+    assert (dv == torch.tensor(263.0).bfloat16()).all()
+    assert torch.tensor(263.0).bfloat16() != 256
+
+
+def test_a_mask_over_different_lengths_is_refused() -> None:
+    attend, _ = adapted(Recorder().forward, Recorder().backward, Plain())
+    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8)
+    with pytest.raises(ValueError, match=r"5 queries and 7 keys.*math"):
+        attend(q, k, k, causal=True, scale=1.0)

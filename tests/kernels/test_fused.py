@@ -1,0 +1,57 @@
+"""Fused and merge kernels through Triton's interpreter, against one float64 softmax over the multiset of keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
+
+HERE = Path(__file__).resolve().parent
+FUSED = [
+    "plain",
+    "causal",
+    "causal groups",
+    "wide query tile",
+    "wide key tile",
+    "short last segment",
+    "segment beyond N",
+    "uncovered rows",
+    "gqa head",
+    "gqa blocked",
+    "gqa blocked kv",
+    "equal segments",
+]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, dict[str, float]]:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    script = [sys.executable, str(HERE / "interpreted_cases.py")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_float32_matches_the_union_softmax(errors: dict[str, dict[str, float]], case: str) -> None:
+    assert set(errors[case]) == {"out", "lse", "dq", "dk", "dv", "empty rows"}
+    assert errors[case]["empty rows"] == 0.0
+    assert max(errors[case].values()) < 5e-6, errors[case]
+
+
+def test_half_precision_stays_within_twice_its_rounding(errors: dict[str, dict[str, float]]) -> None:
+    got = errors["half"]
+    assert max(got["out"], got["lse"]) < 1e-3, got
+    assert max(got["dq"], got["dk"], got["dv"]) < 2e-3, got
+
+
+@pytest.mark.parametrize("case", ["merge one group", "merge all groups"])
+def test_merge_kernel_equals_the_plain_merge(errors: dict[str, dict[str, float]], case: str) -> None:
+    assert errors[case]["empty"] > 0, "the case must hold rows that are empty on both sides"
+    assert max(errors[case]["out"], errors[case]["lse"]) < 1e-6, errors[case]

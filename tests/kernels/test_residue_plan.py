@@ -1,0 +1,130 @@
+"""Plan tables against the definition: every pair listed exactly once, with its multiplicity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dilabench.kernels.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
+from dilabench.kernels.residue_plan import ResiduePlan, residue_plan
+from dilabench.kernels.tile_tables import computed_pairs, tile_tables
+
+SHAPES = [
+    (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),
+    (320, 3, 3, (128, 256), (1, 2), "modulo", "head"),
+    (192, 6, 2, (64, 1000), (2, 4), "blocked", "head"),
+    (192, 6, 2, (64, 192), (1, 2), "blocked", "kv_head"),
+    (144, 4, 4, (48, 144), (1, 3), "modulo", "head"),
+    (128, 3, 3, (64, 64, 128), (1, 2, 2), "modulo", "head"),
+]
+
+
+def defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, branches):
+    t = np.arange(n)
+    count = np.zeros((heads, n, n), dtype=np.int64)
+    for h in range(heads):
+        for i in branches:
+            w, r = min(segments[i], n), rates[i]
+            on = t % w % r == head_offset(h, r, heads, kv_heads, offset, offset_by)
+            count[h] += (t[:, None] // w == t // w) & on[:, None] & on
+    return count * (t <= t[:, None]) if causal else count
+
+
+def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal: bool, by_key: bool):
+    """Multiplicities that the tables spell out, query by key; a pair listed twice fails."""
+    tables = tile_tables(group, own, other, causal, by_key)
+    r, count = group.modulus, np.zeros((heads, n, n), dtype=np.int64)
+    for h in range(heads):
+        for seg in range(group.n_supers):
+            variant = int(seg >= group.full_supers)
+            for u, tile, first, full, masked in tables.items[variant, group.head_kind[h]]:
+                if u < 0:
+                    continue
+                own_class = (u + group.head_shift[h]) % r
+                mine = (seg * group.super_rows + tile * own + np.arange(own)) * r + own_class
+                for place, entry in enumerate(tables.entries[first : first + full + masked]):
+                    m, partner = entry >> (TILE_BITS + CLASS_BITS), (entry >> TILE_BITS) & ((1 << CLASS_BITS) - 1)
+                    rows = seg * group.super_rows + (entry & ((1 << TILE_BITS) - 1)) * other + np.arange(other)
+                    theirs = rows * r + (partner + group.head_shift[h]) % r
+                    block = np.full((own, other), m)
+                    if causal:
+                        seen = theirs[None] >= mine[:, None] if by_key else theirs[None] <= mine[:, None]
+                        assert place >= full or seen.all(), "a tile listed as wholly visible is cut by the diagonal"
+                        block = block * seen
+                    at = np.ix_([h], theirs, mine) if by_key else np.ix_([h], mine, theirs)
+                    assert not (count[at] * (block.T if by_key else block)).any(), "a pair is listed twice"
+                    count[at] += block.T[None] if by_key else block[None]
+    return count
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None:
+    n, heads, kv_heads, segments, rates, offset, offset_by = shape
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, offset, offset_by, tile=16)
+    assert plan.complete
+    assert sorted(i for group in plan.groups for i in group.branches) == list(range(len(rates)))
+    for group in plan.groups:
+        got = listed(group, n, heads, 16, 16, causal, by_key)
+        want = defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, group.branches)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_unequal_tiles_spell_out_the_pattern() -> None:
+    plan = residue_plan((128, 256), (1, 2), 320, 3, 3, True, cut=((0, 1),))
+    want = defined(320, 3, 3, (128, 256), (1, 2), "modulo", "head", True, (0, 1))
+    for own, other in ((32, 16), (16, 32)):
+        np.testing.assert_array_equal(listed(plan.groups[0], 320, 3, own, other, True, False), want)
+        np.testing.assert_array_equal(listed(plan.groups[0], 320, 3, own, other, True, True), want)
+
+
+GEOMETRIC = ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), 65536, 4, 4)
+
+
+def computed(plan: ResiduePlan, tile: int) -> int:
+    return sum(computed_pairs(group, tile, plan.causal) for group in plan.groups)
+
+
+def test_non_causal_saves_what_deduplication_can() -> None:
+    plan = residue_plan(*GEOMETRIC, causal=False)
+    assert [group.branches for group in plan.groups] == [(0, 1, 2, 3, 4)]
+    # kernels.md section 1: 3008 distinct of 3968 keys per query.
+    assert computed(plan, 128) == 3008 * 65536 * 4
+
+
+def test_causal_groups_compute_fewer_pairs_than_the_multiset() -> None:
+    plan = residue_plan(*GEOMETRIC, causal=True)
+    together = residue_plan(*GEOMETRIC, causal=True, cut=((0, 1, 2, 3, 4),))
+    apart = residue_plan(*GEOMETRIC, causal=True, cut=((0,), (1,), (2,), (3,), (4,)))
+    assert 1 < len(plan.groups) < 5
+    assert computed(plan, 64) < min(computed(together, 64), computed(apart, 64))
+    assert computed(plan, 64) < 0.87 * 1985 * 65536 * 4
+
+
+@pytest.mark.parametrize(
+    ("segments", "rates", "length", "reason"),
+    [
+        ((2048,), (6,), 12288, "segment length 2048 is not a multiple of 6"),
+        ((1024, 1024), (1, 7), 8192, "sequence length 8192 is not a multiple of 7"),
+        ((64,), (8,), 1024, "allow tiles of 8 rows"),
+    ],
+)
+def test_branches_that_do_not_fit_say_why(segments, rates, length: int, reason: str) -> None:
+    plan = residue_plan(segments, rates, length, 4, 4, False)
+    assert not plan.complete
+    assert reason in plan.leftover[-1][1]
+
+
+def test_segments_that_do_not_nest_go_to_groups_of_their_own() -> None:
+    plan = residue_plan((1024, 1536), (1, 2), 6144, 4, 4, False)
+    assert plan.complete
+    assert [group.branches for group in plan.groups] == [(0,), (1,)]
+    with pytest.raises(ValueError, match="not nested"):
+        residue_plan((1024, 1536), (1, 2), 6144, 4, 4, False, cut=((0, 1),))
+
+
+def test_a_tile_that_does_not_divide_the_segment_is_refused() -> None:
+    group = residue_plan((64,), (1,), 192, 1, 1, False).groups[0]
+    with pytest.raises(ValueError, match="use at most 64"):
+        tile_tables(group, 128, 64, False, False)

@@ -1,0 +1,87 @@
+"""Corrections for many cells."""
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilabench.errors import ConfigError
+from dilabench.stats.decide import judge_many
+from dilabench.stats.multiplicity import benjamini_hochberg, control_family, holm
+from dilabench.stats.policy import Policy
+from dilabench.stats.verdicts import Cause, Code
+
+p_values = st.lists(st.floats(0, 1), min_size=1, max_size=20)
+NO_MARGIN = Policy(user_margin=0.0, min_change_ns=0)
+
+
+def holm_by_definition(p):
+    """The smallest family-wise level at which the step-down procedure rejects each hypothesis."""
+    order = sorted(range(len(p)), key=p.__getitem__)
+    adjusted, running = [0.0] * len(p), 0.0
+    for rank, i in enumerate(order):
+        running = max(running, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = running
+    return adjusted
+
+
+@given(p_values)
+def test_holm_is_its_definition(p):
+    assert holm(p) == pytest.approx(holm_by_definition(p))
+
+
+@given(p_values)
+def test_benjamini_hochberg_is_scipys(p):
+    assert benjamini_hochberg(p) == pytest.approx(scipy.stats.false_discovery_control(p))
+
+
+@given(p_values)
+def test_corrections_are_ordered(p):
+    """Never below the raw value; Holm is the stricter of the two and Bonferroni stricter still."""
+    strict, mild = holm(p), benjamini_hochberg(p)
+    assert np.all(mild >= np.array(p) - 1e-12)
+    assert np.all(strict >= mild - 1e-12)
+    assert np.all(strict <= np.minimum(1, len(p) * np.array(p)) + 1e-12)
+
+
+def test_p_outside_its_range_is_refused():
+    with pytest.raises(ConfigError, match=r"1\.5"):
+        holm([0.1, 1.5])
+
+
+def test_one_cell_alone_is_judged_as_before(round_noise):
+    verdicts = judge_many([round_noise(1, effect=0.05)], NO_MARGIN)
+    (controlled,) = control_family(verdicts)
+    assert controlled.code is verdicts[0].code is Code.SLOWER
+    assert controlled.numbers.p_adjusted == verdicts[0].numbers.p_slower
+
+
+def test_chance_among_many_cells_is_not_claimed_and_real_changes_are(round_noise):
+    """Without any margin identical cells are called different now and then; the correction takes that back."""
+    same = [round_noise(seed) for seed in range(150)]
+    real = [round_noise(seed, effect=0.05) for seed in range(1000, 1004)]
+    plain = judge_many(same + real, NO_MARGIN)
+    controlled = control_family(plain)
+    claims = [v for v in plain[:150] if v.code in (Code.SLOWER, Code.FASTER)]
+    assert claims
+    assert not any(v.fails_gate for v in controlled[:150])
+    assert all(v.fails_gate for v in controlled[150:])
+    demoted = [v for v in controlled if v.cause is Cause.MULTIPLICITY]
+    assert demoted
+    assert all(v.numbers.p_adjusted > 0.025 for v in demoted)
+    # raw p of 0.022 to 0.001 must fall to 0.025 / 154: standard scores of 2.0 to 3.1 must reach 3.6, from 20 rounds
+    assert all(5 <= v.numbers.rounds_needed <= 45 for v in demoted)
+    milder = control_family(plain, method="bh")
+    assert sum(v.code is Code.SLOWER for v in milder) >= sum(v.code is Code.SLOWER for v in controlled)
+
+
+def test_a_cell_without_p_value_stays_as_it_is(round_noise):
+    verdicts = judge_many([round_noise(0, rounds=2), round_noise(1, effect=0.3)], NO_MARGIN)
+    thin, slower = control_family(verdicts)
+    assert (thin.code, thin.cause, thin.numbers.p_adjusted) == (Code.INCONCLUSIVE, Cause.TOO_FEW_ROUNDS, None)
+    assert slower.code is Code.SLOWER
+
+
+def test_no_verdicts():
+    assert control_family([]) == []

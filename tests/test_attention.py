@@ -1,0 +1,181 @@
+"""The public library: torch's conventions, autograd, torch.compile, clear refusals."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench import attention
+from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
+from dilabench.contracts import BuildContext
+from dilabench.impls import reference
+from dilabench.spec import Workload
+
+BRANCHES: dict[str, Any] = {"segment_lengths": (7, 24), "dilation_rates": (1, 3)}
+
+
+def tensors(dtype: torch.dtype = torch.float64, kv_heads: int = 5) -> list[Tensor]:
+    """q [2, 29, 5, 4], k and v [2, 29, K, 4], requiring gradients."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, 29, heads, 4, generator=generator).to(dtype).requires_grad_()
+        for heads in (5, kv_heads, kv_heads)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": (6, 0), "scale": 0.3},
+        {"heads": "grouped"},
+        {"offset": "blocked", "offset_by": "kv_head"},
+        {"backend": "math"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_heads", [5, 1])
+def test_equals_the_formula(options: dict[str, Any], kv_heads: int) -> None:
+    inputs = tensors(kv_heads=kv_heads)
+    fields = {name: value for name, value in options.items() if name in ("heads", "offset", "offset_by")}
+    workload = Workload.model_validate(
+        {
+            "pattern": {"kind": "dilated", **BRANCHES, **fields},
+            "batch_size": 2,
+            "seq_len": 29,
+            "num_heads": 5,
+            "num_kv_heads": kv_heads,
+            "head_dim": 4,
+            "dtype": "float64",
+            "causal": options.get("causal", False),
+            **{name: options[name] for name in ("window", "scale") if name in options},
+        }
+    )
+    expected = reference.build(workload, BuildContext(device=torch.device("cpu")))(*inputs)
+    actual = dilated_attention(*inputs, **BRANCHES, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    dout = torch.randn(expected.shape, dtype=torch.float64)
+    gradients = zip(torch.autograd.grad(actual, inputs, dout), torch.autograd.grad(expected, inputs, dout), strict=True)
+    for gradient, value in gradients:
+        torch.testing.assert_close(gradient, value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal: bool) -> None:
+    inputs = [x[:1, :11, :3, :2].detach().clone().requires_grad_() for x in tensors()]
+    assert torch.autograd.gradcheck(lambda q, k, v: dilated_attention(q, k, v, **BRANCHES, causal=causal), inputs)
+
+
+def test_operators_keep_torchs_rules() -> None:
+    """Schemas, fake kernels and autograd registration, by torch's own checker."""
+    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "math")
+    inputs = tensors()
+    torch.library.opcheck(attention._forward_op, (*inputs, *options))
+    detached = [x.detach() for x in inputs]
+    out, lse = attention._forward_op(*detached, *options)
+    torch.library.opcheck(attention._backward_op, (torch.ones_like(out), *detached, out, lse, *options))
+
+
+@pytest.mark.slow
+def test_compiles_without_a_graph_break() -> None:
+    module = MultiheadDilatedAttention(20, 5, **BRANCHES, norm=True, causal=True)
+    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 29, 20)
+    results = []
+    for function in (module, compiled):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        (out * out.detach().cos()).sum().backward()
+        results.append((out, leaf.grad))
+    for actual, value in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_keeps_the_dtype(dtype: torch.dtype) -> None:
+    inputs = tensors(dtype)
+    out = dilated_attention(*inputs, **BRANCHES)
+    out.sum().backward()
+    assert out.dtype == dtype
+    assert [x.grad.dtype for x in inputs if x.grad is not None] == [dtype] * 3
+    wide = dilated_attention(*(x.double() for x in inputs), **BRANCHES)
+    torch.testing.assert_close(out.double(), wide, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": 0.1}, r"dropout_p 0\.1 is not supported.*use 0"),
+        ({"backend": "mat"}, r"unknown backend 'mat'; did you mean math"),
+        ({"backend": "sdpa-cudnn"}, r"backend 'sdpa-cudnn' cannot serve this call: needs cuda"),
+        ({"dilation_rates": (1,)}, r"2 segment lengths \[7, 24\] but 1 dilation rates \[1\]"),
+        ({"heads": "some"}, r"heads 'some' should be 'all' or 'grouped'"),
+        ({"window": (3, 1), "causal": True}, r"looks 1 positions ahead but causal"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dilated_attention(*tensors(), **{**BRANCHES, **options})
+
+
+def test_refuses_tensors_that_do_not_fit() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"key \(2, 9, 5, 4\) must agree with query \(2, 29, 5, 4\)"):
+        dilated_attention(q, k[:, :9], v[:, :9], **BRANCHES)
+    with pytest.raises(ValueError, match=r"equal and \[B, N, K, D\]"):
+        dilated_attention(q, k, v[:, :, :1], **BRANCHES)
+    with pytest.raises(ValueError, match="share dtype and device"):
+        dilated_attention(q, k.float(), v, **BRANCHES)
+    with pytest.raises(ValueError, match="num_heads=5 is not a multiple of num_kv_heads=2"):
+        dilated_attention(q, k[:, :, :2], v[:, :, :2], **BRANCHES)
+
+
+def test_a_module_refuses_unknown_options_when_it_is_made() -> None:
+    with pytest.raises(TypeError, match="unknown option casual; known: causal"):
+        MultiheadDilatedAttention(20, 5, **BRANCHES, casual=True)  # type: ignore[call-arg]
+
+
+def test_modules_equal_the_function() -> None:
+    q, k, v = tensors()
+    module = DilatedAttention(**BRANCHES, causal=True)
+    assert torch.equal(module(q, k, v), dilated_attention(q, k, v, **BRANCHES, causal=True))
+    assert not list(module.parameters())
+    assert str(module) == "DilatedAttention(segment_lengths=(7, 24), dilation_rates=(1, 3), causal=True)"
+
+
+def test_state_dict_keys_are_stable() -> None:
+    """Golden: saved models must load in every later version."""
+    module = MultiheadDilatedAttention(20, 5, **BRANCHES, num_kv_heads=1, norm=True)
+    assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == {
+        "q_proj.weight": (20, 20),
+        "q_proj.bias": (20,),
+        "k_proj.weight": (4, 20),
+        "k_proj.bias": (4,),
+        "v_proj.weight": (4, 20),
+        "v_proj.bias": (4,),
+        "norm.weight": (20,),
+        "norm.bias": (20,),
+        "out_proj.weight": (20, 20),
+        "out_proj.bias": (20,),
+    }
+    without = MultiheadDilatedAttention(20, 5, **BRANCHES, bias=False)
+    assert list(without.state_dict()) == ["q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"]
+
+
+def test_multihead_trains() -> None:
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(20, 5, **BRANCHES, causal=True)
+    x, target = torch.randn(2, 29, 20), torch.randn(2, 29, 20)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = (module(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().item())
+    assert losses[-1] < 0.8 * losses[0]
