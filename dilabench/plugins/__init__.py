@@ -24,4 +24,14 @@ from dilabench.registry import Backend, Capabilities, Implementation, Reporter, 
 NAME = "dilabench"
 hookimpl = pluggy.HookimplMarker(NAME)
 
-__all__ = ["NAME", "Backend", "Capabilities", "Implementation", "Reporter", "Suite", "Timer", "WorkloadPreset", "hookimpl"]
+__all__ = [
+    "NAME",
+    "Backend",
+    "Capabilities",
+    "Implementation",
+    "Reporter",
+    "Suite",
+    "Timer",
+    "WorkloadPreset",
+    "hookimpl",
+]

@@ -1,13 +1,24 @@
 """What dilabench ships, registered through the same hooks as a third party's plug-in."""
 
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, Timer, WorkloadPreset, hookimpl
+from dilabench.spec import Workload
 from dilabench.workloads.presets import PRESETS
 
 DILATED = frozenset({"dilated"})
 HALF = frozenset({"float16", "bfloat16"})
+CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 FORWARD_ONLY = frozenset({"forward"})
 DENSE = frozenset({"dense"})
+
+
+FUSED_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def _no_fused_head_dim(workload: Workload) -> str | None:
+    """The reason against a head dim that the Triton kernels have no tiles for."""
+    known = ", ".join(map(str, FUSED_HEAD_DIMS))
+    return None if workload.head_dim in FUSED_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
 
 
 @hookimpl
@@ -46,6 +57,14 @@ def dilabench_register_implementations() -> list[Implementation]:
             uses_backend=True,
         ),
         Implementation(
+            "fused",
+            "one Triton kernel over all branches, each distinct pair once",
+            "dilabench.impls.fused:build",
+            supports=Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim),
+            requires=("cuda>=sm80", "triton"),
+            deterministic=True,
+        ),
+        Implementation(
             "gather-multihead",
             "projections around gather",
             "dilabench.impls.multihead:build_gather",
@@ -66,6 +85,16 @@ def dilabench_register_implementations() -> list[Implementation]:
     ]
 
 
+def _window_looks_ahead(workload: Workload) -> str | None:
+    """The reason of kernels whose windows are causal only."""
+    ahead = workload.window[1] > 0 or (workload.window[1] < 0 <= workload.window[0] and not workload.causal)
+    return f"window {workload.window} looks ahead; the kernel has only causal windows" if ahead else None
+
+
+# FlashAttention on CUDA: half precision, head dim padded to a multiple of 8 inside.
+FLASH_ON_CUDA = Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, max_head_dim=256)
+
+
 @hookimpl
 def dilabench_register_backends() -> list[Backend]:
     """Dense kernels. Each module has `attend` and `attend_backward`."""
@@ -82,20 +111,72 @@ def dilabench_register_backends() -> list[Backend]:
             "torch's own flash attention kernel (FlashAttention 2 on CUDA, a C++ kernel on CPU)",
             "dilabench.backends.sdpa_flash:attend",
             "dilabench.backends.sdpa_flash:attend_backward",
+            supports=Capabilities(patterns=DENSE, on_cuda=FLASH_ON_CUDA),
+            requires=("cuda>=sm80|cpu",),
+            kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
         ),
         Backend(
             "sdpa-efficient",
             "torch's memory-efficient (cutlass) kernel",
             "dilabench.backends.sdpa_efficient:attend",
             "dilabench.backends.sdpa_efficient:attend_backward",
-            requires=("cuda",),
+            supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, check=_window_looks_ahead),
+            requires=("cuda>=sm70",),
+            kernels=(r"fmha_cutlass[FB]",),
         ),
         Backend(
             "sdpa-cudnn",
             "cuDNN's fused attention through torch",
             "dilabench.backends.sdpa_cudnn:attend",
             "dilabench.backends.sdpa_cudnn:attend_backward",
+            supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, window=False, max_head_dim=128),
             requires=("cuda>=sm80",),
+            kernels=(r"cudnn.*(sdpa|flash)",),
+        ),
+        Backend(
+            "flash2",
+            "the flash-attn package (FlashAttention 2)",
+            "dilabench.backends.flash2:attend",
+            "dilabench.backends.flash2:attend_backward",
+            supports=FLASH_ON_CUDA,
+            requires=("cuda>=sm80", "flash-attn>=2.7"),
+            kernels=(r"flash_(fwd|bwd)_",),
+        ),
+        Backend(
+            "flash3",
+            "FlashAttention 3 (module flash_attn_interface) on Hopper",
+            "dilabench.backends.flash3:attend",
+            "dilabench.backends.flash3:attend_backward",
+            supports=FLASH_ON_CUDA,
+            requires=("cuda>=sm90", "flash_attn_interface"),
+            kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
+        ),
+        Backend(
+            "flash4",
+            "FlashAttention 4 (flash_attn.cute, CuTe DSL) on Hopper and newer",
+            "dilabench.backends.flash4:attend",
+            "dilabench.backends.flash4:attend_backward",
+            supports=FLASH_ON_CUDA,
+            requires=("cuda>=sm90", "flash-attn-4"),
+            kernels=(r"flash_attn.?cute",),
+        ),
+        Backend(
+            "xformers",
+            "xformers' memory-efficient attention; the library chooses its kernel",
+            "dilabench.backends.xformers:attend",
+            "dilabench.backends.xformers:attend_backward",
+            supports=FLASH_ON_CUDA,
+            requires=("cuda>=sm80", "xformers"),
+            kernels=(r"flash_(fwd|bwd)|fmha_cutlass",),
+        ),
+        Backend(
+            "flex",
+            "torch's FlexAttention, compiled; backward recomputes the forward",
+            "dilabench.backends.flex:attend",
+            "dilabench.backends.flex:attend_backward",
+            supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, max_head_dim=256),
+            requires=("cuda>=sm80", "triton"),
+            kernels=(r"flex_attention",),
         ),
     ]
 
@@ -110,7 +191,12 @@ def dilabench_register_workloads() -> list[WorkloadPreset]:
 def dilabench_register_suites() -> list[Suite]:
     """The questions that can be asked."""
     return [
-        Suite("quick", "does it work, how fast is it roughly: 1K, 4K and 16K tokens", "dilabench.suites.quick:expand"),
+        Suite(
+            "quick",
+            "does it work, how fast is it roughly: 1K, 4K and 16K tokens",
+            "dilabench.suites.quick:expand",
+            budget_s=45.0,
+        ),
         Suite("implementations", "which implementation is fastest and smallest", "dilabench.suites.implementations:expand"),
     ]
 
@@ -127,14 +213,39 @@ def dilabench_register_reporters() -> list[Reporter]:
 
 @hookimpl
 def dilabench_register_timers() -> list[Timer]:
-    """Ways to take samples."""
+    """Ways to take samples. CUDA rows use `cold` (and `graph` where launches dominate), CPU rows `wall`."""
     return [
-        Timer("wall", "host clock around a call and a device synchronisation", "dilabench.bench.timing:Wall", proves="elapsed host time of one call, device work included"),
         Timer(
-            "events",
-            "CUDA events around one call",
-            "dilabench.bench.timing:Events",
-            proves="time between two events on the current stream",
-            devices=frozenset({"cuda"}),
+            "wall",
+            "host clock around a call and a device synchronisation",
+            "dilabench.bench.timing.wall:Wall",
+            proves="elapsed host time of one call, device work and launches included",
+        ),
+        Timer(
+            "cold",
+            "CUDA events around a call on an emptied L2, launches hidden behind a spacer",
+            "dilabench.bench.timing.cold:Cold",
+            proves="GPU time of one call whose inputs come from memory, as long as no note launch_exposed stands beside it",
+            devices=CUDA,
+        ),
+        Timer(
+            "hot",
+            "CUDA events around a batch of calls on warm caches",
+            "dilabench.bench.timing.hot:Hot",
+            proves="mean GPU time of calls in a loop, with launches where they are not hidden by the call before",
+            devices=CUDA,
+        ),
+        Timer(
+            "graph",
+            "CUDA events around the replay of a CUDA graph on an emptied L2",
+            "dilabench.bench.timing.graph:Graph",
+            proves="GPU time of one call without launches between its kernels, inputs from memory",
+            devices=CUDA,
+        ),
+        Timer(
+            "first_call",
+            "import, build and first call in a new process with empty compiler caches",
+            "dilabench.bench.timing.first_call:FirstCall",
+            proves="what a user waits for before the second call: import, build, compilation, autotuning, first call",
         ),
     ]

@@ -5,6 +5,7 @@ One broken plug-in never breaks the tool: it is loaded inside its own guard, and
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -14,11 +15,21 @@ import pluggy
 
 from dilabench.errors import DilabenchError, PluginError
 from dilabench.plugins import NAME, builtin, hookspecs
-from dilabench.registry import Catalogue
+from dilabench.registry import Backend, Catalogue, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.results import PluginInfo
 
-SHELVES = ("implementations", "backends", "workloads", "suites", "reporters", "timers")
+SHELVES = {
+    "implementations": Implementation,
+    "backends": Backend,
+    "workloads": WorkloadPreset,
+    "suites": Suite,
+    "reporters": Reporter,
+    "timers": Timer,
+}
+HOOK_PREFIX = "dilabench_register_"
 DISABLE_VARIABLE = "DILABENCH_DISABLE_PLUGINS"
+_NAME = re.compile(r"\w[\w.-]*")
+_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +52,7 @@ class Found:
 def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) -> Found:
     """Build the catalogue from the built-ins, the installed entry points and `extra` modules.
 
-    With `strict`, the first problem raises PluginError. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
+    With `strict`, any problem raises PluginError. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
     """
     found = Found(Catalogue())
     _admit(found, "builtin", builtin, PluginInfo(name="builtin", distribution=NAME))
@@ -58,8 +69,7 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
             )
             _guarded(found, entry_point.name, entry_point, info)
     if strict and found.problems:
-        first = found.problems[0]
-        raise PluginError(f"plug-in {first.plugin!r}: {first.why}")
+        raise PluginError("; ".join(f"plug-in {problem.plugin!r}: {problem.why}" for problem in found.problems))
     return found
 
 
@@ -67,8 +77,8 @@ def _guarded(found: Found, name: str, source: Any, info: PluginInfo) -> None:
     try:
         module = source.load() if isinstance(source, importlib.metadata.EntryPoint) else source
         _admit(found, name, module, info)
-    # The plug-in boundary: whatever a third party raises must not stop the tool.
-    except Exception as error:  # noqa: BLE001
+    # The plug-in boundary: whatever a third party raises, sys.exit() at import included, must not stop the tool.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         why = str(error) if isinstance(error, DilabenchError) else f"{type(error).__name__}: {error}"
         found.problems.append(Problem(name, why))
 
@@ -78,11 +88,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
     manager = pluggy.PluginManager(NAME)
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
-    try:
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        known = ", ".join(f"dilabench_register_{shelf}" for shelf in SHELVES)
-        raise PluginError(f"{error}; known hooks: {known}") from None
+    _refuse_misspelt_hooks(manager, module)
     offered = {shelf: _offered(manager, shelf) for shelf in SHELVES}
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
@@ -92,6 +98,19 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
             for descriptor in descriptors:
                 getattr(catalogue, shelf).add(descriptor, name)
     found.plugins.append(info)
+
+
+def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
+    """A hook that nobody calls is an error, and so is a function that looks like one but is not marked."""
+    known = ", ".join(HOOK_PREFIX + shelf for shelf in SHELVES)
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"{error}; known hooks: {known}") from None
+    called = {caller.name for caller in manager.get_hookcallers(module) or ()}
+    for attribute in dir(module):
+        if attribute.startswith(HOOK_PREFIX) and attribute not in called:
+            raise PluginError(f"{attribute} is not marked with @hookimpl; known hooks: {known}")
 
 
 def _copied(catalogue: Catalogue) -> Catalogue:
@@ -105,9 +124,26 @@ def _copied(catalogue: Catalogue) -> Catalogue:
 
 
 def _offered(manager: pluggy.PluginManager, shelf: str) -> list[Any]:
-    hook = getattr(manager.hook, f"dilabench_register_{shelf}")
-    descriptors = [descriptor for result in hook() for descriptor in result]
+    hook, kind = HOOK_PREFIX + shelf, SHELVES[shelf]
+    descriptors: list[Any] = []
+    for result in getattr(manager.hook, hook)():
+        if not isinstance(result, Sequence):
+            raise PluginError(f"{hook} returned {result!r}; it must return a list of {kind.__name__}")
+        descriptors += result
     for descriptor in descriptors:
-        if not hasattr(descriptor, "name") or not hasattr(descriptor, "target" if shelf != "workloads" else "fields"):
-            raise PluginError(f"dilabench_register_{shelf} returned {descriptor!r}, which is not a descriptor")
+        if not isinstance(descriptor, kind):
+            raise PluginError(f"{hook} returned {descriptor!r}, which is no {kind.__name__}")
+        _refuse_impossible(hook, descriptor)
     return descriptors
+
+
+def _refuse_impossible(hook: str, descriptor: Any) -> None:
+    """What a dataclass does not check by itself but every user of the descriptor relies on."""
+    if not isinstance(descriptor.aliases, tuple):
+        raise PluginError(f"{hook}: aliases {descriptor.aliases!r} must be a tuple of names, as in ('other-name',)")
+    for name in (descriptor.name, *descriptor.aliases):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise PluginError(f"{hook}: {name!r} is not a name; write letters, digits, '-', '_' and '.' only")
+    target = getattr(descriptor, "target", None)
+    if target is not None and (not isinstance(target, str) or not _TARGET.fullmatch(target)):
+        raise PluginError(f"{hook}: target {target!r} of {descriptor.name!r} must be a text like 'package.module:name'")
