@@ -4,26 +4,26 @@
 
     out = dilated_attention(q, k, v, segment_lengths=(2048, 4096), dilation_rates=(1, 2), causal=True)
 
-Exact forward and backward of LongNet's dilated attention (one softmax over the union of all branches' keys) on strided
-views over the best dense kernel of the device. Works under torch.compile without graph breaks: forward and backward are
-one custom operator each.
+Exact forward and backward of LongNet's dilated attention (one softmax over the union of all branches' keys): the fused
+Triton kernel where it is the fastest (CUDA), else strided views over the best dense kernel of the device. Works under
+torch.compile without graph breaks: forward and backward are one custom operator each.
 """
 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from dilabench.choice import choose
 from dilabench.config import AUTO, RunRequest
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.union import Union
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.registry import load_target
@@ -32,6 +32,9 @@ from dilabench.spec import UNBOUNDED, Window, Workload, validated
 from dilabench.suites.planner import Planner
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+
+
+FUSED = "fused"
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -69,7 +72,7 @@ def dilated_attention(
     rates that do not divide segments. `window` is (left, right) in positions, -1 unbounded; `scale` defaults to
     1/sqrt(D). `heads`: every head in every branch, or heads split over the branches. `offset`: the residue that a head
     keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by query head or by key/value head.
-    `backend` is a name of `dilabench list backends`; 'auto' takes the best for the device.
+    `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way known for the device.
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, and for a backend that cannot
     serve the call.
@@ -194,7 +197,7 @@ def _forward_op(
     options = _Options(
         tuple(segment_lengths), tuple(dilation_rates), causal, tuple(window), scale, heads, offset, offset_by, backend
     )
-    out, lse, _ = _union(query, key, value, options).forward(query, key, value)
+    out, lse = _computation(query, key, value, options).forward(query, key, value)[:2]
     return out, lse
 
 
@@ -227,7 +230,7 @@ def _backward_op(
     options = _Options(
         tuple(segment_lengths), tuple(dilation_rates), causal, tuple(window), scale, heads, offset, offset_by, backend
     )
-    return _union(query, key, value, options).backward(dout, query, key, value, out, lse)
+    return _computation(query, key, value, options).backward(dout, query, key, value, out, lse)
 
 
 @_backward_op.register_fake
@@ -255,7 +258,16 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _union(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Union:
+class _Computation(Protocol):
+    """Forward gives out, lse and perhaps more; backward gives dq, dk, dv from out and lse."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def _computation(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> _Computation:
     """The computation for these tensors, made once per shape; refuses what does not fit together."""
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(
@@ -270,13 +282,13 @@ def _union(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Unio
     kinds = {(x.dtype, x.device) for x in (query, key, value)}
     if len(kinds) > 1:
         raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, kinds))}")
-    return _cached_union(tuple(query.shape), key.shape[2], query.dtype, query.device, options)
+    return _cached_computation(tuple(query.shape), key.shape[2], query.dtype, query.device, options)
 
 
 @lru_cache(maxsize=64)
-def _cached_union(
+def _cached_computation(
     query_shape: tuple[int, ...], num_kv_heads: int, dtype: torch.dtype, device: torch.device, options: _Options
-) -> Union:
+) -> _Computation:
     batch_size, seq_len, num_heads, head_dim = query_shape
     in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by")
     fields = {
@@ -293,10 +305,24 @@ def _cached_union(
     }
     try:
         workload = validated(Workload, fields)
+        if options.backend == AUTO and _fused_is_fastest(workload, device.type):
+            return _fused(workload, device)
         context = BuildContext(device=device, backend=_backend(options.backend, workload, device.type))
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return strided.build(workload, context)
+
+
+def _fused_is_fastest(workload: Workload, device: str) -> bool:
+    planner = _planner(device)
+    choice = choose(planner.catalogue, planner.machine, workload.replace(mode="both"))
+    return choice.implementation == FUSED
+
+
+def _fused(workload: Workload, device: torch.device) -> _Computation:
+    # Imports Triton, which only a CUDA machine has to have.
+    computation: _Computation = load_target("dilabench.impls.fused:build")(workload, BuildContext(device=device))
+    return computation
 
 
 def _backend(name: str, workload: Workload, device: str) -> LoadedBackend:

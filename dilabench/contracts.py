@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from dilabench.distributed.world import World
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [B, N, H, D], k and v [B, N, K, D] -> out [B, N, H, D]; packed: [T, H, D]. Differentiable unless it only does forward."""
+"""q [B, N, H, D], k and v [B, N, K, D] -> out [B, N, H, D]; packed: [T, H, D].
+
+Differentiable, unless the implementation says that it only does forward.
+"""
 
 
 @runtime_checkable
@@ -32,8 +35,8 @@ class WithLse(Protocol):
 class Attend(Protocol):
     """Dense attention forward, outside autograd.
 
-    q [B, M, H, D]; k, v [B, L, K, D] with H a multiple of K, M == L when causal or windowed. Any outer strides, last dim
-    contiguous. Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that
+    q [B, M, H, D]; k, v [B, L, K, D] with H a multiple of K, M == L when causal or windowed. Any outer strides, last
+    dim contiguous. Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that
     sees no key has out 0 and lse -inf.
     """
 
@@ -105,11 +108,15 @@ class PatternCache:
 
     def counters(self) -> dict[str, int]:
         """Hits, misses and entries held."""
-        return {"pattern_cache_hits": self.hits, "pattern_cache_misses": self.misses, "pattern_cache_entries": len(self._entries)}
+        return {
+            "pattern_cache_hits": self.hits,
+            "pattern_cache_misses": self.misses,
+            "pattern_cache_entries": len(self._entries),
+        }
 
 
 class BufferPool(Protocol):
-    """Workspace that lives only inside a call. A pooled buffer is never returned to the caller nor saved for backward."""
+    """Workspace that lives only inside a call: never returned to the caller nor saved for backward."""
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor; give it back with `give`."""
