@@ -1,0 +1,142 @@
+"""From a request to cases: presets, lengths, backends, yardsticks, skips."""
+
+import pytest
+
+from dilabench.config import RunRequest, run_request
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.registry import Backend, Catalogue, Implementation
+from dilabench.results import GpuInfo
+from dilabench.suites.planner import Planner, expand
+
+CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
+HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return discover().catalogue
+
+
+def plan(catalogue, suite="implementations", machine=CPU, **fields):
+    request = run_request(catalogue, suite=suite, **fields)
+    return expand(catalogue, machine, request)
+
+
+def test_presets_multiply_with_lengths_and_keep_overrides(catalogue):
+    planned = plan(
+        catalogue,
+        configs=["multi_gpu", "small"],
+        workload={"head_dim": "80"},
+        run={"lengths": [777, 50000], "implementations": ["dense"]},
+    )
+    shapes = [(p.case.workload.num_heads, p.case.workload.head_dim, p.case.workload.seq_len) for p in planned]
+    assert shapes == [(12, 80, 777), (12, 80, 50000), (24, 80, 777), (24, 80, 50000)]
+    assert all(p.requested_workload.seq_len == p.case.workload.seq_len for p in planned)
+
+
+def test_auto_backend_is_recorded_as_asked_and_as_chosen(catalogue):
+    (planned,) = plan(catalogue, run={"implementations": ["gather"]})
+    assert (planned.requested_backend, planned.case.backend, planned.skip) == ("auto", "sdpa-flash", None)
+
+
+def test_a_backend_by_name_is_never_replaced(catalogue):
+    (planned,) = plan(catalogue, run={"implementations": ["gather"], "backends": ["sdpa-cudnn"]})
+    assert planned.case.backend == "sdpa-cudnn"
+    assert "backend sdpa-cudnn: needs cuda, have cpu (no NVIDIA GPU is visible)" in planned.skip
+
+
+def test_all_backends_and_aliases(catalogue):
+    planned = plan(catalogue, run={"implementations": ["gather"], "backends": ["all"]})
+    assert [p.case.backend for p in planned] == list(catalogue.backends.names)
+    (one,) = plan(catalogue, run={"implementations": ["gather"], "backends": ["standard", "math"]})
+    assert one.case.backend == "math"
+
+
+def test_an_implementation_without_backend_runs_once(catalogue):
+    (planned,) = plan(catalogue, run={"implementations": ["reference"], "backends": ["math", "sdpa-flash"]})
+    assert planned.case.backend is None
+
+
+def test_dense_runs_the_same_shape_as_a_labelled_yardstick(catalogue):
+    yardstick, gather = plan(catalogue, run={"implementations": ["dense", "gather"]})
+    assert yardstick.labels == {"role": "yardstick"}
+    assert yardstick.case.workload.pattern.kind == "dense"
+    assert yardstick.case.workload == gather.case.workload.replace(pattern={"kind": "dense"})
+    assert gather.labels == {}
+    assert yardstick.case.cell_id != gather.case.cell_id
+
+
+def test_on_a_dense_workload_dense_is_no_yardstick(catalogue):
+    dense, gather = plan(catalogue, configs=["tiny"], run={"implementations": ["dense", "gather"]})
+    assert (dense.labels, dense.skip) == ({}, None)
+    assert gather.skip.startswith("pattern dense is not supported (has dilated)")
+
+
+def test_modules_with_projections_are_labelled(catalogue):
+    (planned,) = plan(catalogue, run={"implementations": ["multihead"]})
+    assert planned.labels == {"takes": "embeddings"}
+
+
+def test_what_cannot_run_is_a_skip_with_its_reason(catalogue):
+    (planned,) = plan(catalogue, run={"implementations": ["gather"], "nproc": 2})
+    assert planned.skip == "runs on 1 device, not on 2"
+
+
+def test_auto_dtype_follows_the_machine(catalogue):
+    (here,) = plan(catalogue, run={"implementations": ["reference"]})
+    (there,) = plan(catalogue, machine=HOPPER, run={"implementations": ["reference"]})
+    assert (here.case.workload.dtype, there.case.workload.dtype) == ("float32", "bfloat16")
+    assert here.requested_workload.dtype == "auto"
+
+
+def test_optimizations_of_the_request_are_those_of_the_cases(catalogue):
+    (planned,) = plan(
+        catalogue, run={"implementations": ["gather"], "pattern_cache_entries": 0, "buffer_pool_bytes": 2**20}
+    )
+    assert (planned.case.optimizations.pattern_cache_entries, planned.case.optimizations.buffer_pool_bytes) == (
+        0,
+        2**20,
+    )
+
+
+def test_no_backend_at_all_says_what_was_tried():
+    lonely = Catalogue()
+    lonely.implementations.add(Implementation("plain", "for a test", "x:build", uses_backend=True), "test")
+    lonely.backends.add(Backend("math", "here only on a GPU", "x:attend", requires=("cuda",)), "test")
+    planner = Planner(lonely, CPU, RunRequest(suite="any"))
+    (planned,) = planner.compare(planner.workload_requests([{}]), planner.implementations(["plain"]))
+    assert planned.case.backend is None
+    assert planned.skip == "no backend can serve it here (math: needs cuda, have cpu (no NVIDIA GPU is visible))"
+
+
+def test_quick_is_three_lengths_of_five_implementations(catalogue):
+    planned = plan(catalogue, suite="quick")
+    assert [p.case.workload.seq_len for p in planned[::5]] == [1024, 4096, 16384]
+    names = ["dense", "gather", "strided", "gather-multihead", "strided-multihead"]
+    assert [p.case.implementation for p in planned] == names * 3
+    assert all(p.skip is None for p in planned)
+    assert {(p.case.workload.batch_size, p.case.workload.head_dim) for p in planned} == {(1, 64)}
+
+
+def test_quick_with_a_length_or_preset_runs_just_that(catalogue):
+    assert len(plan(catalogue, suite="quick", workload={"seq_len": "777"})) == 5
+    assert {p.case.workload.seq_len for p in plan(catalogue, suite="quick", configs=["seed_small"])} == {2048}
+
+
+def test_implementations_leaves_out_the_oracle_unless_asked(catalogue):
+    names = {p.case.implementation for p in plan(catalogue)}
+    assert names == set(catalogue.implementations.names) - {"reference"}
+    everything = {p.case.implementation for p in plan(catalogue, run={"implementations": ["all"]})}
+    assert everything == set(catalogue.implementations.names)
+
+
+def test_an_option_that_the_suite_lacks_is_refused(catalogue):
+    with pytest.raises(ConfigError, match="suite 'quick' has no option 'max_seq_length'; it has none"):
+        plan(catalogue, suite="quick", run={"options": {"max_seq_length": 5}})
+
+
+def test_an_unknown_suite_is_refused(catalogue):
+    with pytest.raises(ConfigError, match="unknown suite 'quik'; did you mean quick"):
+        plan(catalogue, suite="quik")
