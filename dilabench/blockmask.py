@@ -7,14 +7,14 @@ k = round((1 - sparsity) * visible), at least one. So the sparsity asked for is 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dilabench.errors import ConfigError
+from dilabench.maskfile import mask_digest, read_mask_file
 from dilabench.spec import BlockSparsePattern
 
 if TYPE_CHECKING:
@@ -53,78 +53,103 @@ def _generated(pattern: BlockSparsePattern, blocks: int, causal: bool, heads: in
         for row in range(blocks):
             visible = row + 1 if causal else blocks
             keep = max(1, round((1 - pattern.sparsity) * visible))
-            mask[head, row, prefer(pattern, row, visible, keep, head)[:keep]] = True
+            order = prefer(MaskRow(row, visible, keep, head, pattern.seed))
+            mask[head, row, order[:keep]] = True
     mask.flags.writeable = False
     return mask
 
 
-def sparsity_reached(mask: Mask, causal: bool) -> float:
-    """The share of visible blocks (all, or the lower triangle when causal) that the mask does not compute."""
-    blocks = mask.shape[-1]
-    visible = blocks * (blocks + 1) // 2 if causal else blocks * blocks
-    return 1.0 - float(mask.sum()) / (visible * mask.shape[0])
+def visible_blocks(blocks: int, causal: bool) -> int:
+    """Blocks that a mask of `blocks` a side could compute: all, or the lower triangle when causal."""
+    return blocks * (blocks + 1) // 2 if causal else blocks * blocks
 
 
-Preference = Callable[[BlockSparsePattern, int, int, int, int], "NDArray[np.int64]"]
+def needed_key_blocks(mask: Mask, block_size: int, rows: Sequence[range]) -> NDArray[np.int64]:
+    """The key blocks that some of these query rows (ranges of positions) see in some head, rising.
+
+    What a rank that holds these queries must be sent: every other block may stay where it is.
+    """
+    import numpy as np
+
+    wanted = np.zeros(mask.shape[1], dtype=bool)
+    for part in rows:
+        if len(part):
+            wanted[part[0] // block_size : part[-1] // block_size + 1] = True
+    return np.flatnonzero(mask[:, wanted].any(axis=(0, 1)))
 
 
-def _nearest(_pattern: BlockSparsePattern, row: int, visible: int, _keep: int, _head: int) -> NDArray[np.int64]:
+@dataclass(frozen=True, slots=True)
+class MaskRow:
+    """One row of blocks of one head: its index, how many blocks it could see, and how many it keeps."""
+
+    row: int
+    visible: int
+    keep: int
+    head: int
+    seed: int
+
+
+Preference = Callable[[MaskRow], "NDArray[np.int64]"]
+
+
+def _nearest(at: MaskRow) -> NDArray[np.int64]:
     """`local_window`: the closest blocks first."""
     import numpy as np
 
-    return np.argsort(np.abs(np.arange(visible) - row), kind="stable")
+    return np.argsort(np.abs(np.arange(at.visible) - at.row), kind="stable")
 
 
-def _global_then_nearest(pattern: BlockSparsePattern, row: int, visible: int, keep: int, head: int) -> NDArray[np.int64]:
-    """`global_local`: a quarter of the row's blocks are the first of the sequence, seen by all; the rest are the closest."""
+def _global_then_nearest(at: MaskRow) -> NDArray[np.int64]:
+    """`global_local`: a quarter of the row's blocks are the sequence's first, seen by all; the rest are the closest."""
     import numpy as np
 
-    anchors = np.arange(min(visible, max(1, keep // 4)))
-    own = np.array([min(row, visible - 1)])
-    return _distinct(own, anchors, _nearest(pattern, row, visible, keep, head))
+    anchors = np.arange(min(at.visible, max(1, at.keep // 4)))
+    own = np.array([min(at.row, at.visible - 1)])
+    return _distinct(own, anchors, _nearest(at))
 
 
-def _powers_of_two(pattern: BlockSparsePattern, row: int, visible: int, keep: int, head: int) -> NDArray[np.int64]:
-    """`dilated_sparse`: the own block, then distances 1, 2, 4, 8, ..., then the distances with the most factors of two."""
+def _powers_of_two(at: MaskRow) -> NDArray[np.int64]:
+    """`dilated_sparse`: the own block, then distances 1, 2, 4, 8, ..., then those with the most factors of two."""
     import numpy as np
 
-    distance = np.abs(np.arange(visible) - row)
+    distance = np.abs(np.arange(at.visible) - at.row)
     is_power = (distance & (distance - 1)) == 0
     factors = np.where(distance == 0, 64, np.log2(np.maximum(distance & -distance, 1)))
-    return np.lexsort((distance, -factors, ~is_power))
+    order: NDArray[np.int64] = np.lexsort((distance, -factors, ~is_power))
+    return order
 
 
-def _local_and_columns(pattern: BlockSparsePattern, row: int, visible: int, keep: int, head: int) -> NDArray[np.int64]:
-    """`strided`: half local, half every s-th block back and ahead (Sparse Transformer, Child et al. 2019), s = visible / (keep / 2)."""
+def _local_and_columns(at: MaskRow) -> NDArray[np.int64]:
+    """`strided`: half local, half every s-th block (Sparse Transformer, Child et al. 2019), s = 2 visible / keep."""
     import numpy as np
 
-    distance = np.abs(np.arange(visible) - row)
-    stride = max(2, round(visible / max(1, keep / 2)))
+    distance = np.abs(np.arange(at.visible) - at.row)
+    stride = max(2, round(at.visible / max(1, at.keep / 2)))
     columns = np.flatnonzero(distance % stride == 0)
     columns = columns[np.argsort(distance[columns], kind="stable")]
-    local = _nearest(pattern, row, visible, keep, head)
-    return _distinct(local[: max(1, keep - keep // 2)], columns, local)
+    local = _nearest(at)
+    return _distinct(local[: max(1, at.keep - at.keep // 2)], columns, local)
 
 
-def _three_levels(pattern: BlockSparsePattern, row: int, visible: int, keep: int, head: int) -> NDArray[np.int64]:
+def _three_levels(at: MaskRow) -> NDArray[np.int64]:
     """`hierarchical`: a third each of the closest blocks, every 4th block around, every 16th block anywhere."""
     import numpy as np
 
-    index = np.arange(visible)
-    nearest = _nearest(pattern, row, visible, keep, head)
-    share = max(1, keep // 3)
+    index = np.arange(at.visible)
+    nearest = _nearest(at)
+    share = max(1, at.keep // 3)
     fourth = nearest[index[nearest] % 4 == 0][:share]
     sixteenth = nearest[index[nearest] % 16 == 0]
     spread = sixteenth[:: max(1, len(sixteenth) // share)][:share]
-    return _distinct(nearest[: max(1, keep - 2 * share)], fourth, spread, nearest)
+    return _distinct(nearest[: max(1, at.keep - 2 * share)], fourth, spread, nearest)
 
 
-def _seeded(pattern: BlockSparsePattern, row: int, visible: int, keep: int, head: int) -> NDArray[np.int64]:
+def _seeded(at: MaskRow) -> NDArray[np.int64]:
     """`random`: the own block, then a permutation drawn from (seed, head, row)."""
     import numpy as np
 
-    draw = np.random.default_rng((pattern.seed, head, row)).permutation(visible)
-    return _distinct(np.array([min(row, visible - 1)]), draw)
+    draw = np.random.default_rng((at.seed, at.head, at.row)).permutation(at.visible)
+    return _distinct(np.array([min(at.row, at.visible - 1)]), draw)
 
 
 PREFERENCES: dict[str, Preference] = {
@@ -150,75 +175,24 @@ def _custom_mask(pattern: BlockSparsePattern, blocks: int, causal: bool, num_hea
     import numpy as np
 
     assert pattern.mask_file is not None
-    mask = read_mask_file(Path(pattern.mask_file), blocks)
-    if pattern.mask_digest not in (None, mask_digest(Path(pattern.mask_file))):
+    path = Path(pattern.mask_file)
+    digest = mask_digest(path)
+    if pattern.mask_digest not in (None, digest):
         raise ConfigError(f"mask file {pattern.mask_file!r} has changed since the request was made; start again")
+    mask = _from_file(path, digest, blocks)
     if mask.shape[0] not in (1, num_heads):
-        raise ConfigError(f"mask file {pattern.mask_file!r} has {mask.shape[0]} heads; the workload has {num_heads}; give 1 or {num_heads}")
+        raise ConfigError(
+            f"mask file {pattern.mask_file!r} has {mask.shape[0]} heads; the workload has {num_heads}; "
+            f"give 1 or {num_heads}"
+        )
     if mask.shape[1:] != (blocks, blocks):
         raise ConfigError(
-            f"mask file {pattern.mask_file!r} has {mask.shape[1]}x{mask.shape[2]} blocks; the workload needs {blocks}x{blocks} "
-            f"blocks of {pattern.block_size}; change seq_len, block_size or the file"
+            f"mask file {pattern.mask_file!r} has {mask.shape[1]}x{mask.shape[2]} blocks; the workload needs "
+            f"{blocks}x{blocks} blocks of {pattern.block_size}; change seq_len, block_size or the file"
         )
     return np.tril(mask) if causal else mask
 
 
-def mask_digest(path: Path) -> str:
-    """SHA-256 (16 hex digits) of a mask file's bytes; raises ConfigError when it cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise ConfigError(f"mask file {str(path)!r} cannot be read: {error.strerror}") from None
-
-
-def read_mask_file(path: Path, blocks: int) -> Mask:
-    """Read a block mask: `.npy` of bool or 0/1 integers, [n, n] or [heads, n, n]; or `.json`, lists of key blocks per row.
-
-    JSON: [[0], [0, 1], ...] for all heads, or one such list per head. Raises ConfigError with the place of the mistake.
-    """
-    import numpy as np
-
-    try:
-        if path.suffix == ".json":
-            mask = _from_lists(json.loads(path.read_text()), blocks, path)
-        else:
-            mask = np.load(path, allow_pickle=False)
-    except OSError as error:
-        raise ConfigError(f"mask file {str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"mask file {str(path)!r} is not a valid {path.suffix or 'npy'} file: {error}") from None
-    if mask.dtype != bool:
-        if not np.issubdtype(mask.dtype, np.integer) or not np.isin(mask, (0, 1)).all():
-            raise ConfigError(f"mask file {str(path)!r} holds {mask.dtype}; a block mask is bool, or integers 0 and 1")
-        mask = mask.astype(bool)
-    if mask.ndim == 2:
-        mask = mask[None]
-    if mask.ndim != 3:
-        raise ConfigError(f"mask file {str(path)!r} has {mask.ndim} dimensions; it must be [n, n] or [heads, n, n]")
-    return mask
-
-
-def _from_lists(content: Any, blocks: int, path: Path) -> Mask:
-    import numpy as np
-
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"mask file {str(path)!r} must hold a list with one list of key blocks per row of blocks")
-    per_head = bool(content[0]) and isinstance(content[0], list) and bool(content[0]) and isinstance(content[0][0], list)
-    heads = content if per_head else [content]
-    mask = np.zeros((len(heads), len(heads[0]), blocks), dtype=bool)
-    for place, key in _entries(heads, path):
-        if place[1] >= mask.shape[1]:
-            raise ConfigError(f"mask file {str(path)!r}: head {place[0]} has more rows than head 0 ({mask.shape[1]})")
-        if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < blocks:
-            raise ConfigError(f"mask file {str(path)!r}, head {place[0]}, row {place[1]}: key block {key!r} is not in 0..{blocks - 1}")
-        mask[(*place, key)] = True
-    return mask
-
-
-def _entries(heads: list[Any], path: Path) -> Iterator[tuple[tuple[int, int], Any]]:
-    for head, rows in enumerate(heads):
-        for row, keys in enumerate(rows):
-            if not isinstance(keys, list):
-                raise ConfigError(f"mask file {str(path)!r}, head {head}, row {row}: {keys!r} is not a list of key blocks")
-            for key in keys:
-                yield (head, row), key
+@lru_cache(maxsize=8)
+def _from_file(path: Path, _digest: str, blocks: int) -> Mask:
+    return read_mask_file(path, blocks)

@@ -5,8 +5,9 @@ returned call is. A backend module has `attend` and, where it can, `attend_backw
 only through the context, so that any implementation runs over any backend.
 """
 
+import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -79,40 +80,66 @@ class LoadedBackend:
 class PatternCache:
     """Index tensors and tables that are expensive to build, kept on their device, bounded by a number of entries.
 
-    Size zero keeps nothing: every `get` builds. The counters land in the measurement.
+    Size zero keeps nothing: every `get` builds. The counters land in the measurement. Safe to use from several threads:
+    nothing is built under the lock, so that building one pattern may ask for another; two threads that miss the same
+    one both build it, and the first to end has built the entry of both.
     """
 
     def __init__(self, max_entries: int = 64) -> None:
         self.max_entries = max_entries
         self.hits = 0
         self.misses = 0
+        self._lock = threading.Lock()
         self._entries: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The entry of `key`, made when it is not there; the oldest entry leaves when the cache is full."""
-        if key in self._entries:
-            self.hits += 1
-            self._entries[key] = self._entries.pop(key)
-            return self._entries[key]
-        self.misses += 1
+        """The entry of `key`, made when it is not there; the entry unused for longest leaves when the cache is full."""
+        with self._lock:
+            if key in self._entries:
+                self.hits += 1
+                self._entries[key] = self._entries.pop(key)
+                return self._entries[key]
+            self.misses += 1
         value = make()
-        if self.max_entries > 0:
-            while len(self._entries) >= self.max_entries:
+        if self.max_entries < 1:
+            return value
+        with self._lock:
+            value = self._entries.setdefault(key, value)
+            while len(self._entries) > self.max_entries:
                 self._entries.pop(next(iter(self._entries)))
-            self._entries[key] = value
         return value
 
     def clear(self) -> None:
-        """Forget every entry."""
-        self._entries.clear()
+        """Forget every entry, as after a reset of the device that they lie on."""
+        with self._lock:
+            self._entries.clear()
 
     def counters(self) -> dict[str, int]:
-        """Hits, misses and entries held."""
-        return {
-            "pattern_cache_hits": self.hits,
-            "pattern_cache_misses": self.misses,
-            "pattern_cache_entries": len(self._entries),
-        }
+        """Hits, misses, entries held and the bytes of their tensors."""
+        with self._lock:
+            entries = list(self._entries.values())
+            return {
+                "pattern_cache_hits": self.hits,
+                "pattern_cache_misses": self.misses,
+                "pattern_cache_entries": len(entries),
+                "pattern_cache_bytes": sum(storage.nbytes() for storage in _storages(entries).values()),
+            }
+
+
+def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
+    """Every storage that a pattern holds, by address: in tensors, in containers, in fields of dataclasses."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return {storage.data_ptr(): storage}
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif is_dataclass(value):
+        value = [getattr(value, one.name) for one in fields(value)]
+    found: dict[int, torch.UntypedStorage] = {}
+    if isinstance(value, list | tuple):
+        for part in value:
+            found |= _storages(part)
+    return found
 
 
 class BufferPool(Protocol):
@@ -124,6 +151,10 @@ class BufferPool(Protocol):
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back; the caller must not touch it again."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every buffer, as after a reset of the device that they lie on."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -140,6 +171,9 @@ class NoPool:
 
     def give(self, buffer: Tensor) -> None:
         """Nothing to do: the allocator frees it with its last reference."""
+
+    def clear(self) -> None:
+        """Nothing to forget."""
 
     def counters(self) -> dict[str, int]:
         """No counters: nothing is pooled."""

@@ -25,6 +25,7 @@ class Capabilities:
     """What an implementation or backend computes; `reasons` says what a workload asks beyond that.
 
     `check` may add a rule of its own: it takes the workload and returns the reason against it, or None.
+    `on_cuda` holds instead of all of this on CUDA, for a kernel that differs between the two kinds of device.
     """
 
     patterns: frozenset[str] = frozenset({"dilated"})
@@ -41,10 +42,12 @@ class Capabilities:
     max_head_dim: int | None = None
     max_world_size: int | None = 1
     check: Callable[[Workload], str | None] | None = None
+    on_cuda: "Capabilities | None" = None
 
     def reasons(self, workload: Workload, device: str, world_size: int = 1) -> tuple[str, ...]:
         """Why this workload cannot be computed on this kind of device ('cpu' or 'cuda'); empty when it can."""
-        return tuple(self._reasons(workload, device, world_size))
+        holding = self.on_cuda if device == "cuda" and self.on_cuda is not None else self
+        return tuple(holding._reasons(workload, device, world_size))
 
     def _reasons(self, workload: Workload, device: str, world_size: int) -> Iterator[str]:
         asked_and_offered: tuple[tuple[str, Any, frozenset[Any]], ...] = (
@@ -148,7 +151,10 @@ class Suite:
 
     `follow_up` (optional) is `follow_up(rows, request, planner) -> Sequence[PlannedCase]`: called when all cases have
     ended, it may ask for more, as a bisection does; an empty answer ends the run.
-    `analysis` (optional) is `analyse(record) -> Sequence[Section]`: what the reporters print beside the table.
+    `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
+    cases are timed when the user does not say.
+    `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.sections`): what the reporters print beside
+    the table, derived from the raw samples whenever the record is looked at.
     """
 
     name: str
@@ -156,6 +162,8 @@ class Suite:
     target: str
     follow_up: str | None = None
     analysis: str | None = None
+    budget_s: float | None = None
+    timing: str = "warmup"
     aliases: tuple[str, ...] = ()
 
 
@@ -164,12 +172,16 @@ class Reporter:
     """A rendering of a RunRecord. `target` is `render(record, folder) -> str | None`.
 
     It returns the text to print; it may also write `filename` (and what belongs to it) into `folder` when not None.
+    With `shows_sections` it is called as `render(record, folder, sections)`, with what the suite's analysis found. One
+    with `prints=False` has files only: `report` gives it the run's own folder when none is named.
     """
 
     name: str
     summary: str
     target: str
     filename: str | None = None
+    shows_sections: bool = False
+    prints: bool = True
     aliases: tuple[str, ...] = ()
 
 
@@ -274,9 +286,16 @@ _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+?)\s*(?:>=\s*(?P<version>[A
 def unmet(requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
     """Requirements that this machine does not meet, each with what is there instead.
 
-    Forms: 'cuda', 'cuda>=sm80', 'gpus>=2', 'module' or 'module>=1.2' (an importable module and its distribution's version).
+    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'module' or 'module>=1.2' (an importable module and the version of
+    its distribution), 'some-distribution>=1.2' (a name with a dash is an installed distribution, for modules that
+    several distributions share), and alternatives as in 'cuda>=sm80|cpu'.
     """
-    return tuple(reason for requirement in requires if (reason := _unmet(requirement, machine)))
+    return tuple(reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine)))
+
+
+def _unmet_alternatives(requirement: str, machine: Machine) -> str | None:
+    reasons = [_unmet(alternative, machine) for alternative in requirement.split("|")]
+    return None if None in reasons else " or ".join(str(reason) for reason in reasons)
 
 
 def _unmet(requirement: str, machine: Machine) -> str | None:
@@ -286,10 +305,12 @@ def _unmet(requirement: str, machine: Machine) -> str | None:
     name, version = match["name"], match["version"]
     if name == "cuda":
         return _unmet_cuda(version, machine)
+    if name == "cpu":
+        return None if machine.device == "cpu" else f"needs cpu, have {machine.device}"
     if name == "gpus":
         needed = int(version or 1)
         return None if len(machine.gpus) >= needed else f"needs {needed} GPUs, have {len(machine.gpus)}"
-    return _unmet_module(name, version)
+    return _unmet_distribution(name, version) if "-" in name else _unmet_module(name, version)
 
 
 def _unmet_cuda(version: str | None, machine: Machine) -> str | None:
@@ -299,6 +320,16 @@ def _unmet_cuda(version: str | None, machine: Machine) -> str | None:
         needed = int(version.removeprefix("sm"))
         if machine.compute_capability < needed:
             return f"needs cuda sm{needed} or newer, have sm{machine.compute_capability}"
+    return None
+
+
+def _unmet_distribution(name: str, version: str | None) -> str | None:
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"distribution {name} is not installed"
+    if version is not None and _version_key(installed) < _version_key(version):
+        return f"needs {name} {version} or newer, have {installed}"
     return None
 
 

@@ -16,12 +16,21 @@ Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 
 
 class Optimizations(Model):
-    """What may be switched on around an implementation; size zero or false means off."""
+    """What may be switched on around an implementation; size zero or false means off.
+
+    `query_chunk`: tokens of a sequence that are processed at a time. `offload_inputs`: inputs and results stay in host
+    memory, a chunk at a time on the device. `stream_tokens`: so many tokens in all pass through in pieces of the
+    workload, one after another; each piece is a sequence of its own.
+    """
 
     pattern_cache_entries: int = Field(default=64, ge=0)
     buffer_pool_bytes: int = Field(default=0, ge=0)
     cuda_graph: bool = False
     compile: bool = False
+    gradient_checkpointing: bool = False
+    query_chunk: int = Field(default=0, ge=0)
+    offload_inputs: bool = False
+    stream_tokens: int = Field(default=0, ge=0)
 
 
 class Case(Model):
@@ -36,7 +45,10 @@ class Case(Model):
     @property
     def case_id(self) -> str:
         """Content hash; equal in two records exactly when the same thing was to be computed."""
-        return content_hash(self.model_dump(mode="json", exclude_defaults=True))
+        content = self.model_dump(mode="json", exclude_defaults=True)
+        # `kind` is a default of its pattern, yet tells the patterns apart.
+        content["workload"]["pattern"]["kind"] = self.workload.pattern.kind
+        return content_hash(content)
 
     @property
     def cell_id(self) -> str:

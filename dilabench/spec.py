@@ -5,12 +5,16 @@ The function that a workload names is written down in docs/explanation/semantics
 """
 
 import hashlib
+import itertools
 import json
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from dilabench.errors import ConfigError
+from dilabench.maskfile import mask_digest
+from dilabench.refusal import describe
 from dilabench.units import format_count, parse_count
 
 Mode = Literal["forward", "backward", "both"]
@@ -29,6 +33,8 @@ AUTO_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 AUTO_RATES = (1, 2, 4, 8, 16)
 # Batch `auto`: constant tokens per batch along a range.
 AUTO_TOKENS = 16384
+# Packed layout without cu_seqlens (catalog.md §4): bounds in eighths of N.
+PACKED_EIGHTHS = (0, 1, 3, 7, 8)
 
 
 class Model(BaseModel):
@@ -37,12 +43,14 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _read_counts(value: Any) -> Any:
-    """Let lists of sizes be written as '2K,4K' or [2048, '4K']."""
+def read_counts(value: Any, what: str) -> Any:
+    """Let lists of sizes be written as '2K,4K', [2048, '4K'] or, when there is one, 2048."""
     if isinstance(value, str):
-        value = [part for part in value.replace("[", "").replace("]", "").split(",") if part.strip()]
+        value = [part for part in value.strip("()[] ").split(",") if part.strip()]
+    elif isinstance(value, int):
+        value = [value]
     if isinstance(value, list | tuple):
-        return tuple(parse_count(item) if isinstance(item, str) else item for item in value)
+        return tuple(parse_count(item, what) if isinstance(item, str | int) else item for item in value)
     return value
 
 
@@ -69,8 +77,8 @@ class DilatedPattern(Model):
 
     @field_validator("segment_lengths", "dilation_rates", mode="before")
     @classmethod
-    def _sizes(cls, value: Any) -> Any:
-        return _read_counts(value)
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_counts(value, str(info.field_name))
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:
@@ -82,9 +90,6 @@ class DilatedPattern(Model):
             )
         if not segments:
             raise ValueError("a dilated pattern needs at least one branch; give for example segment_lengths=2K,4K")
-        for name, values in (("segment_lengths", segments), ("dilation_rates", rates)):
-            if min(values) < 1:
-                raise ValueError(f"{name} {list(values)} must all be at least 1")
         return self
 
     @property
@@ -117,7 +122,7 @@ class BlockSparsePattern(Model):
     @model_validator(mode="after")
     def _file_or_kind(self) -> Self:
         if (self.mask == "custom") != (self.mask_file is not None):
-            raise ValueError("mask 'custom' needs a mask file, and a mask file needs mask 'custom'; give both or neither")
+            raise ValueError("mask 'custom' and a mask file need each other; give both or neither")
         return self
 
 
@@ -137,7 +142,7 @@ class Workload(Model):
     dtype: DType = "float32"
     causal: bool = True
     window: Window = UNBOUNDED
-    scale: float | None = Field(default=None, gt=0)
+    scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     mode: Mode = "forward"
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
@@ -172,17 +177,26 @@ class Workload(Model):
         bounds = self.cu_seqlens
         if bounds is None:
             raise ValueError("layout 'packed' needs cu_seqlens, for example cu_seqlens=0,512,1024")
-        if bounds[0] != 0 or bounds[-1] != self.seq_len or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or bounds[-1] != self.seq_len or any(a >= b for a, b in itertools.pairwise(bounds)):
             raise ValueError(
                 f"cu_seqlens {list(bounds)} must rise from 0 to seq_len={self.seq_len} (the number of packed tokens)"
             )
         if self.batch_size != 1:
-            raise ValueError(f"layout 'packed' holds all sequences in one batch row; batch_size is {self.batch_size}, use 1")
+            raise ValueError(
+                f"layout 'packed' holds all sequences in one batch row; batch_size is {self.batch_size}, use 1"
+            )
 
     @property
     def group_size(self) -> int:
         """Query heads that share one key/value head (g)."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def dilated(self) -> DilatedPattern | None:
+        """The branches of the pattern: its own, or those that a block mask lies over."""
+        if isinstance(self.pattern, BlockSparsePattern):
+            return self.pattern.branches
+        return self.pattern if isinstance(self.pattern, DilatedPattern) else None
 
     @property
     def softmax_scale(self) -> float:
@@ -193,7 +207,7 @@ class Workload(Model):
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """(start, end) of the sequences along the N axis: one when padded, several when packed."""
         bounds = self.cu_seqlens or (0, self.seq_len)
-        return tuple(zip(bounds, bounds[1:], strict=False))
+        return tuple(itertools.pairwise(bounds))
 
     @property
     def tokens(self) -> int:
@@ -221,7 +235,8 @@ class Workload(Model):
         window = "" if self.window == UNBOUNDED else f" window {self.window[0]},{self.window[1]}"
         causal = " causal" if self.causal else ""
         packed = " packed" if self.layout == "packed" else ""
-        return f"{self.batch_size}x{format_count(self.seq_len)} {heads} D{self.head_dim} {short}{causal}{window}{packed}"
+        shape = f"{self.batch_size}x{format_count(self.seq_len)} {heads} D{self.head_dim}"
+        return f"{shape} {short}{causal}{window}{packed}"
 
 
 class WorkloadRequest(Model):
@@ -237,7 +252,7 @@ class WorkloadRequest(Model):
     num_heads: int = 8
     num_kv_heads: int | None = None
     head_dim: int = 64
-    dtype: DType | Literal["auto"] = "auto"
+    dtype: Literal[DType, "auto"] = "auto"
     causal: bool = True
     window: Window = UNBOUNDED
     scale: float | None = None
@@ -259,31 +274,23 @@ class WorkloadRequest(Model):
 
     @field_validator("batch_size", "block_size", "seq_len", "num_heads", "num_kv_heads", "head_dim", mode="before")
     @classmethod
-    def _size(cls, value: Any, info: Any) -> Any:
-        if value is None or value == "auto" or isinstance(value, float):
+    def _size(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None or value == "auto":
             return value
-        if isinstance(value, str | int) and not isinstance(value, bool):
-            try:
-                return parse_count(value, info.field_name)
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
-        return value
+        return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
 
     @field_validator("segment_lengths", "dilation_rates", mode="before")
     @classmethod
-    def _sizes(cls, value: Any) -> Any:
-        if value == "auto":
-            return value
-        try:
-            return _read_counts(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return value if value == "auto" else read_counts(value, str(info.field_name))
 
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod
-    def _int_list(cls, value: Any) -> Any:
+    def _int_list(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str):
-            return tuple(part.strip() for part in value.strip("()[] ").split(","))
+            value = tuple(part.strip() for part in value.strip("()[] ").split(","))
+        if info.field_name == "window" and (not isinstance(value, list | tuple) or len(value) != 2):
+            raise ValueError(f"window {value!r} must be two numbers, left and right; write for example 512,0")
         return value
 
     @field_validator("dtype", mode="before")
@@ -299,6 +306,8 @@ class WorkloadRequest(Model):
         fields = self.model_dump(exclude={"pattern", *DILATED_FIELDS, *BLOCK_SPARSE_FIELDS})
         fields["num_kv_heads"] = self.num_kv_heads or self.num_heads
         fields["pattern"] = self._pattern()
+        if self.layout == "packed" and self.cu_seqlens is None:
+            fields["cu_seqlens"] = tuple(self.seq_len * eighths // 8 for eighths in PACKED_EIGHTHS)
         if self.batch_size == "auto":
             fields["batch_size"] = 1 if self.layout == "packed" else max(1, AUTO_TOKENS // self.seq_len)
         if self.dtype == "auto":
@@ -318,6 +327,7 @@ class WorkloadRequest(Model):
                 "seed": self.mask_seed,
                 "per_head": self.per_head,
                 "mask_file": self.mask_file,
+                "mask_digest": mask_digest(Path(self.mask_file)) if self.mask_file else None,
                 "branches": self._dilated() if composed else None,
             }
         return self._dilated()
@@ -349,26 +359,6 @@ def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
         return model.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(describe(error, model)) from None
-
-
-def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line per mistake: where, the rule, the value given, and for unknown keys the nearest known one."""
-    import difflib
-
-    lines = []
-    for item in error.errors(include_url=False):
-        place = ".".join(str(part) for part in item["loc"] if not str(part).startswith(("tuple[", "literal[", "function-")))
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            known = sorted(model.model_fields)
-            near = difflib.get_close_matches(place, known, n=1)
-            message = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known: {', '.join(known)}"
-        elif item["type"] != "value_error":
-            message = f"{message} (got {item['input']!r})"
-        line = f"{place}: {message}" if place else message
-        if line not in lines:
-            lines.append(line)
-    return "; ".join(lines)
 
 
 def content_hash(content: Any) -> str:

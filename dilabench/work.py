@@ -3,10 +3,12 @@
 Formulas: semantics.md §2. Forward costs 4·D FLOPs per (query, key) pair of the multiset, backward 2.5 times that.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from dilabench.blockmask import block_mask
+from dilabench.blockmask import block_mask, visible_blocks
 from dilabench.spec import DTYPE_BYTES, BlockSparsePattern, DilatedPattern, Workload
 
 FORWARD_FLOPS_PER_PAIR_AND_DIM = 4
@@ -58,21 +60,17 @@ def windowed_pairs(rows: int, causal: bool, left: int, right: int) -> int:
     return rows + below + above
 
 
-def blocked_pairs(pattern: BlockSparsePattern, rows: int, num_heads: int, causal: bool, window: tuple[int, int]) -> int:
-    """Visible pairs among `rows` consecutive rows under the pattern's block mask, over all heads."""
-    if rows <= 0:
-        return 0
-    mask = block_mask(pattern, rows, causal, num_heads)
-    pairs = sum(_masked_pairs(head, pattern.block_size, rows, causal, window) for head in mask)
-    return pairs * (num_heads // mask.shape[0])
-
-
-def _masked_pairs(mask: Any, size: int, rows: int, causal: bool, window: tuple[int, int]) -> int:
-    """Visible pairs of one head's block mask [n, n] over `rows` rows."""
+def masked_pairs(mask: Any, size: int, rows: int, causal: bool, window: tuple[int, int]) -> int:
+    """Visible pairs of one head's block mask [n, n] (bool array over blocks of `size`) on `rows` consecutive rows."""
+    last = mask.shape[0] - 1
+    short = rows - last * size
+    row, column = mask.nonzero()
+    # Blocks at one distance hold equally many pairs, but for those that the end of the rows cuts.
+    alike = Counter(((row - column) * 4 + (row == last) * 2 + (column == last)).tolist())
     total = 0
-    for i, j in zip(*mask.nonzero(), strict=True):
-        queries, keys = (min(size, rows - int(block) * size) for block in (i, j))
-        total += _pairs_of_blocks(int(i - j) * size, queries, keys, causal, window)
+    for kind, count in alike.items():
+        queries, keys = (short if kind & 2 else size), (short if kind & 1 else size)
+        total += count * _pairs_of_blocks((kind >> 2) * size, queries, keys, causal, window)
     return total
 
 
@@ -81,6 +79,8 @@ def _pairs_of_blocks(distance: int, queries: int, keys: int, causal: bool, windo
     """Pairs between a block of queries and one of keys that starts `distance` rows earlier."""
     left, right = window
     right = 0 if causal else right
+    if left < 0 and (right < 0 or keys - 1 <= distance + right):
+        return queries * keys
     total = 0
     for query in range(queries):
         position = query + distance
@@ -101,10 +101,11 @@ def attended_pairs(workload: Workload) -> int:
 def _sequence_pairs(workload: Workload, length: int) -> int:
     left, right = workload.window
     pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern) and pattern.branches is None:
-        return blocked_pairs(pattern, length, workload.num_heads, workload.causal, workload.window)
     if isinstance(pattern, BlockSparsePattern):
-        return _composed_pairs(workload, pattern, length)
+        return sum(
+            times * _pairs_of_mask(pattern, rows, workload.num_heads, head, workload.causal, window)
+            for times, rows, head, window in _masked_rows(workload, pattern, length)
+        )
     if not isinstance(pattern, DilatedPattern):
         return workload.num_heads * windowed_pairs(length, workload.causal, left, right)
     total = 0
@@ -119,24 +120,45 @@ def _sequence_pairs(workload: Workload, length: int) -> int:
     return total
 
 
-def _composed_pairs(workload: Workload, pattern: BlockSparsePattern, length: int) -> int:
-    """Pairs of a block mask laid over the rows that each dilated branch keeps in a segment."""
+def _masked_rows(
+    workload: Workload, pattern: BlockSparsePattern, length: int
+) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
+    """(times, rows, query head, window in rows) of every set of rows that a block mask lies over."""
     dilated = pattern.branches
-    assert dilated is not None
-    total = 0
     for head in range(workload.num_heads):
+        if dilated is None:
+            yield 1, length, head, workload.window
+            continue
         for segment, rate in head_branches(dilated, head, workload.num_heads):
             offset = head_offset(dilated, head, rate, workload.num_heads, workload.num_kv_heads)
             left, right = (side if side < 0 else side // rate for side in workload.window)
             full, tail = divmod(length, min(segment, length))
-            for count, part in ((full, min(segment, length)), (1, tail)):
-                rows = rows_kept(part, rate, offset)
-                if rows == 0:
-                    continue
-                mask = block_mask(pattern, rows, workload.causal, workload.num_heads)
-                pairs = _masked_pairs(mask[head % mask.shape[0]], pattern.block_size, rows, workload.causal, (left, right))
-                total += count * pairs
-    return total
+            for times, part in ((full, min(segment, length)), (1, tail)):
+                if rows := rows_kept(part, rate, offset):
+                    yield times, rows, head, (left, right)
+
+
+@lru_cache(maxsize=4096)
+def _pairs_of_mask(
+    pattern: BlockSparsePattern, rows: int, num_heads: int, head: int, causal: bool, window: tuple[int, int]
+) -> int:
+    mask = block_mask(pattern, rows, causal, num_heads)
+    if head and mask.shape[0] == 1:
+        return _pairs_of_mask(pattern, rows, num_heads, 0, causal, window)
+    return masked_pairs(mask[head], pattern.block_size, rows, causal, window)
+
+
+def sparsity_of(workload: Workload) -> float:
+    """The share of visible blocks that a block-sparse workload does not compute, over all heads and branches."""
+    pattern = workload.pattern
+    assert isinstance(pattern, BlockSparsePattern)
+    computed = visible = 0
+    for start, end in workload.sequences:
+        for times, rows, head, _ in _masked_rows(workload, pattern, end - start):
+            mask = block_mask(pattern, rows, workload.causal, workload.num_heads)
+            computed += times * int(mask[head % mask.shape[0]].sum())
+            visible += times * visible_blocks(mask.shape[-1], workload.causal)
+    return 1.0 - computed / visible
 
 
 def flops(workload: Workload) -> float:

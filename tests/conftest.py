@@ -22,3 +22,89 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is visible to torch"))
+
+
+def made_row(
+    implementation="strided",
+    *,
+    ns=1e7,
+    spread=0.01,
+    rounds=20,
+    samples=5,
+    sessions=1,
+    seed=0,
+    position=0,
+    peak=2**24,
+    outcome=None,
+    timer="wall",
+    backend="math",
+    throttle=(),
+    labels=None,
+    **workload,
+):
+    """A row of a record: measured with log-normal samples around `ns`, unless an outcome is given."""
+    import random
+    from math import exp
+
+    from dilabench.results import Case, Measured, Memory, PlannedCase, Row, Slot, Timing, Verification
+    from dilabench.spec import Workload
+
+    shape = {
+        "pattern": {"kind": "dense"},
+        "batch_size": 1,
+        "seq_len": 96,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 24,
+    }
+    case = Case(implementation=implementation, backend=backend, workload=Workload.model_validate({**shape, **workload}))
+    noise = random.Random(f"{implementation}-{seed}")
+    slots = tuple(
+        Slot(
+            session=session,
+            round=index,
+            position=position,
+            samples_ns=tuple(max(1, round(ns * exp(noise.gauss(0, spread)))) for _ in range(samples)),
+            throttle=throttle if index < 10 else (),
+        )
+        for session in range(sessions)
+        for index in range(rounds)
+    )
+    passed = Verification.model_validate({"checks": [{"name": "out", "passed": True}]})
+    measured = Measured(
+        verification=passed,
+        timings=(Timing(timer=timer, proves="elapsed time", slots=slots),),
+        memory=None if peak is None else Memory(peak_bytes=peak, isolated=True, method="test"),
+    )
+    return Row(planned=PlannedCase(case=case, labels=labels or {}), outcome=outcome or measured)
+
+
+def made_record(
+    rows, run_id="aaaa", *, hard=None, soft=None, device="cpu", started_at="2026-01-02T03:04:05+00:00", **more
+):
+    """A record of rows, on a machine with the given fingerprint."""
+    from dilabench.results import CpuInfo, Environment, RunRecord
+
+    environment = Environment(
+        os="Linux",
+        python="3.12",
+        cpu=CpuInfo(model="test", cores=2, threads=2),
+        fingerprint_hard={"device": device, "cpu": "test"} if hard is None else hard,
+        fingerprint_soft=soft or {},
+    )
+    fields = {"tool_version": "0", "suite": "quick", "config": {"suite": "quick"}, **more}
+    return RunRecord(
+        run_id=run_id, device=device, started_at=started_at, environment=environment, rows=tuple(rows), **fields
+    )
+
+
+@pytest.fixture
+def make_row():
+    """`made_row`: a row out of thin air."""
+    return made_row
+
+
+@pytest.fixture
+def make_record():
+    """`made_record`: a record of such rows."""
+    return made_record

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.multiplicity import key_groups, reach, visible
-from dilabench.spec import DilatedPattern, Workload
+from dilabench.spec import Workload
 
 # Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
 MAX_BLOCK_SCORES = 2**22
@@ -205,7 +205,7 @@ def score_gradient(
     scores = block.scores(q, k, workload, dtype)
     share = scores.sub_(finite(lse[:, block.head, block.index])).exp_().to(dtype).to(scores.dtype)
     share_grad = (dout @ block.take(v, workload, dtype).mT).to(share.dtype)
-    if not (isinstance(workload.pattern, DilatedPattern) and workload.pattern.merge_grad == "detached"):
+    if not (workload.dilated and workload.dilated.merge_grad == "detached"):
         mean = (dout * out[:, block.index, block.head]).to(share.dtype).sum(-1, keepdim=True)
         return (share * (share_grad - mean)).to(dtype), share.to(dtype)
     score_grad = torch.zeros_like(share)

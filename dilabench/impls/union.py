@@ -96,7 +96,8 @@ class Union:
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out, lse, and what a detached backward needs besides: every call's own out and lse.
 
-        `onto` is the out and lse of other keys, complete with 0 and -inf where they see nothing; they are merged in place.
+        `onto` is the out and lse of other keys, complete with 0 and -inf where they see nothing; the results are merged
+        into them in place.
         """
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         output = onto

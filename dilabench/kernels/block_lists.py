@@ -45,10 +45,10 @@ def largest_tile(block_size: int) -> int:
 def tile_lists(
     mask: BoolArray, block_size: int, visibility: Visibility, block_m: int, block_n: int, by_key: bool
 ) -> TileLists:
-    """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists them for key tiles.
+    """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists for key tiles.
 
-    ``mask`` [heads, n, n] over blocks of ``block_size`` rows, which both tile sizes must divide. Tiles in which no pair is
-    visible are left out.
+    ``mask`` [heads, n, n] over blocks of ``block_size`` rows, which both tile sizes must divide. Tiles in which no pair
+    is visible are left out.
     """
     if block_size % block_m or block_size % block_n:
         raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
@@ -73,7 +73,7 @@ def tile_lists(
 
 
 def _visible(seen: Visibility, block_m: int, block_n: int, queries: int, keys: int) -> tuple[BoolArray, BoolArray]:
-    """[queries, keys]: whether some pair of the tile is visible, and whether all are (rows past the end of q do not count)."""
+    """[queries, keys]: whether some pair of the tile is visible, and whether all are (but for rows past the end)."""
     q_low = (np.arange(queries) * block_m)[:, None]
     q_high = np.minimum(q_low + block_m, seen.rows) - 1
     k_low = (np.arange(keys) * block_n)[None, :]
@@ -88,3 +88,31 @@ def _visible(seen: Visibility, block_m: int, block_n: int, queries: int, keys: i
         some &= k_high >= q_low - seen.left
         whole &= k_low >= q_high - seen.left
     return some, whole
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLists:
+    """The same lists as rectangles, as FlexAttention and FlashAttention 4 take them.
+
+    ``full_count``, ``partly_count`` int32 [1, heads, own tiles]; ``full``, ``partly`` int32 [1, heads, own tiles, longest],
+    rising partner tiles, then zeros.
+    """
+
+    full_count: Int32Array
+    full: Int32Array
+    partly_count: Int32Array
+    partly: Int32Array
+
+
+def padded_lists(lists: TileLists, length: int | None = None) -> PaddedLists:
+    """Lists of equal length (None: that of the longest), with a leading batch axis of one."""
+    first, n_full, n_partly = (np.ascontiguousarray(column) for column in np.moveaxis(lists.spans, -1, 0))
+    full = _rectangle(lists.entries, first, n_full, length)
+    partly = _rectangle(lists.entries, first + n_full, n_partly, length)
+    return PaddedLists(n_full[None], full[None], n_partly[None], partly[None])
+
+
+def _rectangle(entries: Int32Array, first: Int32Array, count: Int32Array, length: int | None) -> Int32Array:
+    place = np.arange(length or max(1, int(count.max(initial=0))))
+    index = np.minimum(first[..., None] + place, len(entries) - 1)
+    return np.where(place < count[..., None], entries[index], 0).astype(np.int32)

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.block_plan import BlockPlan
 from dilabench.kernels.block_sparse_forward import visible_pairs
-from dilabench.kernels.block_tables import BlockPlan, head_rows
+from dilabench.kernels.fused_backward import row_sums
+from dilabench.kernels.head_rows import check_head_dim, head_rows
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
@@ -193,11 +195,10 @@ def block_sparse_backward(
     A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
     """
     plan.check(q, k, v)
+    check_head_dim(q.shape[-1])
     batch, rows, num_heads, dim = q.shape
     num_kv_heads = k.shape[2]
-    delta = (out.float() * dout.float()).sum(-1).transpose(1, 2).contiguous()
-    # exp2(x - inf) is 0: rows that see nothing contribute nothing.
-    log2_lse = torch.where(lse == float("-inf"), float("inf"), lse * _LOG2E).contiguous()
+    log2_lse, delta = row_sums(out, dout, lse.contiguous(), modulus=1)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shared = {
         "DIM": dim,

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.block_tables import BlockPlan, head_rows
+from dilabench.kernels.block_plan import BlockPlan
+from dilabench.kernels.block_sparse_forward_sm90 import block_sparse_forward_sm90, can_run
+from dilabench.kernels.head_rows import check_head_dim, head_rows
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
@@ -115,9 +117,13 @@ def block_sparse_forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``.
 
-    q [B, N, H, D]; k, v [B, N, K, D] with H a multiple of K. Raises ValueError on shapes that do not fit the plan.
+    q [B, N, H, D]; k, v [B, N, K, D] with H a multiple of K. ``config`` asks for this kernel with that tile shape;
+    without it the Hopper kernel runs where it can. Raises ValueError on shapes that do not fit the plan.
     """
     plan.check(q, k, v)
+    check_head_dim(q.shape[-1])
+    if config is None and can_run(q, k, v, plan):
+        return block_sparse_forward_sm90(q, k, v, plan, scale=scale)
     batch, rows, num_heads, dim = q.shape
     config = plan.config(dim, "forward", q.element_size(), config)
     tables = plan.tables(config, by_key=False, device=q.device)

@@ -1,4 +1,4 @@
-"""Dense attention through the block kernels: every block set. Takes any outer strides, so strided views cost nothing."""
+"""Dense attention through the block kernels, every block set. Any outer strides, so strided views cost nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
+from dilabench.kernels.block_plan import BlockPlan
 from dilabench.kernels.block_sparse_backward import block_sparse_backward
 from dilabench.kernels.block_sparse_forward import block_sparse_forward
-from dilabench.kernels.block_tables import BlockPlan
 
 BLOCK = 128
 UNBOUNDED = (-1, -1)

@@ -64,7 +64,9 @@ def _row_sums_kernel(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     lse = tl.load(lse_ptr + (batch * n_heads + head) * length + at, valid, 0.0)
     target = (batch * n_heads + head) * length + (at % R) * rows_per_class + at // R
-    tl.store(log2_lse_ptr + target, lse * 1.4426950408889634, valid)
+    # exp2(x - inf) is 0: a row that sees no key contributes nothing.
+    log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(log2_lse_ptr + target, log2_lse, valid)
     tl.store(delta_ptr + target, delta, valid)
 
 
@@ -322,7 +324,7 @@ def fused_backward(
     if not covered:
         dq.zero_(), dk.zero_(), dv.zero_()
     operands = {"q": q, "k": k, "v": v, "dout": dout}
-    first = _row_sums(out, dout, lse, plan.groups[0].modulus)
+    first = row_sums(out, dout, lse, plan.groups[0].modulus)
     for index, group in enumerate(plan.groups):
         stats = (_by_class(first[0], plan.groups[0], group), _by_class(first[1], plan.groups[0], group))
         fit = (group.largest_tile, q.element_size())
@@ -344,11 +346,10 @@ def _by_class(stats: Tensor, old: BranchGroup, new: BranchGroup) -> Tensor:
     return by_row.transpose(-1, -2).reshape(batch, heads, length)
 
 
-def _row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int) -> tuple[Tensor, Tensor]:
+def row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int) -> tuple[Tensor, Tensor]:
     """(lse * log2(e), rowsum(out * dout)), float32 ``[B, H, R, N / R]``."""
     batch, length, num_heads, dim = out.shape
-    if out.stride(-1) != 1:
-        out = out.contiguous()
+    out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     rows = max(1, 4096 // dim)
     _row_sums_kernel[(triton.cdiv(length, rows) * batch * num_heads,)](

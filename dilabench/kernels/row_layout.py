@@ -45,17 +45,18 @@ def device_tables(
     )
 
 
-def row_addressable(x: Tensor) -> Tensor:
-    """``x`` itself if its tokens and heads lie at constant, 16-byte aligned strides through the batch, else a
-    contiguous copy.
-    """
+def is_row_addressable(x: Tensor) -> bool:
+    """Whether the tokens and heads of ``x`` lie at constant, 16-byte aligned strides through the batch."""
     batch, length, _, dim = x.shape
     aligned = 16 // x.element_size()
     token, head = x.stride(1), x.stride(2)
     regular = x.stride(3) == 1 and token >= head >= dim and (batch == 1 or x.stride(0) == length * token)
-    if regular and token % aligned == 0 and head % aligned == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return x.contiguous()
+    return regular and token % aligned == 0 and head % aligned == 0 and x.data_ptr() % 16 == 0
+
+
+def row_addressable(x: Tensor) -> Tensor:
+    """``x`` itself if `is_row_addressable`, else a contiguous copy."""
+    return x if is_row_addressable(x) else x.contiguous()
 
 
 def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:

@@ -16,9 +16,75 @@ FUSED_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def _no_fused_head_dim(workload: Workload) -> str | None:
-    """The reason against a head dim that the Triton kernels have no tiles for."""
+    """The reason against a head dim that Triton kernels have no tiles for."""
     known = ", ".join(map(str, FUSED_HEAD_DIMS))
     return None if workload.head_dim in FUSED_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
+
+
+# FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
+FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
+
+# Over ranks: dense and dilated, any number of them. With one rank they are what one device computes.
+OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
+PACKED_OVER_RANKS = Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"packed"}), max_world_size=None)
+_RINGS = (
+    Implementation(
+        "ring",
+        "K and V go from rank to rank, hop by hop",
+        "dilabench.impls.ring.ring:build",
+        supports=OVER_RANKS,
+        aliases=("ring_v2",),
+        uses_backend=True,
+    ),
+    Implementation(
+        "ring-overlap",
+        "the ring with double buffers: the next hop is under way while this one is computed",
+        "dilabench.impls.ring.overlap:build",
+        supports=OVER_RANKS,
+        aliases=("ring_v3",),
+        uses_backend=True,
+    ),
+    Implementation(
+        "ring-allgather",
+        "one fused exchange of the dilated K and V (LongNet's own distributed algorithm)",
+        "dilabench.impls.ring.allgather:build",
+        supports=OVER_RANKS,
+        aliases=("ring_v2_collective",),
+        uses_backend=True,
+    ),
+    Implementation(
+        "zigzag-ring",
+        "the overlapping ring on shards that balance causal work",
+        "dilabench.impls.ring.zigzag:build",
+        supports=OVER_RANKS,
+        aliases=("zigzag",),
+        uses_backend=True,
+    ),
+    Implementation(
+        "ring-varlen",
+        "the overlapping ring on packed sequences of any lengths",
+        "dilabench.impls.ring.varlen:build",
+        supports=PACKED_OVER_RANKS,
+        aliases=("varlen",),
+        uses_backend=True,
+    ),
+    Implementation(
+        "ring-multihead",
+        "projections around the ring",
+        "dilabench.impls.ring.multihead:build",
+        supports=OVER_RANKS,
+        uses_backend=True,
+        takes="embeddings",
+    ),
+    Implementation(
+        "ulysses",
+        "ranks trade tokens for heads: all-to-all around whole sequences",
+        "dilabench.impls.ring.ulysses:build",
+        supports=Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"padded", "packed"}), max_world_size=None),
+        aliases=("distributed",),
+        uses_backend=True,
+    ),
+)
 
 
 @hookimpl
@@ -29,7 +95,11 @@ def dilabench_register_implementations() -> list[Implementation]:
             "reference",
             "the formula in float64, blocked over queries: the oracle",
             "dilabench.impls.reference:build",
-            supports=Capabilities(patterns=frozenset({"dense", "dilated"}), layouts=frozenset({"padded", "packed"}), merge_grads=BOTH_MERGES),
+            supports=Capabilities(
+                patterns=frozenset({"dense", "dilated"}),
+                layouts=frozenset({"padded", "packed"}),
+                merge_grads=BOTH_MERGES,
+            ),
             deterministic=True,
         ),
         Implementation(
@@ -65,6 +135,20 @@ def dilabench_register_implementations() -> list[Implementation]:
             deterministic=True,
         ),
         Implementation(
+            "flex",
+            "FlexAttention with the pattern as mask and log C as score: what plain masking costs",
+            "dilabench.impls.flex:build",
+            supports=FLEX_ON_CUDA,
+            requires=("cuda>=sm80", "triton"),
+        ),
+        Implementation(
+            "flex-permuted",
+            "the same with tokens ordered by residue class, so that blocks are full or empty",
+            "dilabench.impls.flex:build_permuted",
+            supports=FLEX_ON_CUDA,
+            requires=("cuda>=sm80", "triton"),
+        ),
+        Implementation(
             "gather-multihead",
             "projections around gather",
             "dilabench.impls.multihead:build_gather",
@@ -82,6 +166,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             uses_backend=True,
             takes="embeddings",
         ),
+        *_RINGS,
     ]
 
 
@@ -195,9 +280,35 @@ def dilabench_register_suites() -> list[Suite]:
             "quick",
             "does it work, how fast is it roughly: 1K, 4K and 16K tokens",
             "dilabench.suites.quick:expand",
-            budget_s=45.0,
+            analysis="dilabench.analysis.overview:analyse",
+            budget_s=50.0,
         ),
-        Suite("implementations", "which implementation is fastest and smallest", "dilabench.suites.implementations:expand"),
+        Suite(
+            "implementations",
+            "which implementation is fastest and smallest",
+            "dilabench.suites.implementations:expand",
+            analysis="dilabench.analysis.overview:analyse",
+        ),
+        Suite(
+            "range",
+            "how time and memory grow with length, and where one implementation overtakes another",
+            "dilabench.suites.range:expand",
+            analysis="dilabench.analysis.growth:analyse",
+        ),
+        Suite(
+            "backends",
+            "which dense kernel and dtype this device wants, for full and for dilated attention",
+            "dilabench.suites.backends:expand",
+            analysis="dilabench.analysis.preference:analyse",
+        ),
+        Suite(
+            "optimization",
+            "what pattern cache, buffer pool, CUDA graph and torch.compile bring, alone and together",
+            "dilabench.suites.optimization:expand",
+            analysis="dilabench.analysis.gains:analyse",
+            # Host time: launches, allocations and tables are what most of these optimizations are about.
+            timing="wall",
+        ),
     ]
 
 
@@ -205,9 +316,23 @@ def dilabench_register_suites() -> list[Suite]:
 def dilabench_register_reporters() -> list[Reporter]:
     """Renderings of a run record."""
     return [
-        Reporter("table", "a table in the terminal", "dilabench.reporters.table:render"),
+        Reporter("table", "a table in the terminal", "dilabench.reporters.table:render", shows_sections=True),
         Reporter("json", "the run record", "dilabench.reporters.json:render", filename="run.json"),
-        Reporter("markdown", "a report to read and share", "dilabench.reporters.markdown:render", filename="report.md"),
+        Reporter(
+            "markdown",
+            "a report to read and share",
+            "dilabench.reporters.markdown:render",
+            filename="report.md",
+            shows_sections=True,
+        ),
+        Reporter(
+            "plots",
+            "curves and bars as PNG and SVG",
+            "dilabench.reporters.plots:render",
+            filename="plots",
+            shows_sections=True,
+            prints=False,
+        ),
     ]
 
 

@@ -4,35 +4,39 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dilabench.reporters.atomic_file import write_text
+from dilabench.reporters.plots import FOLDER
 from dilabench.reporters.rows import COLUMNS, TEXT_COLUMNS, Section, footnotes, workload_tables
 from dilabench.reporters.summary import Unmeasured, environment_rows, headline, notes, reproduce_command, unmeasured
 from dilabench.results import RunRecord
+from dilabench.sections import Section as Finding
 
 FILENAME = "report.md"
 
 
-def render(record: RunRecord, folder: Path | None) -> str | None:
+def render(record: RunRecord, folder: Path | None, sections: Sequence[Finding] = ()) -> str | None:
     """Write report.md into `folder` and print nothing; without a folder, return the text to print.
 
-    Raises EnvironmentNotReady when the file cannot be written.
+    Plots that lie in the folder are embedded. Raises EnvironmentNotReady when the file cannot be written.
     """
-    text = to_text(record)
+    text = to_text(record, sections, folder)
     if folder is None:
         return text
     write_text(folder / FILENAME, text)
     return None
 
 
-def to_text(record: RunRecord) -> str:
+def to_text(record: RunRecord, sections: Sequence[Finding] = (), folder: Path | None = None) -> str:
     """The whole report as GitHub-flavoured Markdown."""
-    return "\n".join(_lines(record)) + "\n"
+    return "\n".join(_lines(record, sections, folder)) + "\n"
 
 
-def _lines(record: RunRecord) -> Iterator[str]:
+def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None) -> Iterator[str]:
     yield f"# dilabench {record.suite}"
     yield from ("", _escaped(headline(record)))
     yield from ("", "## Environment", "")
     yield from _table(("what", "value"), ("---", "---"), environment_rows(record))
+    for finding in sections:
+        yield from _finding(finding, folder)
     yield from ("", "## Results")
     tables = workload_tables(record)
     for table in tables:
@@ -56,6 +60,18 @@ def _lines(record: RunRecord) -> Iterator[str]:
         yield from (f"- {_escaped(text)}" for text in warnings)
     yield from ("", "## Reproduce", "", "```", reproduce_command(record), "```", "")
     yield f"Run `{record.run_id}`, dilabench {record.tool_version}, record schema {record.schema_version}."
+
+
+def _finding(finding: Finding, folder: Path | None) -> Iterator[str]:
+    yield from ("", f"## {_escaped(finding.title)}", "", _escaped(finding.sentence))
+    if finding.rows:
+        rules = ["---:" if name in finding.numeric else "---" for name in finding.columns]
+        yield ""
+        yield from _table([_escaped(name) for name in finding.columns], rules, finding.rows)
+    for plot in finding.plots:
+        picture = f"{FOLDER}/{plot.name}.png"
+        if folder is not None and (folder / picture).exists():
+            yield from ("", f"![{_escaped(plot.title)}]({picture})")
 
 
 def _section(section: Section) -> Iterator[str]:

@@ -16,6 +16,7 @@ from rich.text import Text
 from dilabench.reporters.rows import COLUMNS, TEXT_COLUMNS, Section, WorkloadTable, footnotes, workload_tables
 from dilabench.reporters.summary import Unmeasured, device_text, headline, notes, unmeasured
 from dilabench.results import RunRecord
+from dilabench.sections import Section as Finding
 
 PIPED_WIDTH = 120
 # Dropped from the left of this list when a terminal is too narrow for all columns.
@@ -23,9 +24,13 @@ LEAST_NEEDED = ("TFLOP/s", "timer", "95 % CI", "peak mem.", "backend")
 STYLES = {"failed": "bold red", "skipped": "dim"}
 
 
-def render(record: RunRecord, folder: Path | None) -> str | None:  # noqa: ARG001 - every reporter is called alike
+def render(
+    record: RunRecord,
+    folder: Path | None,  # noqa: ARG001 - every reporter is called alike
+    sections: Sequence[Finding] = (),
+) -> str | None:
     """The tables as text, with colours only on a terminal. Nothing is written into `folder`."""
-    return to_text(record, width=output_width(), colour=sys.stdout.isatty())
+    return to_text(record, width=output_width(), colour=sys.stdout.isatty(), sections=sections)
 
 
 def output_width() -> int:
@@ -35,7 +40,7 @@ def output_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
 
-def to_text(record: RunRecord, *, width: int, colour: bool = False) -> str:
+def to_text(record: RunRecord, *, width: int, colour: bool = False, sections: Sequence[Finding] = ()) -> str:
     """The report for a terminal of `width` columns."""
     # color_system None also keeps bold and dim out; "auto" respects NO_COLOR.
     console = Console(
@@ -51,6 +56,9 @@ def to_text(record: RunRecord, *, width: int, colour: bool = False) -> str:
     for table in tables:
         _print_table(console, table)
     _print_footnotes(console, tables)
+    for finding in sections:
+        if finding.rows or not finding.plots:
+            _print_finding(console, finding)
     for entry in unmeasured(record):
         console.print(_unmeasured_text(entry))
     for note in notes(record):
@@ -108,6 +116,20 @@ def _print_footnotes(console: Console, tables: Sequence[WorkloadTable]) -> None:
     if used:
         console.print()
         console.print(Text("; ".join(used), style="dim"))
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    console.print()
+    console.print(Text(finding.title, style="bold"))
+    console.print(Text(finding.sentence))
+    if not finding.rows:
+        return
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in finding.columns:
+        drawn.add_column(Text(name), justify="right" if name in finding.numeric else "left")
+    for cells in finding.rows:
+        drawn.add_row(*map(Text, cells))
+    console.print(drawn)
 
 
 def _unmeasured_text(entry: Unmeasured) -> Text:

@@ -7,7 +7,7 @@ from dilabench.stats.policy import Margin, Policy
 from dilabench.stats.verdicts import Cause, Code, Numbers
 
 _MARGIN_SOURCE = {
-    "user": "as asked for",
+    "user": "as set",
     "noise": "twice the noise floor of this machine",
     "timer": "twice the floor of the timer",
     "absolute": "the least change in absolute time",
@@ -50,7 +50,7 @@ def hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy:
     """What the reader can do next; empty when there is nothing to do."""
     hints: list[str] = []
     if cause is Cause.TOO_FEW_ROUNDS:
-        hints.append(f"measure {rounds_missing(estimate)} more rounds")
+        hints.append(f"measure {_rounds(rounds_missing(estimate))}")
     elif cause is Cause.TOO_FEW_SESSIONS:
         hints.append("add runs to the baseline (`dilabench baseline save NAME RUN --add`), five at least for a gate")
     elif cause is Cause.CLOCK:
@@ -70,9 +70,13 @@ def hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy:
 
 def _more_effort(estimate: Estimate, numbers: Numbers) -> str:
     if numbers.rounds_needed is not None:
-        return f"about {numbers.rounds_needed} more rounds would decide"
+        return f"about {_rounds(numbers.rounds_needed)} would decide"
     if estimate.fixed_variance > 0 and estimate.unit == "round":
         return "more rounds will not decide, the noise between sessions is too large: measure three sessions or more"
     if estimate.fixed_variance > 0:
         return "the spread of the stored sessions is too large: measure both sides interleaved"
     return "the effect is too close to the margin for any reasonable number of rounds: choose another margin"
+
+
+def _rounds(count: int) -> str:
+    return "one more round" if count == 1 else f"{count} more rounds"

@@ -64,7 +64,7 @@ def control_family(verdicts: Sequence[Verdict], *, method: Correction = "holm", 
                 cause=Cause.MULTIPLICITY,
                 numbers=replace(numbers, rounds_needed=needed),
                 reason=f"{verdict.reason}; among {len(verdicts)} cells that may be chance (adjusted p = {p:.2g})",
-                hint=f"about {needed} more rounds, in more sessions, or fewer cells would decide",
+                hint=f"about {needed} more rounds (better in further sessions) or fewer cells would decide",
             )
         )
     return controlled

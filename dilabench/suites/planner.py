@@ -1,21 +1,26 @@
 """What every suite needs to make cases: the catalogue, the machine, and the rules that fill in `auto`."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dilabench.config import RunRequest, preset_names, workload_request
+from dilabench.choice import choose
+from dilabench.config import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.registry import Catalogue, Implementation
+from dilabench.registry import Catalogue, Implementation, load_target
 from dilabench.results import Case, Optimizations, PlannedCase
 from dilabench.spec import Workload, WorkloadRequest
+from dilabench.suites.variants import reasons_against
 
 # Measured preference (catalog.md §2), best first; `auto` takes the first that can serve the case here.
 PREFERENCE_SM90 = ("flash4", "flash3", "sdpa-cudnn", "flash2", "sdpa-flash", "sdpa-efficient", "math")
 PREFERENCE_SM80 = ("flash2", "sdpa-flash", "xformers", "sdpa-efficient", "math")
 PREFERENCE_OLDER = ("sdpa-efficient", "xformers", "math")
 PREFERENCE_CPU = ("sdpa-flash", "math")
+
+# Implementation `auto`: stands for what `dilabench.choice` takes, workload by workload.
+FASTEST = Implementation(AUTO, "the fastest known for the workload, from measurements", "dilabench.choice:choose")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,10 @@ class Planner:
     catalogue: Catalogue
     machine: Machine
     request: RunRequest
+
+    def asking(self, **changes: Any) -> "Planner":
+        """The same for a request in which a suite has filled in what the user left open."""
+        return replace(self, request=self.request.model_copy(update=changes))
 
     def workload_requests(self, defaults: Sequence[dict[str, Any]]) -> tuple[WorkloadRequest, ...]:
         """The workloads asked for: one per preset, or the suite's defaults, each with the user's overrides on top.
@@ -48,21 +57,58 @@ class Planner:
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
         """The implementations asked for by name or alias, or the suite's default ones."""
         names = self.request.implementations or tuple(default)
-        if "all" in names:
+        if ALL in names:
             names = self.catalogue.implementations.names
-        return tuple(dict.fromkeys(self.catalogue.implementations.get(name) for name in names))
+        shelf = self.catalogue.implementations
+        return tuple(dict.fromkeys(FASTEST if name == AUTO else shelf.get(name) for name in names))
+
+    def backends(self) -> tuple[str, ...]:
+        """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
+        shelf = self.catalogue.backends
+        names = shelf.names if ALL in self.request.backends else self.request.backends
+        return tuple(dict.fromkeys(name if name == AUTO else shelf.get(name).name for name in names)) or (AUTO,)
+
+    def compare(
+        self, requests: Sequence[WorkloadRequest], implementations: Sequence[Implementation]
+    ) -> tuple[PlannedCase, ...]:
+        """Every implementation on every workload.
+
+        One that computes only dense attention runs the same shape undilated, as a labelled yardstick.
+        """
+        cases: list[PlannedCase] = []
+        for request in requests:
+            for implementation in implementations:
+                dense_only = implementation.supports.patterns == {"dense"}
+                if dense_only and request.pattern != "dense":
+                    cases += self.plan(implementation, as_dense(request), {"role": "yardstick"})
+                else:
+                    cases += self.plan(implementation, request)
+        return tuple(cases)
 
     def plan(
-        self, implementation: Implementation, workload_request: WorkloadRequest, labels: dict[str, str] | None = None, **changes: Any
+        self,
+        implementation: Implementation,
+        workload_request: WorkloadRequest,
+        labels: Mapping[str, str] | None = None,
+        **changes: Any,
     ) -> tuple[PlannedCase, ...]:
         """The cases of one implementation and workload: one per backend asked for when it uses backends.
 
         `changes` are fields of Optimizations that differ from the request's.
         """
         workload = workload_request.resolve(self.machine.auto_dtype)
+        labels = dict(labels or {})
+        chosen_backend: str | None = None
+        if implementation is FASTEST:
+            choice = choose(self.catalogue, self.machine, workload)
+            implementation = self.catalogue.implementations.get(choice.implementation)
+            chosen_backend = choice.backend
+            labels["chosen_by"] = f"auto ({choice.source})"
         backends: tuple[str | None, ...] = (None,)
         if implementation.uses_backend:
-            backends = tuple(dict.fromkeys(self.request.backends)) or ("auto",)
+            backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
+        if implementation.takes != "heads":
+            labels["takes"] = implementation.takes
         optimizations = Optimizations(
             **{
                 "pattern_cache_entries": self.request.pattern_cache_entries,
@@ -73,7 +119,8 @@ class Planner:
             }
         )
         return tuple(
-            self._planned(implementation, backend, workload, workload_request, optimizations, labels or {}) for backend in backends
+            self._planned(implementation, backend, workload, workload_request, optimizations, labels)
+            for backend in backends
         )
 
     def _planned(
@@ -92,30 +139,37 @@ class Planner:
             optimizations=optimizations,
             world_size=self.request.nproc,
         )
-        skip = None
-        if backend == "auto":
-            chosen = self.choose_backend(case)
+        reasons: tuple[str, ...] = ()
+        if backend == AUTO:
+            chosen, against = self.choose_backend(case)
             case = case.model_copy(update={"backend": chosen})
-            skip = None if chosen else "no backend can serve this workload here"
+            reasons = () if chosen else (f"no backend can serve it here ({against})",)
         elif backend is not None:
-            case = case.model_copy(update={"backend": self.catalogue.backends.get(backend).name})
-        reasons = self.catalogue.reasons_against(case, self.machine)
+            case = case.model_copy(update={"backend": backend})
+        reasons += self.catalogue.reasons_against(case, self.machine)
+        reasons += tuple(reasons_against(optimizations, self.machine))
         return PlannedCase(
             case=case,
             requested_backend=backend,
             requested_workload=asked,
             labels=labels,
-            skip=skip or ("; ".join(reasons) or None),
+            skip="; ".join(reasons) or None,
         )
 
-    def choose_backend(self, case: Case) -> str | None:
-        """What backend `auto` means for a case here: the first of the measured preference that can serve it."""
+    def choose_backend(self, case: Case) -> tuple[str | None, str]:
+        """What backend `auto` means for a case here: the first of the measured preference that can serve it.
+
+        The second value says what stands against those that came before it.
+        """
+        against: list[str] = []
         for name in self.preference():
             if name in self.catalogue.backends:
                 trial = case.model_copy(update={"backend": name})
-                if not self.catalogue.reasons_against_backend(trial, self.machine):
-                    return name
-        return None
+                reasons = self.catalogue.reasons_against_backend(trial, self.machine)
+                if not reasons:
+                    return name, "; ".join(against)
+                against.append(f"{name}: {', '.join(reasons)}")
+        return None, "; ".join(against)
 
     def preference(self) -> tuple[str, ...]:
         """Backend names for this device, best first."""
@@ -125,6 +179,15 @@ class Planner:
         if capability >= 90:
             return PREFERENCE_SM90
         return PREFERENCE_SM80 if capability >= 80 else PREFERENCE_OLDER
+
+
+def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
+    """The cases that a request comes to on a machine, by its suite.
+
+    Raises ConfigError for an unknown suite, an option that the suite does not have, or an impossible workload.
+    """
+    suite = catalogue.suites.get(request.suite)
+    return tuple(load_target(suite.target)(request, Planner(catalogue, machine, request)))
 
 
 def as_dense(request: WorkloadRequest) -> WorkloadRequest:

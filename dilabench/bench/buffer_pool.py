@@ -1,0 +1,112 @@
+"""A bounded pool of workspace buffers, for the `buffer_pool_bytes` optimization."""
+
+import threading
+from math import prod
+
+import torch
+from torch import Tensor
+
+# The stream that work is given to belongs to a buffer: on another one, its last use may not be over.
+Place = tuple[torch.device, int]
+
+LARGEST_WASTE = 4
+
+
+class SizedBufferPool:
+    """Keeps buffers that were given back, up to `max_bytes`, and hands the smallest one that fits out again.
+
+    Buffers are raw bytes in sizes rounded up to a power of two, so that shapes which differ a little share them. What
+    is lent is known by the tensor itself, so that giving back twice, or something else, does nothing. While a CUDA graph is captured, every buffer is a new one from
+    the graph's own memory, which the graph will go on using.
+
+    Safe to use from several threads: one lock, under which nothing is called that could come back here.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._free: dict[Place, list[Tensor]] = {}
+        self._lent: dict[int, tuple[Tensor, Tensor, Place]] = {}
+        self._held_bytes = 0
+        self._lent_bytes = 0
+        self._requests = 0
+        self._reuses = 0
+        self._reused_bytes = 0
+        self._peak_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor that nobody else holds; give it back with `give`."""
+        nbytes = prod(shape) * dtype.itemsize
+        if _is_capturing(device):
+            with self._lock:
+                self._requests += 1
+            return torch.empty(shape, dtype=dtype, device=device)
+        place = _place(device)
+        with self._lock:
+            self._requests += 1
+            raw = self._pop_fitting(place, nbytes)
+            if raw is not None:
+                self._reuses += 1
+                self._reused_bytes += nbytes
+        if raw is None:
+            raw = torch.empty(1 << max(0, nbytes - 1).bit_length(), dtype=torch.uint8, device=device)
+        buffer = raw[:nbytes].view(dtype).view(shape)
+        with self._lock:
+            # Held here as well, the tensor keeps its id as long as it is lent.
+            self._lent[id(buffer)] = (buffer, raw, place)
+            self._lent_bytes += raw.nbytes
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes + self._lent_bytes)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back, the very tensor that `take` gave; it is dropped when the pool is full."""
+        with self._lock:
+            lent = self._lent.pop(id(buffer), None)
+            if lent is None:
+                return
+            _, raw, place = lent
+            self._lent_bytes -= raw.nbytes
+            if self._held_bytes + raw.nbytes <= self.max_bytes:
+                self._free.setdefault(place, []).append(raw)
+                self._held_bytes += raw.nbytes
+
+    def clear(self) -> None:
+        """Forget every buffer, as after a reset of the device; those that are lent are not taken back any more."""
+        with self._lock:
+            self._free.clear()
+            self._lent.clear()
+            self._held_bytes = self._lent_bytes = 0
+
+    def counters(self) -> dict[str, int]:
+        """Requests, reuses, and bytes: reused, peak (lent and free) and held now (free)."""
+        with self._lock:
+            return {
+                "buffer_pool_requests": self._requests,
+                "buffer_pool_reuses": self._reuses,
+                "buffer_pool_reused_bytes": self._reused_bytes,
+                "buffer_pool_peak_bytes": self._peak_bytes,
+                "buffer_pool_held_bytes": self._held_bytes,
+            }
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the pool keeps between calls."""
+        return self._held_bytes
+
+    def _pop_fitting(self, place: Place, nbytes: int) -> Tensor | None:
+        """The smallest free buffer that is large enough; one far larger is left to a request of its size."""
+        free = self._free.get(place, [])
+        fitting = [i for i, raw in enumerate(free) if nbytes <= raw.nbytes <= LARGEST_WASTE * max(1, nbytes)]
+        if not fitting:
+            return None
+        raw = free.pop(min(fitting, key=lambda i: free[i].nbytes))
+        self._held_bytes -= raw.nbytes
+        return raw
+
+
+def _place(device: torch.device) -> Place:
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,176 @@
+"""A case made ready to be called: target loaded, function built, inputs on the device, one call done."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilabench.bench.buffer_pool import SizedBufferPool
+from dilabench.bench.commands import CaseSpec
+from dilabench.bench.device import cache_bytes, synchronize
+from dilabench.bench.inputs import InputSet, InputShelf
+from dilabench.bench.optimizing import compiled, compiling, graphed
+from dilabench.contracts import AttentionFn, BufferPool, BuildContext, LoadedBackend, NoPool, PatternCache
+from dilabench.registry import load_target
+
+MAX_INPUT_SETS = 32
+SLOW_CALL_NS = 200_000_000
+
+
+class PreparedCall:
+    """The thing that is verified and timed: gives a fresh call per sample, what belongs to none done before it."""
+
+    def __init__(self, spec: CaseSpec, device: torch.device, shelf: InputShelf) -> None:
+        self.spec = spec
+        self.device = device
+        self.workload = spec.case.workload
+        self._shelf = shelf
+        self._next = 0
+        self._sets = 1
+        self._dout: Tensor | None = None
+        self._out_shape = torch.Size()
+        self.setup_ns: dict[str, int] = {}
+        self._optimized_counters: dict[str, int] = {}
+        options = spec.case.optimizations
+        self.patterns = PatternCache(options.pattern_cache_entries)
+        self.buffers: BufferPool = SizedBufferPool(options.buffer_pool_bytes) if options.buffer_pool_bytes else NoPool()
+        build, backend = self._timed("import", self._load)
+        self.context = BuildContext(device=device, backend=backend, patterns=self.patterns, buffers=self.buffers)
+        built: AttentionFn = self._timed("build", lambda: build(self.workload, self.context))
+        self.module = built if isinstance(built, torch.nn.Module) else None
+        self._timed("inputs", lambda: self.inputs(0))
+        self.function = self._timed("optimize", lambda: self._optimized(built))
+        self._timed("first_call", self._call_once)
+        self.call_ns = self._estimate_ns()
+
+    def fresh(self) -> Callable[[], object]:
+        """The next call to time, on the next input set, with all that is not part of it done.
+
+        forward: no graph is made. backward: the graph is made here, the call computes the gradients of inputs and
+        parameters. both: the call does both.
+        """
+        inputs = self.inputs(self._next)
+        self._next = (self._next + 1) % self._sets
+        function = self.function
+        if self.workload.mode == "forward":
+            return lambda: self._forward(inputs)
+        targets = [*inputs.distinct, *self.parameters()]
+        dout = self.output_gradient()
+        if self.workload.mode == "backward":
+            out = function(inputs.q, inputs.k, inputs.v)
+            return lambda: torch.autograd.grad(out, targets, dout, allow_unused=True)
+
+        def both() -> object:
+            out = function(inputs.q, inputs.k, inputs.v)
+            return torch.autograd.grad(out, targets, dout, allow_unused=True)
+
+        return both
+
+    def inputs(self, index: int) -> InputSet:
+        """Input set number `index`; set 0 is the one that every implementation of the cell shares."""
+        return self._shelf.get(self.workload, self.spec.takes, self.spec.seed + index)
+
+    def rotate(self) -> int:
+        """Use so many input sets in turn that none is still in the GPU's L2 when it comes again; how many.
+
+        Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
+        """
+        need = 2 * cache_bytes(self.device)
+        size = max(1, self.inputs(0).nbytes)
+        wanted = min(MAX_INPUT_SETS, -(-need // size)) if need else 1
+        if self.device.type == "cuda":
+            wanted = min(wanted, max(1, torch.cuda.mem_get_info(self.device)[0] // (4 * size)))
+        self._sets = max(self._sets, 1, wanted)
+        return self._sets
+
+    @property
+    def working_set_bytes(self) -> int:
+        """Bytes of one input set."""
+        return self.inputs(0).nbytes
+
+    @property
+    def is_cold(self) -> bool:
+        """The input sets in rotation hold at least twice the L2 cache."""
+        return self._sets * self.inputs(0).nbytes >= 2 * cache_bytes(self.device)
+
+    def parameters(self) -> list[Tensor]:
+        """Trainable parameters, where the function is a module."""
+        return [p for p in self.module.parameters() if p.requires_grad] if self.module is not None else []
+
+    def output_gradient(self) -> Tensor:
+        """A random gradient of the output, made once."""
+        if self._dout is None:
+            generator = torch.Generator(self.device).manual_seed(self.spec.seed + 2**31)
+            shape, dtype = self._out_shape, self.inputs(0).q.dtype
+            self._dout = torch.randn(shape, generator=generator, device=self.device, dtype=dtype)
+        return self._dout
+
+    def counters(self) -> dict[str, int]:
+        """What the optimizations did."""
+        return {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters}
+
+    @property
+    def held_bytes(self) -> int:
+        """What the optimizations keep between calls: it is part of what a call needs."""
+        counted = self.counters()
+        kept = ("pattern_cache_bytes", "buffer_pool_held_bytes", "cuda_graph_bytes")
+        return sum(counted.get(name, 0) for name in kept)
+
+    def forget(self) -> None:
+        """Drop what the optimizations keep, as when the device is lost or the case is over."""
+        self.patterns.clear()
+        self.buffers.clear()
+
+    def _load(self) -> tuple[Any, LoadedBackend | None]:
+        build, backend = load_target(self.spec.target), self.spec.backend
+        if backend is None:
+            return build, None
+        backward = load_target(backend.backward_target) if backend.backward_target else None
+        return build, LoadedBackend(backend.name, load_target(backend.target), backward)
+
+    def _optimized(self, function: AttentionFn) -> AttentionFn:
+        options = self.spec.case.optimizations
+        if options.compile:
+            function = compiled(function)
+        if options.cuda_graph:
+            if self.device.type != "cuda":
+                raise ValueError("cuda_graph=true needs a CUDA device; leave it out on a CPU")
+            # Capturing calls the function, so that it is compiled there already.
+            with compiling(self._optimized_counters) if options.compile else nullcontext():
+                function, held_bytes = graphed(function, self.inputs(0))
+            self._optimized_counters["cuda_graph_bytes"] = held_bytes
+        return function
+
+    def _forward(self, inputs: InputSet) -> Tensor:
+        with torch.no_grad():
+            return self.function(inputs.q, inputs.k, inputs.v)
+
+    def _call_once(self) -> None:
+        inputs = self.inputs(0)
+        options = self.spec.case.optimizations
+        with compiling(self._optimized_counters) if options.compile and not options.cuda_graph else nullcontext():
+            self._out_shape = self._forward(inputs).shape
+            if self.workload.mode != "forward":
+                self.fresh()()
+
+    def _estimate_ns(self) -> int:
+        """What a call takes: a second one tells, unless the first was so long that its own set-up hardly counts."""
+        first_ns = self.setup_ns["first_call"]
+        if first_ns > SLOW_CALL_NS and self.device.type == "cpu" and self.workload.mode == "forward":
+            return first_ns
+        call = self.fresh()
+        synchronize(self.device)
+        started = time.perf_counter_ns()
+        call()
+        synchronize(self.device)
+        return max(1, time.perf_counter_ns() - started)
+
+    def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter_ns()
+        result = work()
+        synchronize(self.device)
+        self.setup_ns[stage] = max(0, time.perf_counter_ns() - started)
+        return result

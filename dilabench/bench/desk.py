@@ -1,0 +1,203 @@
+"""What a worker does with each command (torch). Every exception becomes a reply: this is the worker boundary."""
+
+import contextlib
+import gc
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dilabench.bench.call import PreparedCall
+from dilabench.bench.ceilings import measure_ceilings
+from dilabench.bench.clocks import clocks_of
+from dilabench.bench.commands import (
+    CaseSpec,
+    Command,
+    CommandName,
+    Hello,
+    Prepared,
+    Reply,
+    TimerSpec,
+    Trouble,
+    WarmedUp,
+    WorkerSettings,
+)
+from dilabench.bench.device import describe_torch, release_cached, synchronize, torch_device
+from dilabench.bench.inputs import InputShelf
+from dilabench.bench.ledger import kernel_ledger
+from dilabench.bench.memory import measure_memory
+from dilabench.bench.optimizing import OptimizationUnusableError
+from dilabench.bench.timing import SampleTimer, TimerUnusableError
+from dilabench.bench.verification import CaseVerifier
+from dilabench.bench.warmup import WarmUpLimits, warm_up
+from dilabench.registry import load_target
+from dilabench.results import Slot
+
+OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+class Desk:
+    """The prepared cases of a worker and the answers to commands about them."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        # What is loaded by now stays for ever; the collector need not look at it again and again.
+        gc.freeze()
+        self.device = torch_device(settings.device)
+        self._calls: dict[str, PreparedCall] = {}
+        self._timers: dict[tuple[str, str], SampleTimer] = {}
+        self._shelf = InputShelf(self.device)
+        self._verifier = CaseVerifier(self.device)
+        self._clocks = clocks_of(_gpu_uuid(self.device))
+        self._commands: dict[CommandName, Callable[[Command], Reply]] = {
+            "prepare": self._prepare,
+            "verify": self._verify,
+            "kernels": self._kernels,
+            "warm_up": self._warm_up,
+            "slot": self._slot,
+            "memory": self._memory,
+            "ceilings": self._ceilings,
+            "release": self._release,
+        }
+
+    def hello(self) -> Hello:
+        """Who this worker is."""
+        return Hello(pid=os.getpid(), torch=describe_torch(self.device))
+
+    def answer(self, command: Command) -> Reply:
+        """Carry a command out; whatever it raises is told, not raised."""
+        try:
+            return self._commands[command.name](command)
+        # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            return Reply(trouble=self._trouble(error))
+
+    def _prepare(self, command: Command) -> Reply:
+        spec = CaseSpec.model_validate(command.arguments["spec"])
+        self._drop(spec.handle)
+        call = PreparedCall(spec, self.device, self._shelf)
+        self._calls[spec.handle] = call
+        return Reply(prepared=Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns))
+
+    def _verify(self, command: Command) -> Reply:
+        verification, why = self._verifier.verify(self._calls[command.handle])
+        release_cached(self.device)
+        return Reply(verification=verification, why=why)
+
+    def _kernels(self, command: Command) -> Reply:
+        trace = command.arguments.get("trace")
+        call = self._calls[command.handle].fresh()
+        return Reply(kernels=kernel_ledger(call, self.device, Path(trace) if trace else None))
+
+    def _warm_up(self, command: Command) -> Reply:
+        call = self._calls[command.handle]
+        spec = TimerSpec.model_validate(command.arguments["timer"])
+        limits = WarmUpLimits.model_validate(command.arguments["limits"])
+        # Timing begins when all cases of the cell are verified; the oracle's tensors must not crowd the device.
+        self._verifier.forget()
+        try:
+            timer: SampleTimer = load_target(spec.target)(call)
+        except TimerUnusableError as reason:
+            return Reply(warmed_up=WarmedUp(samples_ns=(), settled=False, unusable=str(reason)))
+        self._timers[command.handle, spec.name] = timer
+        gc.collect()
+        with _no_collection():
+            result = warm_up(lambda count: timer.take(count).samples_ns, call.call_ns, limits)
+        return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=timer.notes()))
+
+    def _slot(self, command: Command) -> Reply:
+        timer = self._timers[command.handle, command.arguments["timer"]]
+        with _no_collection():
+            samples = timer.take(command.arguments["count"])
+            clocks = self._clocks.read()
+        slot = Slot(
+            samples_ns=samples.samples_ns,
+            enqueue_ns=samples.enqueue_ns,
+            sm_clock_mhz=clocks.sm_clock_mhz,
+            power_mw=clocks.power_mw,
+            temperature_c=clocks.temperature_c,
+            throttle=clocks.throttle,
+        )
+        return Reply(slot=slot, notes=timer.notes(), counters=self._calls[command.handle].counters())
+
+    def _memory(self, command: Command) -> Reply:
+        isolated = len(self._calls) == 1
+        return Reply(memory=measure_memory(self._calls[command.handle], isolated))
+
+    def _ceilings(self, command: Command) -> Reply:
+        ceilings = measure_ceilings(self.device, command.arguments["dtypes"])
+        release_cached(self.device)
+        return Reply(ceilings=ceilings)
+
+    def _release(self, command: Command) -> Reply:
+        self._drop(command.handle)
+        return Reply()
+
+    def _drop(self, handle: str) -> None:
+        """Forget a case; with the last one go the shared inputs and the memory that the allocator holds."""
+        call = self._calls.pop(handle, None)
+        if call is not None:
+            call.forget()
+        for key in [key for key in self._timers if key[0] == handle]:
+            del self._timers[key]
+        if not self._calls:
+            self._shelf.clear()
+            self._verifier.forget()
+        gc.collect()
+        release_cached(self.device)
+
+    def _trouble(self, error: BaseException) -> Trouble:
+        text = "".join(traceback.format_exception(error))
+        fatal = self._device_is_broken()
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        if fatal:
+            for call in self._calls.values():
+                call.forget()
+        if isinstance(error, OptimizationUnusableError):
+            return Trouble(why=first_line, traceback=text, unusable=True, fatal=fatal)
+        if is_out_of_memory(error):
+            # The frames in the traceback hold the tensors that did not fit.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
+            if not fatal:
+                release_cached(self.device)
+            return Trouble(why=f"out of memory: {first_line}", traceback=text, out_of_memory=True, fatal=fatal)
+        name = type(error).__name__
+        why = f"{name}: {first_line}" if first_line else name
+        if fatal:
+            why += " (the CUDA context is lost; the worker process was ended)"
+        return Trouble(why=why, traceback=text, fatal=fatal)
+
+    def _device_is_broken(self) -> bool:
+        """A CUDA error such as an illegal address stays with the process for ever."""
+        try:
+            synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, on the host or on the device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in OOM_PHRASES)
+
+
+@contextlib.contextmanager
+def _no_collection():  # type: ignore[no-untyped-def]
+    """Keep the garbage collector out of the samples."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _gpu_uuid(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

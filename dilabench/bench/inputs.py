@@ -1,0 +1,82 @@
+"""Random inputs of a workload, made once per cell and shared by its implementations."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.spec import Workload
+
+TORCH_DTYPE = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InputSet:
+    """q, k, v (or three times the same embeddings) and the gradient that comes back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @property
+    def distinct(self) -> tuple[Tensor, ...]:
+        """The tensors, each once."""
+        return tuple({id(tensor): tensor for tensor in (self.q, self.k, self.v)}.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct tensors."""
+        return sum(tensor.nbytes for tensor in self.distinct)
+
+
+def input_shapes(workload: Workload, takes: str) -> tuple[tuple[int, ...], ...]:
+    """Shapes of q, k, v: [B, N, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D]."""
+    lead: tuple[int, ...] = (workload.batch_size, workload.seq_len)
+    if workload.layout == "packed":
+        lead = (workload.seq_len,)
+    if takes == "embeddings":
+        return ((*lead, workload.num_heads * workload.head_dim),)
+    query = (*lead, workload.num_heads, workload.head_dim)
+    key = (*lead, workload.num_kv_heads, workload.head_dim)
+    return query, key, key
+
+
+def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device) -> InputSet:
+    """Standard normal inputs. The same seed gives the same numbers on the same kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = TORCH_DTYPE[workload.dtype]
+    wants_grad = workload.mode != "forward"
+    made = [
+        torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_(wants_grad)
+        for shape in input_shapes(workload, takes)
+    ]
+    return InputSet(*made) if len(made) == 3 else InputSet(made[0], made[0], made[0])
+
+
+class InputShelf:
+    """The input sets of the cell in work. Another cell's sets push them out, so that memory holds one cell only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._workload: Workload | None = None
+        self._sets: dict[tuple[str, int], InputSet] = {}
+
+    def get(self, workload: Workload, takes: str, seed: int) -> InputSet:
+        """The set of a seed."""
+        if workload != self._workload:
+            self._sets.clear()
+            self._workload = workload
+        key = (takes, seed)
+        if key not in self._sets:
+            self._sets[key] = make_inputs(workload, takes, seed, self._device)
+        return self._sets[key]
+
+    def clear(self) -> None:
+        """Forget all sets."""
+        self._sets.clear()
+        self._workload = None

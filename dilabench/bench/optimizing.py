@@ -1,0 +1,91 @@
+"""torch.compile and CUDA graphs around a built function, so that it still gives what it gave before (torch)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dilabench.bench.inputs import InputSet
+from dilabench.contracts import AttentionFn
+
+# Every case of a worker compiles the same few functions anew; torch would give up after eight and run them as they are.
+COMPILED_CASES = 4096
+
+
+class OptimizationUnusableError(Exception):
+    """What was to be switched on cannot be, for this function on this device; the text says why."""
+
+
+def compiled(function: AttentionFn) -> AttentionFn:
+    """The function under torch.compile; it is compiled at its first call."""
+    torch._dynamo.config.recompile_limit = COMPILED_CASES
+    torch._dynamo.config.accumulated_recompile_limit = COMPILED_CASES
+    return cast(AttentionFn, torch.compile(function))
+
+
+@contextmanager
+def compiling(counters: dict[str, int]) -> Iterator[None]:
+    """Around the first call of a compiled function: counts graphs and breaks between them.
+
+    Raises OptimizationUnusableError when torch cannot compile it.
+    """
+    before = _compiled_so_far()
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise OptimizationUnusableError(f"torch.compile cannot compile it: {type(error).__name__}: {first_line}") from error
+    for name, count in _compiled_so_far().items():
+        counters[name] = count - before[name]
+
+
+def _compiled_so_far() -> dict[str, int]:
+    counted = torch._dynamo.utils.counters
+    return {
+        "compile_graphs": counted["stats"]["unique_graphs"],
+        "compile_breaks": sum(counted["graph_break"].values()),
+    }
+
+
+def graphed(function: AttentionFn, inputs: InputSet) -> tuple[AttentionFn, int]:
+    """The function as a CUDA graph that is replayed, and the bytes that the graph keeps.
+
+    A replay reads and writes the graph's own tensors: inputs are copied in, and results copied out, so that they belong
+    to the caller as before. Both copies are part of a call. Raises OptimizationUnusableError when the function cannot
+    be captured (it waits for the device, or brings tensors from the host).
+    """
+    device = inputs.q.device
+    before = torch.cuda.memory_allocated(device)
+    stream = torch.cuda.current_stream(device)
+    samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in (inputs.q, inputs.k, inputs.v))
+    try:
+        replay = torch.cuda.make_graphed_callables(cast(Callable[..., Any], function), samples)
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # A capture that failed leaves its own stream as the current one.
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize(device)
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise OptimizationUnusableError(f"a CUDA graph cannot capture it: {first_line}") from error
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = replay(_Owned.apply(q), _Owned.apply(k), _Owned.apply(v))
+        return out.clone()
+
+    return call, torch.cuda.memory_allocated(device) - before
+
+
+class _Owned(torch.autograd.Function):
+    """The tensor itself; its gradient as a copy, because that of a graph is overwritten by the next replay."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.clone()

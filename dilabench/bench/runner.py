@@ -1,0 +1,188 @@
+"""From planned cases to a run record. No torch: everything that computes runs in worker processes."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from dilabench.bench.budget import Budget, steady
+from dilabench.bench.cell import CellRun
+from dilabench.bench.commands import WorkerSettings, worker_key
+from dilabench.bench.environment import with_torch
+from dilabench.bench.lock import device_lock
+from dilabench.bench.method import choose_method
+from dilabench.bench.progress import Progress, Silent
+from dilabench.bench.station import MAX_TIMEOUT_S, Station
+from dilabench.bench.suspicion import suspicions
+from dilabench.bench.workers import WorkerFailure, WorkerPool, warm_server
+from dilabench.config import RunRequest
+from dilabench.machine import Machine
+from dilabench.registry import Catalogue
+from dilabench.results import Measured, PlannedCase, Row, RunHeader, RunRecord, Skipped
+
+FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
+CEILINGS_TIMEOUT_S = 120.0
+
+
+class Sink(Protocol):
+    """Where rows go as soon as they are certain (`dilabench.store.run_files.RunFolder`, for one)."""
+
+    def start(self, header: RunHeader) -> None:
+        """Called once, before the first row, with everything that is known about the run."""
+        ...
+
+    def row(self, row: Row) -> None:
+        """Keep a row; when this returns, the row survives the death of the process."""
+        ...
+
+    def finish(self, record: RunRecord) -> None:
+        """Called once, at the end, also of an interrupted run."""
+        ...
+
+
+def run(
+    planned: Sequence[PlannedCase],
+    request: RunRequest,
+    catalogue: Catalogue,
+    machine: Machine,
+    header: RunHeader,
+    sink: Sink,
+    progress: Progress | None = None,
+    follow_up: FollowUp | None = None,
+    completed: Sequence[Row] = (),
+    *,
+    trace_folder: Path | None = None,
+    patience_s: float = MAX_TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> RunRecord:
+    """Verify and measure the planned cases; each ends in exactly one row.
+
+    `completed` are rows of an earlier part of the same run (`--resume`): they are kept and their cases not repeated.
+    `follow_up` gets all rows when no case is left and may ask for more. With `--timing profiler`, a Chrome trace of
+    every case goes to `trace_folder`. A worker that does not answer for `patience_s` seconds is ended with its case.
+    Ctrl-C ends the run with status 'interrupted' and the rows so far.
+
+    Called from a script of your own, that script needs the guard `if __name__ == "__main__"`, because worker processes
+    import it. Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
+    """
+    method = choose_method(request.timing, machine.device, catalogue)
+    waiting = _waiting(planned, completed)
+    station = Station(
+        catalogue=catalogue,
+        pool=WorkerPool(WorkerSettings(device=machine.device)),
+        method=method,
+        budget=Budget(request.budget_s, [one.case for one in waiting if one.skip is None], steady(clock)),
+        progress=progress or Silent(),
+        seed=request.seed,
+        trace_folder=trace_folder if method.trace else None,
+        timeout_s=patience_s,
+    )
+    return _Run(station, machine, sink, planned, completed).go(header, follow_up)
+
+
+def _waiting(planned: Iterable[PlannedCase], done: Iterable[Row]) -> list[PlannedCase]:
+    """The planned cases without a row yet, each once."""
+    ended = {row.case.case_id for row in done}
+    cases = {one.case.case_id: one for one in planned}
+    return [one for case_id, one in cases.items() if case_id not in ended]
+
+
+class _Run:
+    """One run: its workers, its rows, and the order in which cells are taken."""
+
+    def __init__(
+        self,
+        station: Station,
+        machine: Machine,
+        sink: Sink,
+        planned: Sequence[PlannedCase],
+        completed: Sequence[Row],
+    ) -> None:
+        self.station, self.machine, self.sink = station, machine, sink
+        self.progress = station.progress
+        self.planned = {one.case.case_id: one for one in planned}
+        self.rows = {row.case.case_id: row for row in completed}
+        self.ceilings: dict[str, float] = {}
+
+    def go(self, header: RunHeader, follow_up: FollowUp | None) -> RunRecord:
+        """All cells, then what the follow-up asks for, then the record."""
+        status, started = "complete", False
+        try:
+            warm_server()
+            with device_lock(self.machine, header.run_id, self.progress):
+                header = self._described(header)
+                self.sink.start(header)
+                started = True
+                self.progress.run_started(len(self.planned))
+                self._measure_all(follow_up)
+        except KeyboardInterrupt:
+            status = "interrupted"
+        finally:
+            self.station.pool.close()
+        record = RunRecord.model_validate(
+            {
+                **header.model_dump(),
+                "status": status,
+                "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "rows": tuple(self._in_order()),
+            }
+        )
+        if started:
+            self.sink.finish(record)
+        return record
+
+    def _measure_all(self, follow_up: FollowUp | None) -> None:
+        while True:
+            for one in _waiting(self.planned.values(), self.rows.values()):
+                if one.skip is not None:
+                    self._keep(Row(planned=one, outcome=Skipped(why=one.skip)))
+            for cell in self._cells():
+                self.progress.cell_started(cell[0].case.workload, cell)
+                for row in CellRun(self.station, cell).rows():
+                    self._keep(row)
+            more = follow_up(tuple(self._in_order())) if follow_up else ()
+            fresh = [one for one in more if one.case.case_id not in self.planned]
+            if not fresh:
+                return
+            self.planned |= {one.case.case_id: one for one in fresh}
+            self.station.budget.add([one.case for one in fresh if one.skip is None])
+            self.progress.run_started(len(self.planned))
+
+    def _cells(self) -> list[list[PlannedCase]]:
+        """The cases that wait, those of one workload together, in the order planned."""
+        cells: dict[str, list[PlannedCase]] = {}
+        for one in _waiting(self.planned.values(), self.rows.values()):
+            cells.setdefault(one.case.cell_id, []).append(one)
+        return list(cells.values())
+
+    def _keep(self, row: Row) -> None:
+        """Flag what cannot be, write the row down, and only then tell."""
+        notes = suspicions(row, self.rows.values(), self.ceilings, self.machine.device)
+        if notes and isinstance(row.outcome, Measured):
+            outcome = row.outcome.model_copy(update={"notes": (*row.outcome.notes, *notes)})
+            row = row.model_copy(update={"outcome": outcome})
+        self.rows[row.case.case_id] = row
+        self.sink.row(row)
+        self.progress.row_done(row)
+
+    def _in_order(self) -> Iterator[Row]:
+        """Rows in the order planned; rows of an earlier part that are no longer planned come last."""
+        known = [*self.planned, *(case_id for case_id in self.rows if case_id not in self.planned)]
+        return (self.rows[case_id] for case_id in known if case_id in self.rows)
+
+    def _described(self, header: RunHeader) -> RunHeader:
+        """The header with torch's own facts and the device's ceilings, from the first worker that will be needed."""
+        waiting = [one for one in _waiting(self.planned.values(), self.rows.values()) if one.skip is None]
+        if not waiting:
+            return header
+        dtypes = sorted({one.case.workload.dtype for one in waiting})
+        try:
+            worker = self.station.pool.resident(worker_key(waiting[0].case, self.station.catalogue))
+            environment = with_torch(header.environment, self.machine, worker.hello.torch)
+            header = header.model_copy(update={"environment": environment})
+            self.ceilings = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+        except WorkerFailure:
+            # A machine on which no worker starts says so in the row of each case.
+            return header
+        return header.model_copy(update={"ceilings": self.ceilings})

@@ -1,0 +1,141 @@
+"""Commands about contenders to their workers; whatever goes wrong becomes the outcome of a case. No torch."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from dilabench.bench.budget import Budget
+from dilabench.bench.commands import CommandName, Prepared, Reply, TimerSpec
+from dilabench.bench.contender import Contender
+from dilabench.bench.method import Method
+from dilabench.bench.progress import Progress
+from dilabench.bench.workers import Worker, WorkerFailure, WorkerPool
+from dilabench.registry import Catalogue
+from dilabench.results import Failed, Note, Skipped, Stage
+from dilabench.units import format_seconds
+
+MAX_TIMEOUT_S = 600.0
+MIN_TIMEOUT_S = 10.0
+SHARES_PER_COMMAND = 4.0
+OVERRUN_S = 1.0
+
+
+@dataclass(slots=True)
+class Station:
+    """What the cells of a run share, and their one way to the workers."""
+
+    catalogue: Catalogue
+    pool: WorkerPool
+    method: Method
+    budget: Budget
+    progress: Progress
+    seed: int = 0
+    trace_folder: Path | None = None
+    timeout_s: float = MAX_TIMEOUT_S
+    sleep: Callable[[float], None] = time.sleep
+
+    def prepare(self, contender: Contender) -> bool:
+        """Have the case built in a living worker; False when that ended it."""
+        if self.budget.exhausted:
+            contender.outcome = self.budget_skip("before its turn")
+            return False
+        try:
+            worker = self.pool.resident(contender.key)
+        except WorkerFailure as failure:
+            self._fail(contender, "worker", failure)
+            return False
+        if contender.home is worker:
+            return True
+        first_time = contender.home is None
+        contender.home, contender.warm = worker, set()
+        prepared = self.prepare_in(worker, contender, "build")
+        if prepared is None:
+            return False
+        contender.call_ns = prepared.call_ns
+        if first_time:
+            contender.setup_ns = prepared.setup_ns
+        else:
+            contender.session += 1
+        return True
+
+    def prepare_in(self, worker: Worker, contender: Contender, stage: Stage) -> Prepared | None:
+        """Have the case built in a given worker; None when that ended it."""
+        reply = self.ask_worker(worker, contender, stage, "prepare", spec=contender.spec.model_dump(mode="json"))
+        return reply.prepared if reply else None
+
+    def warm_up(self, contender: Contender, timer: TimerSpec) -> bool:
+        """Have the timer of a case ready and warm; False when that ended the case or the timer cannot be used."""
+        if not self.prepare(contender):
+            return False
+        if timer.name in contender.warm:
+            return True
+        self.progress.stage_started(contender.case, "warmup")
+        limits = self.method.warm_up
+        longest = min(limits.max_s, self.budget.share_s([contender.case]) / 4)
+        limits = limits.model_copy(update={"max_s": longest, "min_s": min(limits.min_s, longest)})
+        reply = self.ask(contender, "warmup", "warm_up", timer=timer.model_dump(), limits=limits.model_dump())
+        if reply is None or reply.warmed_up is None:
+            return False
+        warmed = reply.warmed_up
+        if warmed.unusable is not None:
+            message = f"timer {timer.name!r} was not used: {warmed.unusable}"
+            contender.notes.append(Note(code=f"{timer.name}_unusable", message=message))
+            return False
+        contender.warm.add(timer.name)
+        run = contender.run_of(timer)
+        run.warmup_ns += warmed.samples_ns
+        run.notes = warmed.notes
+        if warmed.samples_ns:
+            contender.call_ns = max(1, min(warmed.samples_ns[-3:]))
+        return True
+
+    def ask(self, contender: Contender, stage: Stage, name: CommandName, **arguments: object) -> Reply | None:
+        """A command to the worker that has the case; None when that ended the case."""
+        assert contender.home is not None
+        return self.ask_worker(contender.home, contender, stage, name, **arguments)
+
+    def ask_worker(
+        self, worker: Worker, contender: Contender, stage: Stage, name: CommandName, **arguments: object
+    ) -> Reply | None:
+        """The same to a given worker."""
+        try:
+            return worker.ask(name, contender.spec.handle, timeout_s=self.patience_s(contender), **arguments)
+        except WorkerFailure as failure:
+            self._fail(contender, stage, failure)
+            return None
+
+    def release(self, contender: Contender) -> None:
+        """Free what the case holds in its worker; a worker that cannot even do that is ended."""
+        if contender.home is None or not contender.home.alive:
+            return
+        try:
+            contender.home.ask("release", contender.spec.handle, timeout_s=self.patience_s(contender))
+        except WorkerFailure:
+            contender.home.kill()
+
+    def patience_s(self, contender: Contender) -> float:
+        """Longest wait for one answer: generous against the case's fair share, little beyond the budget."""
+        if self.budget.remaining_s == inf:
+            return self.timeout_s
+        share = self.budget.share_s([contender.case])
+        generous = max(MIN_TIMEOUT_S, SHARES_PER_COMMAND * share)
+        return min(self.timeout_s, generous, self.budget.remaining_s + OVERRUN_S)
+
+    def budget_skip(self, when: str) -> Skipped:
+        """The row of a case that there was no time for."""
+        total = format_seconds(self.budget.total_s or 0.0)
+        return Skipped(why=f"budget of {total} used up {when}; allow more with --budget, or go on with --resume")
+
+    def _fail(self, contender: Contender, stage: Stage, failure: WorkerFailure) -> None:
+        if failure.timed_out and self.budget.exhausted:
+            contender.outcome = self.budget_skip(f"during its stage {stage!r}")
+            return
+        if failure.unusable or (failure.timed_out and stage == "build" and contender.case.optimizations.compile):
+            contender.outcome = Skipped(why=failure.why if failure.unusable else f"torch.compile: {failure.why}")
+            return
+        contender.out_of_memory = failure.out_of_memory
+        contender.outcome = Failed(
+            stage=stage, why=failure.why, verification=contender.verification, traceback=failure.traceback
+        )

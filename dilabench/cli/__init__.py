@@ -1,0 +1,12 @@
+"""The command line. One file per command; nothing here imports torch."""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line with `argv` (sys.argv without the program by default) and leave with its exit code."""
+    from dilabench.cli.app import app
+    from dilabench.cli.arguments import spread
+
+    app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")

@@ -1,0 +1,64 @@
+"""The application: its name, its version, its commands."""
+
+from typing import Annotated
+
+import typer
+
+import dilabench
+from dilabench.cli.baseline import baseline_app
+from dilabench.cli.calibrate import calibrate
+from dilabench.cli.check import check
+from dilabench.cli.compare import compare
+from dilabench.cli.describe import describe
+from dilabench.cli.doctor import doctor
+from dilabench.cli.guard import guarded
+from dilabench.cli.history import history
+from dilabench.cli.list import list_names
+from dilabench.cli.report import report
+from dilabench.cli.run import run
+from dilabench.cli.tune import tune
+from dilabench.cli.verify import verify
+
+app = typer.Typer(
+    name="dilabench",
+    help="A verified benchmark for long-context attention: dilated, ring and block-sparse.",
+    epilog="Start with `dilabench run quick`. Exit codes: 0 fine, 2 bad request, 3 environment, 4 some case failed, "
+    "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 130 interrupted with results saved.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dilabench {dilabench.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _name, _command in (
+    ("run", run),
+    ("verify", verify),
+    ("list", list_names),
+    ("describe", describe),
+    ("doctor", doctor),
+    ("report", report),
+    ("compare", compare),
+    ("check", check),
+    ("history", history),
+    ("calibrate", calibrate),
+    ("tune", tune),
+):
+    app.command(_name)(guarded(_command))
+app.add_typer(baseline_app, name="baseline")

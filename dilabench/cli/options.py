@@ -1,0 +1,95 @@
+"""Options that several commands share, and how their values become a request."""
+
+import re
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from dilabench.errors import ConfigError
+
+
+class DeviceName(StrEnum):
+    """Where to run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+Configs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--config", "-c", metavar="PRESET|FILE", help="A named workload, a set of them, or a TOML file. Repeatable."
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any workload field, for example causal=false. Repeatable."),
+]
+BatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="B", help="Sequences per call, or auto.")]
+SeqLength = Annotated[
+    str | None, typer.Option("--seq-length", "--seqlen", metavar="N", help="Tokens per sequence: 4096, 4K, 1M.")
+]
+NumHeads = Annotated[str | None, typer.Option("--num-heads", "--nheads", metavar="H", help="Query heads.")]
+NumKvHeads = Annotated[str | None, typer.Option("--num-kv-heads", metavar="K", help="Key/value heads (GQA).")]
+HeadDim = Annotated[str | None, typer.Option("--head-dim", metavar="D", help="Size of one head.")]
+DTypeName = Annotated[
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="float64, float32, float16, bfloat16 or auto.")
+]
+ModeName = Annotated[str | None, typer.Option("--mode", metavar="MODE", help="forward, backward or both.")]
+Backends = Annotated[
+    list[str] | None,
+    typer.Option("--backend", "-b", metavar="NAME", help="A dense kernel, auto or all. Repeatable."),
+]
+Device = Annotated[DeviceName | None, typer.Option("--device", help="Where to run (default auto).")]
+StrictPlugins = Annotated[bool, typer.Option("--strict-plugins", help="Stop when a plug-in cannot be loaded.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The values that were given: neither None nor an empty collection."""
+    return {name: value for name, value in values.items() if value is not None and value not in ([], (), {})}
+
+
+def workload_fields(
+    batch_size: str | None,
+    seq_length: str | None,
+    num_heads: str | None,
+    num_kv_heads: str | None,
+    head_dim: str | None,
+    dtype: str | None,
+    mode: str | None,
+) -> dict[str, Any]:
+    """The fields of WorkloadRequest that the short options set."""
+    return given(
+        batch_size=batch_size,
+        seq_len=seq_length,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        mode=mode,
+    )
+
+
+def names(*options: Sequence[str] | None) -> list[str]:
+    """The names of repeatable options, each of which may also hold several with commas between them."""
+    return [part for option in options for text in option or () for part in _split(text)]
+
+
+def _split(text: str) -> Iterable[str]:
+    return [part for part in re.split(r"[,\s]+", text) if part]
+
+
+def one_or_none(**options: Sequence[Any] | None) -> Any:
+    """The value of the one option that was given among several spellings of the same thing.
+
+    Raises ConfigError when more than one was given.
+    """
+    found = given(**options)
+    if len(found) > 1:
+        spelt = " and ".join(f"--{name.replace('_', '-')}" for name in found)
+        raise ConfigError(f"{spelt} mean the same; give one of them")
+    return next(iter(found.values()), None)

@@ -1,0 +1,28 @@
+"""`--resume`: the request, header and rows of a run that was interrupted."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dilabench.config import RunRequest
+from dilabench.errors import ConfigError
+from dilabench.results import RunHeader
+from dilabench.spec import validated
+from dilabench.store.run_files import read_rows
+
+
+def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
+    """What the run was asked for and its header. `given` names the options that were given beside `--resume`.
+
+    Raises ConfigError when there is no such run, it was of another suite, or an option would change what it measures.
+    """
+    if not run.exists():
+        raise ConfigError(f"run {str(run)!r} does not exist; name the folder of an interrupted run")
+    header, _ = read_rows(run if run.is_dir() else run.parent)
+    given = sorted(given)
+    if header.suite != suite:
+        raise ConfigError(
+            f"run {str(run)!r} is of suite {header.suite!r}, not {suite!r}; write `run {header.suite} --resume`"
+        )
+    if given:
+        raise ConfigError(f"--resume goes on with the run as it was asked for; leave out {', '.join(given)}")
+    return validated(RunRequest, header.config), header

@@ -1,0 +1,155 @@
+"""`dilabench verify`: is the output right? Nothing is timed."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from dilabench.cli import options as shared
+from dilabench.cli.options import given, names
+from dilabench.cli.terminal import Lines
+from dilabench.config import run_request
+from dilabench.errors import ExitCode
+from dilabench.machine import Machine, detect
+from dilabench.plugins.manager import discover
+from dilabench.registry import Catalogue
+from dilabench.results import Check, PlannedCase, Verification
+from dilabench.spec import WorkloadRequest
+from dilabench.suites.planner import Planner
+
+# Small and awkward on purpose: segments that do not divide N, rates that do not divide segments, grouped queries.
+DEFAULT_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "batch_size": 1,
+        "seq_len": 771,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "segment_lengths": (160, 500, 1024),
+        "dilation_rates": (1, 3, 6),
+        "causal": causal,
+    }
+    for causal in (True, False)
+)
+COLUMNS = ("implementation", "backend", "workload", "mode", "result", "details")
+PREPARE_TIMEOUT_S = 300.0
+VERIFY_TIMEOUT_S = 1800.0
+EVERYTHING = "all"
+
+
+def verify(
+    implementations: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Implementations; all when left out.")
+    ] = None,
+    backends: shared.Backends = None,
+    config: shared.Configs = None,
+    assignments: shared.Assignments = None,
+    batch_size: shared.BatchSize = None,
+    seq_length: shared.SeqLength = None,
+    num_heads: shared.NumHeads = None,
+    num_kv_heads: shared.NumKvHeads = None,
+    head_dim: shared.HeadDim = None,
+    dtype: shared.DTypeName = None,
+    mode: shared.ModeName = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs.")] = None,
+    device: shared.Device = None,
+    strict_plugins: shared.StrictPlugins = False,
+) -> None:
+    """Check outputs and gradients against the oracle. Exit code 5 when any is wrong."""
+    found = discover(strict_plugins)
+    workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
+    request = run_request(
+        found.catalogue,
+        suite="verify",
+        configs=config or (),
+        assignments=assignments or (),
+        workload=workload,
+        run=given(implementations=names(implementations), backends=names(backends), device=device, seed=seed),
+    )
+    machine = detect(request.device)
+    planner = Planner(found.catalogue, machine, request)
+    workloads = [_both_ways(asked) for asked in planner.workload_requests(DEFAULT_WORKLOADS)]
+    planned = planner.compare(workloads, planner.implementations([EVERYTHING]))
+    names_of = [_names(plan) for plan in planned]
+    lines = Lines(COLUMNS, names_of)
+    outcomes = []
+    for plan, cells, outcome in zip(
+        planned, names_of, _outcomes(planned, found.catalogue, machine, request.seed), strict=True
+    ):
+        outcomes.append(outcome)
+        lines.print((*cells, *_result(plan, outcome)))
+    raise typer.Exit(_verdict(planned, outcomes))
+
+
+Outcome = Verification | str
+"""What the checks found, or why they could not be made."""
+
+
+def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
+    """Gradients are checked as well, unless the user chose a mode."""
+    return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
+
+
+def _outcomes(planned: tuple[PlannedCase, ...], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
+    from dilabench.bench.commands import WorkerSettings, case_spec, worker_key
+    from dilabench.bench.workers import WorkerFailure, WorkerPool
+
+    pool = WorkerPool(WorkerSettings(device=machine.device))
+    try:
+        for plan in planned:
+            if plan.skip is not None:
+                yield plan.skip
+                continue
+            spec = case_spec(plan.case, catalogue, seed)
+            try:
+                worker = pool.resident(worker_key(plan.case, catalogue))
+                worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
+                reply = worker.ask("verify", spec.handle, timeout_s=VERIFY_TIMEOUT_S)
+                worker.ask("release", spec.handle, timeout_s=PREPARE_TIMEOUT_S)
+            except WorkerFailure as failure:
+                yield failure.why
+                continue
+            assert reply.verification is not None
+            yield reply.verification
+    finally:
+        pool.close()
+
+
+def _names(plan: PlannedCase) -> tuple[str, ...]:
+    case = plan.case
+    return (
+        case.implementation,
+        (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        f"{case.workload.label()} {case.workload.pattern.kind}",
+        case.workload.mode,
+    )
+
+
+def _result(plan: PlannedCase, outcome: Outcome) -> tuple[str, str]:
+    if plan.skip is not None:
+        return "skipped", plan.skip
+    if isinstance(outcome, str):
+        return "✗", outcome
+    if outcome.passed:
+        rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
+        return "✓", f"{len(outcome.checks)} checks, {rows}"
+    return "✗", "; ".join(_check(check) for check in outcome.checks if not check.passed) or "nothing was checked"
+
+
+def _check(check: Check) -> str:
+    error = (
+        ""
+        if check.error is None or check.tolerance is None
+        else f" error {check.error:.3g}, allowed {check.tolerance:.3g}"
+    )
+    return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))
+
+
+def _verdict(planned: tuple[PlannedCase, ...], outcomes: list[Outcome]) -> ExitCode:
+    ran = [outcome for plan, outcome in zip(planned, outcomes, strict=True) if plan.skip is None]
+    wrong = [outcome for outcome in ran if isinstance(outcome, str) or not outcome.passed]
+    skipped = len(planned) - len(ran)
+    typer.echo(f"{len(ran) - len(wrong)} right, {len(wrong)} wrong, {skipped} skipped")
+    if wrong:
+        return ExitCode.WRONG_OUTPUT
+    return ExitCode.OK if ran else ExitCode.NOTHING_MEASURED

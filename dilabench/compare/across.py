@@ -1,0 +1,141 @@
+"""Two sides measured at different times, joined on `case_id`.
+
+Nothing interleaves them, so the spread between sessions is the error, and only the baseline's sessions know it: below
+five of them every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dilabench.compare.comparison import ComparedCell, Comparison, Uncompared, is_measured, uncompared
+from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
+from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
+from dilabench.compare.selection import Selection, everything
+from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
+from dilabench.results import Measured, Row, RunRecord, Timing
+from dilabench.stats.decide import decide
+from dilabench.stats.history import SESSIONS_FOR_GATE, estimate_from_history
+from dilabench.stats.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The rows of one case on both sides, oldest first, all of them measured by one timer."""
+
+    baseline: tuple[Row, ...]
+    candidate: tuple[Row, ...]
+    timer: str
+
+    def timings(self, rows: Sequence[Row]) -> list[Timing]:
+        """What the common timer took."""
+        outcomes = [row.outcome for row in rows]
+        return [
+            timing
+            for outcome in outcomes
+            if isinstance(outcome, Measured)
+            for timing in outcome.timings
+            if timing.timer == self.timer and timing.slots
+        ]
+
+
+def refusals(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> tuple[Mismatch, ...]:
+    """The hard fields in which any record of one side differs from any of the other, each named once."""
+    found = {
+        (one.field, one.baseline, one.candidate): one
+        for a in baseline
+        for b in candidate
+        for one in hard_mismatches(a, b)
+    }
+    return tuple(found.values())
+
+
+def compare_across(
+    baseline: Sequence[RunRecord],
+    candidate: Sequence[RunRecord],
+    *,
+    policy: Policy,
+    select: Selection = everything,
+) -> Comparison:
+    """Every case of both sides; several records of a side add up to its sessions, and the last one tells the rest.
+
+    Call `refusals` first: this compares whatever it is given.
+    """
+    old, new = _rows_by_case(baseline, select), _rows_by_case(candidate, select)
+    matches: list[_Match] = []
+    rest: list[Uncompared] = []
+    for case_id in dict.fromkeys([*old, *new]):
+        found = _match(old.get(case_id, []), new.get(case_id, []))
+        if isinstance(found, _Match):
+            matches.append(found)
+        else:
+            rest.append(found)
+    cells = tuple(_cells(matches, policy))
+    warnings = [*soft_warnings(baseline, candidate), *_shared_runs(baseline, candidate)]
+    fewest = min((len(sessions_of(one.timings(one.baseline))) for one in matches), default=SESSIONS_FOR_GATE)
+    if fewest < SESSIONS_FOR_GATE:
+        sessions = "session" if fewest == 1 else "sessions"
+        warnings.append(
+            f"the sides were measured at different times and the baseline has {fewest} {sessions}: verdicts on time "
+            f"are advisory and fail nothing (a gate rests on {SESSIONS_FOR_GATE}); memory and correctness count"
+        )
+    return Comparison(cells=cells, uncompared=tuple(rest), warnings=tuple(warnings))
+
+
+def _rows_by_case(records: Sequence[RunRecord], select: Selection) -> dict[str, list[Row]]:
+    rows: dict[str, list[Row]] = {}
+    for record in records:
+        for row in record.rows:
+            if select(row.case):
+                rows.setdefault(row.case.case_id, []).append(row)
+    return rows
+
+
+def _match(old: Sequence[Row], new: Sequence[Row]) -> _Match | Uncompared:
+    baseline = tuple(row for row in old if is_measured(row))
+    candidate = tuple(row for row in new if is_measured(row))
+    # the newest row of the candidate side tells whether the case works now; of the baseline, whether it ever did
+    if not baseline or not new or not is_measured(new[-1]):
+        latest_old = baseline[-1] if baseline else next(reversed(old), None)
+        return uncompared(latest_old, new[-1] if new else None)
+    timings = common_timings(baseline[-1], candidate[-1])
+    if timings is None:
+        old_timers, new_timers = (_timers(rows[-1]) for rows in (baseline, candidate))
+        text = "measured by {}"
+        return Uncompared(
+            case=new[-1].case,
+            lack="not comparable",
+            baseline=text.format(old_timers),
+            candidate=text.format(new_timers),
+        )
+    return _Match(baseline, candidate, timings[0].timer)
+
+
+def _timers(row: Row) -> str:
+    assert isinstance(row.outcome, Measured)
+    return ", ".join(timing.timer for timing in row.outcome.timings) or "no timer"
+
+
+def _cells(matches: Sequence[_Match], policy: Policy) -> Iterator[ComparedCell]:
+    sides = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
+    estimates = [
+        estimate_from_history(sessions_of(old), sessions_of(new), confidence=policy.confidence) for old, new in sides
+    ]
+    throttled = [is_throttled(old) or is_throttled(new) for old, new in sides]
+    verdicts = corrected([decide(one, policy) for one in estimates], throttled, policy)
+    for match, verdict in zip(matches, verdicts, strict=True):
+        memory, no_memory = memory_verdict(match.baseline[-1], match.candidate[-1])
+        notes = row_notes(match.baseline[-1], match.candidate[-1])
+        yield ComparedCell(
+            baseline=match.baseline[-1].case,
+            candidate=match.candidate[-1].case,
+            timer=match.timer,
+            route="stored",
+            verdict=verdict,
+            memory=memory,
+            notes=(*([no_memory] if no_memory else []), *notes),
+        )
+
+
+def _shared_runs(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> list[str]:
+    shared = {record.run_id for record in baseline} & {record.run_id for record in candidate}
+    return [f"run {run_id} stands on both sides" for run_id in sorted(shared)]

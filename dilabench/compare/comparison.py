@@ -1,0 +1,109 @@
+"""What a comparison comes to: verdicts on cells, and by name every row that got none."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dilabench.results import Case, Failed, Measured, Row, Skipped
+from dilabench.stats.memory import MemoryVerdict
+from dilabench.stats.verdicts import Verdict
+
+Route = Literal["interleaved", "stored"]
+Lack = Literal["missing", "new", "skipped", "failed", "wrong output", "not comparable"]
+
+ABSENT = "not in the record"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedCell:
+    """One case against its baseline: the same case in other records, or another case of the same cell.
+
+    route: "interleaved" when both sides took turns in the same rounds, "stored" when the sessions lie apart. memory is
+    None where a side has no peak, or the peaks were taken in different ways. notes: warnings of the rows themselves.
+    """
+
+    baseline: Case
+    candidate: Case
+    timer: str
+    route: Route
+    verdict: Verdict
+    memory: MemoryVerdict | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncompared:
+    """A case without a verdict: what it is on each side, and what the candidate side lacks.
+
+    regressed: the baseline was measured and the candidate was not, so something that used to work may be broken.
+    """
+
+    case: Case
+    lack: Lack
+    baseline: str
+    candidate: str
+    regressed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All verdicts of one comparison, corrected together, and everything that must be said beside them."""
+
+    cells: tuple[ComparedCell, ...]
+    uncompared: tuple[Uncompared, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def flagged(self) -> tuple[Case, ...]:
+        """Candidates that look slower and are to be measured once more."""
+        return tuple(cell.candidate for cell in self.cells if cell.verdict.flagged)
+
+
+def is_measured(row: Row | None) -> bool:
+    """The row has samples of an output that was verified."""
+    return row is not None and isinstance(row.outcome, Measured) and row.outcome.verification.passed
+
+
+def is_wrong(row: Row | None) -> bool:
+    """The row did not pass verification."""
+    if row is None:
+        return False
+    outcome = row.outcome
+    if isinstance(outcome, Failed):
+        return outcome.stage == "verify"
+    return isinstance(outcome, Measured) and not outcome.verification.passed
+
+
+def ending(row: Row | None) -> str:
+    """How a row ended, in a few words."""
+    if row is None:
+        return ABSENT
+    outcome = row.outcome
+    if isinstance(outcome, Skipped):
+        return f"skipped: {outcome.why}"
+    if isinstance(outcome, Failed):
+        return f"failed at {outcome.stage}: {outcome.why}"
+    return "measured" if outcome.verification.passed else "measured, but the output is wrong"
+
+
+def lack_of(candidate: Row | None) -> Lack | None:
+    """What a candidate's row lacks to be compared; None when it was measured."""
+    if is_wrong(candidate):
+        return "wrong output"
+    if candidate is None:
+        return "missing"
+    if is_measured(candidate):
+        return None
+    return "failed" if isinstance(candidate.outcome, Failed) else "skipped"
+
+
+def uncompared(baseline: Row | None, candidate: Row | None) -> Uncompared:
+    """The entry of a case that was not measured on both sides; at least one row is there."""
+    some = candidate or baseline
+    assert some is not None
+    return Uncompared(
+        case=some.case,
+        lack=lack_of(candidate) or "new",
+        baseline=ending(baseline),
+        candidate=ending(candidate),
+        regressed=is_measured(baseline) and not is_measured(candidate),
+    )

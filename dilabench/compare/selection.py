@@ -1,0 +1,30 @@
+"""Which cases a text names."""
+
+from collections.abc import Callable, Sequence
+
+from dilabench.results import Case
+
+Selection = Callable[[Case], bool]
+
+
+def everything(case: Case) -> bool:  # noqa: ARG001
+    """No choice at all."""
+    return True
+
+
+def selection(texts: Sequence[str]) -> Selection:
+    """Cases that contain any of the texts in their name; all words of one text must be there, in any order.
+
+    The name holds implementation, backend, shape label, pattern, mode and case id, so that "strided 8K fp32" works.
+    """
+    if not texts:
+        return everything
+    wanted = [text.lower().split() for text in texts]
+    return lambda case: any(all(word in searchable(case) for word in words) for words in wanted)
+
+
+def searchable(case: Case) -> str:
+    """The text in which a selection looks."""
+    workload = case.workload
+    parts = (case.implementation, case.backend or "", workload.label(), workload.pattern.kind, workload.mode)
+    return " ".join((*parts, case.case_id)).lower()

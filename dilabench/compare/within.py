@@ -1,0 +1,161 @@
+"""Rows of one record against each other: they took turns in the same rounds, so drift and load cancel.
+
+Several records of the same request may be given; each adds its sessions.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dilabench.compare.comparison import ComparedCell, Comparison, Uncompared, ending, is_measured, lack_of
+from dilabench.compare.pairing import Pairing, common_timings, pair, sessions_of
+from dilabench.compare.selection import Selection, everything
+from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
+from dilabench.errors import unknown_name
+from dilabench.results import Case, Row, RunRecord, Timing
+from dilabench.stats.decide import decide, judge_many
+from dilabench.stats.history import estimate_from_history
+from dilabench.stats.policy import Policy
+from dilabench.stats.verdicts import Verdict
+
+By = Literal["implementation", "backend", "optimizations"]
+DIMENSIONS: tuple[By, ...] = ("implementation", "backend", "optimizations")
+PLAIN_METHODS = ("gather", "gather-multihead")
+
+
+@dataclass(frozen=True, slots=True)
+class _Duel:
+    """Two cases of one cell with their timings in every record that measured both."""
+
+    baseline: Row
+    candidate: Row
+    timings: tuple[tuple[Timing, Timing], ...]
+
+
+def compare_within(
+    records: Sequence[RunRecord],
+    *,
+    policy: Policy,
+    by: By = "implementation",
+    base: str | None = None,
+    select: Selection = everything,
+) -> Comparison:
+    """Every row against the baseline row of its cell.
+
+    by: what may differ inside a pair. base: its value on the baseline side; by default the plain method, else whatever
+    the record has first. Raises ConfigError when no row has that value.
+    """
+    rows = [{row.case.case_id: row for row in record.rows} for record in records]
+    first = {case_id: row for record in reversed(rows) for case_id, row in record.items()}
+    chosen = [row for row in first.values() if select(row.case)]
+    if base is not None and not any(_value(row.case, by) == base for row in first.values()):
+        raise unknown_name(f"baseline {by}", base, {_value(row.case, by) for row in first.values()})
+    duels: list[_Duel] = []
+    rest: list[Uncompared] = []
+    for group in _groups(chosen, by):
+        for baseline, candidate in _facing(group, by, base):
+            duel = _duel(baseline, candidate, rows)
+            if isinstance(duel, _Duel):
+                duels.append(duel)
+            else:
+                rest.append(duel)
+    return Comparison(cells=tuple(_cells(duels, policy)), uncompared=tuple(rest))
+
+
+def _groups(rows: Sequence[Row], by: By) -> list[list[Row]]:
+    """Rows that may face each other: the same workload, taking the same inputs, and alike in the other dimensions."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        # an implementation brings its backend with it, the other two are compared with all else equal
+        fixed = [] if by == "implementation" else [_value(row.case, one) for one in DIMENSIONS if one != by]
+        groups.setdefault((row.case.cell_id, row.planned.labels.get("takes", "heads"), *fixed), []).append(row)
+    return list(groups.values())
+
+
+def _facing(group: Sequence[Row], by: By, base: str | None) -> Iterator[tuple[Row | None, Row]]:
+    """(baseline, candidate) for every candidate of a group; a baseline of the candidate's own backend is preferred."""
+    named = base or _default_base(group, by)
+    baselines = [row for row in group if _value(row.case, by) == named]
+    baselines.sort(key=lambda row: not is_measured(row))
+    candidates = [row for row in group if _value(row.case, by) != named]
+    for candidate in candidates:
+        alike = [row for row in baselines if _alike(row.case, candidate.case) and is_measured(row)]
+        yield next(iter([*alike, *baselines]), None), candidate
+    if not candidates:
+        yield None, baselines[0]
+
+
+def _default_base(group: Sequence[Row], by: By) -> str:
+    measured = [_value(row.case, by) for row in group if is_measured(row)]
+    plain = [name for name in measured if name in PLAIN_METHODS]
+    return next(iter([*plain, *measured]), _value(group[0].case, by))
+
+
+def _alike(one: Case, other: Case) -> bool:
+    return (one.backend, one.optimizations) == (other.backend, other.optimizations)
+
+
+def _value(case: Case, by: By) -> str:
+    if by == "optimizations":
+        switched = case.optimizations.model_dump(exclude_defaults=True)
+        return ",".join(f"{name}={value}" for name, value in switched.items()) or "default"
+    return case.implementation if by == "implementation" else case.backend or "none"
+
+
+def _duel(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]]) -> _Duel | Uncompared:
+    """Everything that the records hold on a pair, or why there is nothing."""
+    if baseline is None:
+        other = "nothing in its cell to compare with"
+        return Uncompared(case=candidate.case, lack="not comparable", baseline=other, candidate=ending(candidate))
+    ids = baseline.case.case_id, candidate.case.case_id
+    both = [(record[ids[0]], record[ids[1]]) for record in records if all(one in record for one in ids)]
+    measured = [(one, other) for one, other in both if is_measured(one) and is_measured(other)]
+    if not measured:
+        return Uncompared(
+            case=candidate.case,
+            lack=lack_of(candidate) or "not comparable",
+            baseline=f"{baseline.case.implementation} {ending(baseline)}",
+            candidate=ending(candidate),
+        )
+    timings = [found for one, other in measured if (found := common_timings(one, other))]
+    same_timer = [found for found in timings if found[0].timer == timings[0][0].timer]
+    if not same_timer:
+        text = "not measured by the same timer"
+        return Uncompared(case=candidate.case, lack="not comparable", baseline=text, candidate=text)
+    return _Duel(measured[-1][0], measured[-1][1], tuple(same_timer))
+
+
+def _cells(duels: Sequence[_Duel], policy: Policy) -> Iterator[ComparedCell]:
+    pairings = [pair(duel.timings) for duel in duels]
+    paired = iter(judge_many([one.cell for one in pairings if one.cell is not None], policy))
+    verdicts = [
+        next(paired) if one.cell is not None else _apart(duel, policy)
+        for duel, one in zip(duels, pairings, strict=True)
+    ]
+    final = corrected(verdicts, [one.throttled for one in pairings], policy)
+    for duel, pairing, verdict in zip(duels, pairings, final, strict=True):
+        memory, no_memory = memory_verdict(duel.baseline, duel.candidate)
+        notes = [*_pairing_notes(pairing), *([no_memory] if no_memory else [])]
+        yield ComparedCell(
+            baseline=duel.baseline.case,
+            candidate=duel.candidate.case,
+            timer=duel.timings[0][0].timer,
+            route="stored" if pairing.cell is None else "interleaved",
+            verdict=verdict,
+            memory=memory,
+            notes=(*notes, *row_notes(duel.baseline, duel.candidate)),
+        )
+
+
+def _apart(duel: _Duel, policy: Policy) -> Verdict:
+    """Cases of one cell that did not take turns (one did not fit beside the other, say) are compared by sessions."""
+    baseline, candidate = zip(*duel.timings, strict=True)
+    estimate = estimate_from_history(sessions_of(baseline), sessions_of(candidate), confidence=policy.confidence)
+    return decide(estimate, policy)
+
+
+def _pairing_notes(pairing: Pairing) -> Iterator[str]:
+    if pairing.cell is None:
+        yield "the two did not take turns in the same rounds, so they are compared as if measured at different times"
+    elif pairing.left_out:
+        yield f"{pairing.left_out} rounds without a sound partner were left out"

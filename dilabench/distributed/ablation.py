@@ -1,0 +1,69 @@
+"""What a parallel call costs without its communication, and without its computation.
+
+exposed communication = the whole call - computation alone; it is hidden where communication alone is longer than that.
+Results computed this way are wrong on purpose: never verify or report anything but their time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import LoadedBackend
+from dilabench.distributed.world import Pending, World
+from dilabench.spec import UNBOUNDED, Window
+
+
+class MuteWorld(World):
+    """A world that sends nothing: what should arrive is whatever lies in memory."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, world: World) -> MuteWorld:
+        """The same ranks; small facts are still shared."""
+        return cls(
+            world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s
+        )
+
+    def swap(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
+    ) -> Pending:
+        """Nothing is sent."""
+        return Pending(())
+
+    def all_to_all(
+        self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str
+    ) -> tuple[Tensor, Pending]:
+        """Nothing is sent."""
+        return flat.new_empty(sum(take)), Pending(())
+
+
+def idle(backend: LoadedBackend) -> LoadedBackend:
+    """The backend without its kernels: results of the right shapes, never computed."""
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        B, M, H, _ = q.shape
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return torch.empty_like(q), q.new_empty((B, H, M), dtype=lse_dtype)
+
+    def attend_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    return replace(backend, attend=attend, attend_backward=attend_backward)

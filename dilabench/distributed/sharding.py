@@ -1,0 +1,114 @@
+"""Which rank holds which positions of a sequence, and how tensors are cut up and put together again.
+
+A rank's part is a tuple of spans, in the order of its local rows. Parts differ in size where N does not divide: nothing
+is padded, so nothing that is padding can be attended. Spans of a rank always rise, so local order is global order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions start, start + step, ... below stop; the first is row `row` of the rank that holds it."""
+
+    start: int
+    stop: int
+    step: int = 1
+    row: int = 0
+
+    @property
+    def length(self) -> int:
+        """How many positions."""
+        return max(0, -(-(self.stop - self.start) // self.step))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The spans of every rank."""
+
+    parts: tuple[tuple[Span, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.parts)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Positions that each rank holds."""
+        return tuple(sum(span.length for span in part) for part in self.parts)
+
+    def take(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """A rank's rows of a whole tensor, contiguous."""
+        pieces = [_positions(x, span, dim) for span in self.parts[rank]]
+        if not pieces:
+            return x.narrow(dim, 0, 0).contiguous()
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)).contiguous()
+
+    def join(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole tensor of all ranks' rows: the inverse of `take`. Raises ValueError for rows that do not fit."""
+        found = [shard.shape[dim] for shard in shards]
+        if found != list(self.rows):
+            raise ValueError(f"ranks hold {list(self.rows)} rows, but the shards have {found}")
+        shape = list(shards[0].shape)
+        shape[dim] = sum(self.rows)
+        whole = shards[0].new_empty(shape)
+        for part, shard in zip(self.parts, shards, strict=True):
+            for span in part:
+                _positions(whole, span, dim).copy_(shard.narrow(dim, span.row, span.length))
+        return whole
+
+
+def contiguous(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
+    """Every sequence (start, end) in `size` successive parts: one per rank, in order."""
+    return _dealt(bounds, size, size, lambda chunk: chunk)
+
+
+def zigzag(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
+    """Every sequence in 2P chunks; rank r holds chunks r and 2P-1-r, so that causal work is the same on every rank.
+
+    The dialect of ring-flash-attention, torch's context_parallel and USP (not nnscaler's).
+    """
+    return _dealt(bounds, size, 2 * size, lambda chunk: min(chunk, 2 * size - 1 - chunk))
+
+
+def striped(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
+    """Position t of a sequence on rank t mod P."""
+    parts: list[list[Span]] = [[] for _ in range(size)]
+    for start, end in bounds:
+        for rank in range(size):
+            _hold(parts[rank], start + rank, end, size)
+    return Shards(tuple(map(tuple, parts)))
+
+
+def _dealt(bounds: Sequence[tuple[int, int]], size: int, chunks: int, owner: Callable[[int], int]) -> Shards:
+    parts: list[list[Span]] = [[] for _ in range(size)]
+    for start, end in bounds:
+        for chunk in range(chunks):
+            edges = [start + (end - start) * edge // chunks for edge in (chunk, chunk + 1)]
+            _hold(parts[owner(chunk)], edges[0], edges[1], 1)
+    return Shards(tuple(map(tuple, parts)))
+
+
+def _hold(part: list[Span], start: int, stop: int, step: int) -> None:
+    """Add a span to a rank's part; neighbours become one, empty ones nothing."""
+    if start >= stop:
+        return
+    row = part[-1].row + part[-1].length if part else 0
+    if part and step == 1 and part[-1].step == 1 and part[-1].stop == start:
+        part[-1] = Span(part[-1].start, stop, 1, part[-1].row)
+    else:
+        part.append(Span(start, stop, step, row))
+
+
+def _positions(x: Tensor, span: Span, dim: int) -> Tensor:
+    index = [slice(None)] * x.ndim
+    index[dim] = slice(span.start, span.stop, span.step)
+    return x[tuple(index)]

@@ -1,0 +1,194 @@
+"""The ranks that compute one problem together: who they are, and how tensors get from one to another.
+
+Everything goes through torch.distributed (NCCL for CUDA, gloo for the CPU) and is counted. Point-to-point messages are
+always batched: a send before a receive on every rank would wait for ever. Nothing is sent to oneself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilabench.distributed.failures import RanksDisagreeError
+from dilabench.distributed.traffic import Traffic
+
+DEFAULT_TIMEOUT_S = 120.0
+
+
+class Pending:
+    """Messages on their way. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived."""
+
+    def __init__(self, works: Sequence[Any], kept: Sequence[Tensor] = ()) -> None:
+        self._works = works
+        self._kept = kept
+
+    def wait(self) -> None:
+        """Return when the received tensors may be used. Raises RuntimeError when a peer is gone or too slow."""
+        for work in self._works:
+            work.wait()
+        self._works, self._kept = (), ()
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among `size` ranks. A world of one has no process group and sends nothing.
+
+    `control`: a gloo group for small facts (sizes, times, failures), so that asking never waits for the device.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> World:
+        """The world of a process without peers."""
+        return cls(0, 1, torch.device(device))
+
+    @classmethod
+    def join(
+        cls, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> World:
+        """Meet the other ranks at a store and warm the communicators up, so that no first call pays for them.
+
+        Every wait in this world ends after `timeout_s` seconds with an error. Leave with `close`.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        store.set_timeout(timeout)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("world", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+        try:
+            control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+            world = cls(rank, size, device, dist.group.WORLD, control, timeout_s=timeout_s)
+            world._warm_up()
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+        return world
+
+    def close(self) -> None:
+        """Leave the world. Also right after a failure: then nothing is waited for."""
+        if self.group is not None and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+    def swap(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
+    ) -> Pending:
+        """Send contiguous tensors to peers and receive into contiguous tensors from peers, all in one batch."""
+        operations = [
+            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer)
+            for peer, tensors in receives.items()
+            for tensor in tensors
+        ]
+        operations += [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer)
+            for peer, tensors in sends.items()
+            for tensor in tensors
+        ]
+        if not operations:
+            return Pending(())
+        self.traffic.add(kind, sent=_nbytes(sends), received=_nbytes(receives))
+        kept = [tensor for tensors in sends.values() for tensor in tensors]
+        return Pending(dist.batch_isend_irecv(operations), kept)
+
+    def all_to_all(
+        self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str
+    ) -> tuple[Tensor, Pending]:
+        """Send `give[p]` elements of a flat tensor to each rank p, receive `take[p]` from it; asynchronous.
+
+        Elements for oneself are copied with the rest but not counted.
+        """
+        # A fresh buffer: `empty_like` of a view would keep strides that gloo writes past.
+        received = flat.new_empty(sum(take))
+        if self.size == 1:
+            received.copy_(flat)
+            return received, Pending(())
+        item = flat.element_size()
+        self.traffic.add(
+            kind,
+            sent=item * (sum(give) - give[self.rank]),
+            received=item * (sum(take) - take[self.rank]),
+        )
+        work = dist.all_to_all_single(received, flat, list(take), list(give), group=self.group, async_op=True)
+        return received, Pending([work], [flat])
+
+    def all_gather(self, shard: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Every rank's tensor, of the given shapes, on every rank."""
+        counts = [torch.Size(size).numel() for size in sizes]
+        flat = shard.contiguous().view(-1)
+        everywhere = flat.repeat(self.size)
+        received, pending = self.all_to_all(everywhere, [flat.numel()] * self.size, counts, "whole")
+        pending.wait()
+        return [part.view(tuple(size)) for part, size in zip(received.split(counts), sizes, strict=True)]
+
+    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks."""
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=self.group)
+
+    def share(self, fact: Any) -> list[Any]:
+        """A small picklable fact of every rank, in the order of ranks."""
+        if self.size == 1:
+            return [fact]
+        facts: list[Any] = [None] * self.size
+        dist.all_gather_object(facts, fact, group=self.control)
+        return facts
+
+    def agree(self, what: str, fact: Any) -> None:
+        """Compare a fact over all ranks. Raises RanksDisagreeError on every rank when they differ."""
+        facts = self.share(fact)
+        if any(other != facts[0] for other in facts):
+            told = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(facts))
+            raise RanksDisagreeError(f"ranks disagree on {what}: {told}; give every rank the same request")
+
+    def max_over_ranks(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The element-wise maximum of every rank's numbers: a parallel call takes as long as its slowest rank."""
+        return tuple(max(column) for column in zip(*self.share(list(values)), strict=True))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here, with the device's work done. Raises RuntimeError when one does not come."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.size > 1:
+            dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
+
+    def _warm_up(self) -> None:
+        """Every kind of operation once, with every peer: NCCL connects at the first use."""
+        if self.size == 1:
+            return
+        token = torch.ones(self.size, device=self.device)
+        dist.all_reduce(token, group=self.group)
+        self.all_to_all(token, [1] * self.size, [1] * self.size, "warm up")[1].wait()
+        for distance in range(1, self.size):
+            inbox = torch.empty_like(token)
+            peers = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            self.swap({peers[0]: [token]}, {peers[1]: [inbox]}, "warm up").wait()
+        self.barrier()
+        self.traffic.clear()
+
+
+def _nbytes(tensors: Mapping[int, Sequence[Tensor]]) -> int:
+    return sum(tensor.nbytes for several in tensors.values() for tensor in several)

@@ -1,0 +1,78 @@
+"""`ring-multihead`: projections around the overlapping ring, on shards of embeddings.
+
+Projections work on each token by itself, so they need no communication forward. Each rank's parameter gradients are
+those of its own tokens; they are summed over the ranks in the backward pass, as data parallelism does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dilabench.contracts import BuildContext
+from dilabench.distributed.sharding import Shards
+from dilabench.distributed.world import World
+from dilabench.impls.multihead import SEED, ProjectedAttention
+from dilabench.impls.ring import overlap, zigzag
+from dilabench.impls.ring.function import ShardedAttention
+from dilabench.spec import Workload
+
+
+class ShardedProjection(nn.Module):
+    """A `ProjectedAttention` on shards of embeddings [B, N_local, E], with the same parameters on every rank.
+
+    Parameter gradients come out summed over the ranks: what one device would have.
+    """
+
+    def __init__(self, module: ProjectedAttention, attention: ShardedAttention) -> None:
+        super().__init__()
+        self.module = module
+        self._core = attention
+
+    @property
+    def shards(self) -> Shards:
+        """Which positions each rank holds."""
+        return self._core.shards
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+        return self._core.world
+
+    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor:
+        """[B, N_local, E] of query [B, N_local, E]; key and value as in `ProjectedAttention`."""
+        names, parameters = zip(*self.module.named_parameters(), strict=True)
+        shared = _SummedGradients.apply(self.world, *parameters)
+        by_name = dict(zip(names, shared, strict=True))
+        return torch.func.functional_call(self.module, by_name, (query, key, value))
+
+
+class _SummedGradients(torch.autograd.Function):
+    """The parameters themselves; their gradients summed over the ranks in one flat buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, world: World, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.world = world
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        ctx.world.sum_in_place([flat])
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
+
+
+def build(workload: Workload, context: BuildContext) -> ShardedProjection:
+    """Causal dense attention on zigzag shards, everything else in order."""
+    algorithm = zigzag if workload.causal and workload.pattern.kind == "dense" else overlap
+    attention = algorithm.build(workload, context)
+    module = ProjectedAttention(
+        workload.num_heads * workload.head_dim, workload.num_heads, attention, num_kv_heads=workload.num_kv_heads
+    )
+    module.reset_parameters(torch.Generator().manual_seed(SEED))
+    return ShardedProjection(module.to(context.device, getattr(torch, workload.dtype)), attention)

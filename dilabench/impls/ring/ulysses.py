@@ -1,0 +1,152 @@
+"""`ulysses`: ranks trade their part of the sequence for their part of the heads, attend, and trade back.
+
+One all-to-all before and one after; in between every rank sees whole sequences. Query heads are dealt in order, sizes
+differing by at most one; a key/value head goes to every rank that holds one of its query heads, and its gradients are
+summed by the rank that holds the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.distributed.sharding import Shards, contiguous
+from dilabench.distributed.world import World
+from dilabench.impls.branches import branches_of
+from dilabench.impls.ring.function import ShardedAttention
+from dilabench.impls.ring.plan import pieces_between
+from dilabench.impls.ring.share import Share
+from dilabench.impls.ring.sums import Softmax, Sum, wide
+from dilabench.spec import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDeal:
+    """Which query heads each rank attends with, and which key/value heads they read."""
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, size: int) -> HeadDeal:
+        """H heads over P ranks, in order."""
+        group = num_heads // num_kv_heads
+        queries = tuple(range(num_heads * rank // size, num_heads * (rank + 1) // size) for rank in range(size))
+        keys = tuple(range(heads.start // group, -(-heads.stop // group)) if heads else range(0) for heads in queries)
+        return cls(queries, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses:
+    """`function.Algorithm` by two all-to-alls per pass; `inner` is the share of a rank that holds whole sequences."""
+
+    world: World
+    shards: Shards
+    deal: HeadDeal
+    inner: Share
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """out, lse, and this rank's heads of q, k, v, out and lse over the whole sequence."""
+        deal = self.deal
+        whole_q, whole_k, whole_v = self._to_heads((q, k, v), (deal.queries, deal.keys, deal.keys))
+        results = Softmax(whole_q)
+        self.inner.attend(self.inner.own, results, whole_q, whole_k, whole_v)
+        whole_out, whole_lse = results.finish()
+        (out,) = self._to_tokens((whole_out,), (deal.queries,), q.shape[0])
+        (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (deal.queries,), q.shape[0])
+        lse_by_head = lse.squeeze(-1).transpose(1, 2).contiguous()
+        return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's shards."""
+        deal, (whole_q, whole_k, whole_v, whole_out, whole_lse) = self.deal, kept
+        (whole_dout,) = self._to_heads((dout,), (deal.queries,))
+        sums = Sum.like(whole_q), Sum.like(whole_k), Sum.like(whole_v)
+        own = self.inner.own
+        self.inner.attend_backward(own, sums, whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
+        parts = tuple(total.finish() for total in sums)
+        dq, dk, dv = self._to_tokens(parts, (deal.queries, deal.keys, deal.keys), q.shape[0])
+        return dq, dk, dv
+
+    def _to_heads(self, tensors: Sequence[Tensor], deals: Sequence[tuple[range, ...]]) -> list[Tensor]:
+        """Local tokens of all heads [B, N_local, ·, D] -> all tokens of this rank's heads [B, N, ·, D]."""
+        B, _, _, D = tensors[0].shape
+        rows, rank = self.shards.rows, self.world.rank
+        give = [[x[:, :, _slice(deal[peer])] for x, deal in zip(tensors, deals, strict=True)] for peer in self._peers]
+        shapes = [[(B, rows[peer], len(deal[rank]), D) for deal in deals] for peer in self._peers]
+        arrived = self._trade(give, shapes)
+        return [self.shards.join([arrived[peer][index] for peer in self._peers]) for index in range(len(tensors))]
+
+    def _to_tokens(self, tensors: Sequence[Tensor], deals: Sequence[tuple[range, ...]], B: int) -> list[Tensor]:
+        """The way back: all tokens of this rank's heads -> local tokens of all heads, summed where a head has copies."""
+        D = tensors[0].shape[-1]
+        own_rows = self.shards.rows[self.world.rank]
+        give = [[self.shards.take(x, peer) for x in tensors] for peer in self._peers]
+        shapes = [[(B, own_rows, len(deal[peer]), D) for deal in deals] for peer in self._peers]
+        arrived = self._trade(give, shapes)
+        return [_gathered_heads([parts[index] for parts in arrived], deal) for index, deal in enumerate(deals)]
+
+    def _trade(
+        self, give: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """Give each peer its tensors and get those of the given shapes, in one collective."""
+        flat = torch.cat([x.flatten() for tensors in give for x in tensors])
+        sizes = [[torch.Size(shape).numel() for shape in several] for several in shapes]
+        received, pending = self.world.all_to_all(
+            flat, [sum(x.numel() for x in tensors) for tensors in give], [sum(several) for several in sizes], "heads"
+        )
+        pending.wait()
+        parts = iter(received.split([size for several in sizes for size in several]))
+        return [[next(parts).view(shape) for shape in several] for several in shapes]
+
+    @property
+    def _peers(self) -> range:
+        return range(self.world.size)
+
+
+def build(workload: Workload, context: BuildContext) -> ShardedAttention:
+    """Rank r holds the r-th part of every sequence. Dense and dilated patterns, padded and packed."""
+    world = context.world or World.alone(context.device)
+    shards = contiguous(workload.sequences, world.size)
+    deal = HeadDeal.of(workload.num_heads, workload.num_kv_heads, world.size)
+    inner = _inner_share(workload, context, deal.queries[world.rank], deal.keys[world.rank])
+    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, inner))
+
+
+def _inner_share(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Share:
+    """The calls of some heads over whole sequences; they keep the residues that they have among all heads."""
+    whole = contiguous(workload.sequences, 1)
+    branches = []
+    for branch in branches_of(workload):
+        places = tuple(
+            place._replace(head=place.head - heads.start, kv_head=place.kv_head - kv_heads.start)
+            for place in branch.places
+            if place.head in heads
+        )
+        if places:
+            branches.append(replace(branch, places=places))
+    own = pieces_between(workload, whole, 0, 0, branches)
+    alone = World.alone(context.device)
+    return Share(workload, whole, alone, context.require_backend(), None, own, {}, {}, {})
+
+
+def _slice(heads: range) -> slice:
+    return slice(heads.start, heads.stop)
+
+
+def _gathered_heads(parts: Sequence[Tensor], deal: Sequence[range]) -> Tensor:
+    """[B, n, ·, D] of each rank's heads -> [B, n, H, D]; a head that several ranks had is summed in float32."""
+    total = max(heads.stop for heads in deal)
+    if sum(len(heads) for heads in deal) == total:
+        return torch.cat(list(parts), 2)
+    B, rows, _, D = parts[0].shape
+    result = torch.zeros(B, rows, total, D, dtype=wide(parts[0].dtype), device=parts[0].device)
+    for part, heads in zip(parts, deal, strict=True):
+        result[:, :, _slice(heads)] += part
+    return result.to(parts[0].dtype)

@@ -1,0 +1,83 @@
+"""Block masks from files: `.npy`, or `.json` with lists of key blocks. `numpy` is imported on use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dilabench.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Mask = NDArray[np.bool_]
+
+
+def mask_digest(path: Path) -> str:
+    """SHA-256 (16 hex digits) of a mask file's bytes; raises ConfigError when it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(f"mask file {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def read_mask_file(path: Path, blocks: int) -> Mask:
+    """Read a block mask: `.npy` of bool or 0/1 integers, [n, n] or [heads, n, n]; or `.json`.
+
+    JSON: a list of key blocks per row, [[0], [0, 1], ...], for all heads, or one such list per head.
+    Raises ConfigError with the place of the mistake.
+    """
+    import numpy as np
+
+    try:
+        if path.suffix == ".json":
+            mask = _from_lists(json.loads(path.read_text()), blocks, path)
+        else:
+            mask = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise ConfigError(f"mask file {str(path)!r} cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"mask file {str(path)!r} is not a valid {path.suffix or 'npy'} file: {error}") from None
+    if mask.dtype != bool:
+        if not np.issubdtype(mask.dtype, np.integer) or not np.isin(mask, (0, 1)).all():
+            raise ConfigError(f"mask file {str(path)!r} holds {mask.dtype}; a block mask is bool, or integers 0 and 1")
+        mask = mask.astype(bool)
+    if mask.ndim == 2:
+        mask = mask[None]
+    if mask.ndim != 3:
+        raise ConfigError(f"mask file {str(path)!r} has {mask.ndim} dimensions; it must be [n, n] or [heads, n, n]")
+    return mask
+
+
+def _from_lists(content: Any, blocks: int, path: Path) -> Mask:
+    import numpy as np
+
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"mask file {str(path)!r} must hold a list with one list of key blocks per row of blocks")
+    per_head = isinstance(content[0], list) and bool(content[0]) and isinstance(content[0][0], list)
+    heads = content if per_head else [content]
+    mask = np.zeros((len(heads), len(heads[0]), blocks), dtype=bool)
+    for place, key in _entries(heads, path):
+        if place[1] >= mask.shape[1]:
+            raise ConfigError(f"mask file {str(path)!r}: head {place[0]} has more rows than head 0 ({mask.shape[1]})")
+        if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < blocks:
+            raise ConfigError(
+                f"mask file {str(path)!r}, head {place[0]}, row {place[1]}: key block {key!r} is not in 0..{blocks - 1}"
+            )
+        mask[(*place, key)] = True
+    return mask
+
+
+def _entries(heads: list[Any], path: Path) -> Iterator[tuple[tuple[int, int], Any]]:
+    for head, rows in enumerate(heads):
+        for row, keys in enumerate(rows):
+            if not isinstance(keys, list):
+                raise ConfigError(
+                    f"mask file {str(path)!r}, head {head}, row {row}: {keys!r} is not a list of key blocks"
+                )
+            for key in keys:
+                yield (head, row), key

@@ -1,0 +1,136 @@
+"""Finished runs, one immutable compressed file each: `runs/<UTC date>-<run id>.json.gz`. No torch.
+
+They are the truth of the store; the index beside them can always be made again.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dilabench.errors import ConfigError
+from dilabench.refusal import describe
+from dilabench.results import RunRecord
+from dilabench.store.files import store_root, write_whole
+from dilabench.store.migrations import migrated
+
+SUFFIX = ".json.gz"
+_RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
+_STAMP = re.compile(r"^\d{8}T\d{6}Z-|^undated-")
+
+
+class Archive:
+    """The runs of a store. Files are only ever added; one that is damaged hurts no other."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = store_root() if root is None else root
+
+    @property
+    def folder(self) -> Path:
+        """Where the run files are."""
+        return self.root / "runs"
+
+    def add(self, record: RunRecord) -> str:
+        """Keep a record and return its file's name; the same record twice is one file.
+
+        A resumed run has the id of its first part: it gets a file of its own, `<id>+2`, which counts from then on.
+        Raises ConfigError for an id that is no file name, EnvironmentNotReady when it cannot be written.
+        """
+        if not _RUN_ID.fullmatch(record.run_id):
+            raise ConfigError(f"run id {record.run_id!r} is no file name; use letters, digits, '-', '_' and '.'")
+        data = gzip.compress(record.model_dump_json().encode(), mtime=0)
+        versions = {
+            version: name for name in self.names() for run, version in [run_and_version(name)] if run == record.run_id
+        }
+        for name in versions.values():
+            if (self.folder / name).read_bytes() == data:
+                return name
+        version = max(versions, default=0) + 1
+        while True:
+            suffix = "" if version == 1 else f"+{version}"
+            path = self.folder / f"{stamp(record.started_at)}-{record.run_id}{suffix}{SUFFIX}"
+            if write_whole(path, data, replace=False):
+                return path.name
+            version += 1
+
+    def names(self) -> list[str]:
+        """The files' names in the order of their date."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path.name for path in self.folder.iterdir() if path.name.endswith(SUFFIX) and path.name[0] != ".")
+
+    def newest(self) -> list[str]:
+        """The names without those that a later part of the same run replaces."""
+        latest: dict[str, tuple[int, str]] = {}
+        for name in self.names():
+            run, version = run_and_version(name)
+            latest[run] = max(latest.get(run, (0, "")), (version, name))
+        return sorted(name for _, name in latest.values())
+
+    def load(self, name: str) -> RunRecord:
+        """The record of a file; see `read_compressed`."""
+        return read_compressed(self.folder / name)
+
+    def find(self, text: str) -> list[str]:
+        """Names of the runs that a text means: 'latest', a file's name, or the beginning of a run's id or date."""
+        names = self.newest()
+        if text == "latest":
+            return names[-1:]
+        exact = [name for name in self.names() if text in (name, name.removesuffix(SUFFIX))]
+        return exact or [name for name in names if name.startswith(text) or _STAMP.sub("", name).startswith(text)]
+
+
+def stamp(started_at: str) -> str:
+    """A time of ISO 8601 as UTC in a file's name; 'undated' for one that cannot be read."""
+    moment = moment_of(started_at)
+    return moment.strftime("%Y%m%dT%H%M%SZ") if moment else "undated"
+
+
+def moment_of(text: str | None) -> datetime | None:
+    """A time of ISO 8601, taken as UTC where it names no zone; None when it cannot be read."""
+    try:
+        moment = datetime.fromisoformat(text or "")
+        return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def run_and_version(name: str) -> tuple[str, int]:
+    """The run's id and which of its parts this is: '20260102T030405Z-abc+2.json.gz' -> ('abc', 2)."""
+    stem, _, version = _STAMP.sub("", name).removesuffix(SUFFIX).partition("+")
+    return stem, int(version) if version.isdigit() else 1
+
+
+def read_compressed(path: Path) -> RunRecord:
+    """A record from a compressed file, older schema versions included.
+
+    Raises ConfigError naming the file when it is missing, cut short, or no record.
+    """
+    try:
+        document = json.loads(gzip.decompress(path.read_bytes()))
+    except FileNotFoundError:
+        raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise ConfigError(
+            f"run file {str(path)!r} is damaged ({error}); remove it, other runs are not touched"
+        ) from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"run file {str(path)!r} is not a run record: it holds no object")
+    try:
+        return RunRecord.model_validate(migrated(document, path))
+    except ValidationError as error:
+        raise ConfigError(f"run file {str(path)!r} is not a run record: {describe(error, RunRecord)[:300]}") from None
+
+
+def sound_records(archive: Archive, names: list[str]) -> Iterator[tuple[str, RunRecord | ConfigError]]:
+    """Each name with its record, or with the error that says why there is none."""
+    for name in names:
+        try:
+            yield name, archive.load(name)
+        except ConfigError as error:
+            yield name, error

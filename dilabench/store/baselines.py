@@ -1,0 +1,97 @@
+"""Named baselines: `baselines.toml`, a name for one or more stored runs. No torch.
+
+Several runs under one name are the sessions that a gate on time rests on.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dilabench.errors import ConfigError, EnvironmentNotReady, unknown_name
+from dilabench.spec import Model
+from dilabench.store.files import locked, write_whole
+
+FILENAME = "baselines.toml"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+
+
+class Baseline(Model):
+    """A name's runs, as file names of the archive, oldest first, and when it was last changed (ISO 8601)."""
+
+    runs: tuple[str, ...]
+    saved_at: str
+
+
+class Baselines:
+    """The baselines of a store. Every change is read, made and written under one lock."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / FILENAME
+
+    def all(self) -> dict[str, Baseline]:
+        """The baselines by name. Raises ConfigError when the file cannot be read."""
+        try:
+            tables = tomllib.loads(self.path.read_text(encoding="utf-8"))
+            return {name: Baseline.model_validate(table) for name, table in tables.items()}
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise EnvironmentNotReady(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+            first = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{str(self.path)!r} cannot be understood ({first}); mend it, or remove it and save the baselines "
+                "again (the runs themselves are kept)"
+            ) from None
+
+    def get(self, name: str) -> Baseline:
+        """A baseline by name; raises ConfigError with the nearest names when there is none."""
+        known = self.all()
+        if name not in known:
+            raise unknown_name("baseline", name, known)
+        return known[name]
+
+    def save(self, name: str, runs: Sequence[str], now: str, *, add: bool = False, replace: bool = False) -> Baseline:
+        """Give runs a name. A name that exists is kept unless runs are added to it or it is replaced.
+
+        Raises ConfigError for a name that is taken or impossible, EnvironmentNotReady when it cannot be written.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is not a baseline name; use letters, digits, '-', '_' and '.'")
+        with locked(self.path):
+            known = self.all()
+            old = known.get(name)
+            if old and not (add or replace):
+                raise ConfigError(
+                    f"baseline {name!r} exists (saved {old.saved_at}, {len(old.runs)} runs); "
+                    "use --add for more sessions of the same code, or --replace to start over"
+                )
+            kept = old.runs if old and add else ()
+            saved = Baseline(runs=tuple(dict.fromkeys([*kept, *runs])), saved_at=now)
+            self._write({**known, name: saved})
+        return saved
+
+    def remove(self, name: str) -> Baseline:
+        """Forget a name; its runs stay in the archive. Raises ConfigError when there is no such name."""
+        with locked(self.path):
+            known = self.all()
+            if name not in known:
+                raise unknown_name("baseline", name, known)
+            removed = known.pop(name)
+            self._write(known)
+        return removed
+
+    def _write(self, baselines: Mapping[str, Baseline]) -> None:
+        text = "".join(_table(name, baseline.model_dump(mode="json")) for name, baseline in sorted(baselines.items()))
+        write_whole(self.path, text.encode(), replace=True)
+
+
+def _table(name: str, fields: Mapping[str, Any]) -> str:
+    """A TOML table; its texts and lists of texts are written as in JSON."""
+    lines = (f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
+    return f"[{json.dumps(name)}]\n{''.join(lines)}\n"

@@ -1,0 +1,75 @@
+"""Files of the store, written so that a reader sees the whole of one or none of it. No torch."""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dilabench.errors import EnvironmentNotReady
+
+STORE_VARIABLE = "DILABENCH_STORE"
+DEFAULT_STORE = Path("benchmark_results") / "store"
+
+
+def store_root() -> Path:
+    """The store's folder: $DILABENCH_STORE, else benchmark_results/store under the working folder."""
+    return Path(os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
+
+
+def write_whole(path: Path, data: bytes, *, replace: bool) -> bool:
+    """Write a file in one step; without `replace` an existing file stays, and the answer is False.
+
+    Raises EnvironmentNotReady when the disk is full or the folder cannot be written; nothing is left behind then.
+    """
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        if replace:
+            temporary.replace(path)
+            return True
+        # A link fails where the name is taken; a rename would take another writer's file away.
+        os.link(temporary, path)
+        return True
+    except FileExistsError:
+        if path.is_file():
+            return False
+        raise EnvironmentNotReady(f"{str(path.parent)!r} is not a folder; {_way_out()}") from None
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; {_way_out()}"
+        ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file beside `path` while it is read, changed and written; others wait.
+
+    Raises EnvironmentNotReady when the lock file cannot be made.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a")
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"{str(lock)!r} cannot be written: {error.strerror or error}; {_way_out()}"
+        ) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _way_out() -> str:
+    return f"set {STORE_VARIABLE} to a folder that you can write, or free some space"

@@ -1,0 +1,215 @@
+"""A SQLite index of the archive, for questions over many runs. It is a cache: it can always be made again. No torch.
+
+Writers of runs never touch it; whoever asks brings it up to date first. So a kill, a full disk or two writers at once
+cannot harm it, and an index that cannot be read costs only the time to make a new one.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from dilabench.compare.fingerprint import machine_key
+from dilabench.compare.selection import searchable
+from dilabench.errors import ConfigError
+from dilabench.results import Measured, Row, RunRecord
+from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
+
+FILENAME = "history.sqlite"
+VERSION = 1
+WAIT_S = 20.0
+SCHEMA = """
+CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,
+    started_at TEXT, git TEXT, status TEXT, measured INTEGER, rows INTEGER);
+CREATE TABLE cells (file TEXT, case_id TEXT, name TEXT, implementation TEXT, backend TEXT, title TEXT, status TEXT,
+    why TEXT, timer TEXT, p25_ns REAL, median_ns REAL, low_ns REAL, high_ns REAL, samples INTEGER, sessions INTEGER,
+    peak_bytes INTEGER, PRIMARY KEY (file, case_id));
+CREATE INDEX cells_by_case ON cells (case_id);
+"""
+RUN_FIELDS = "file, run_id, suite, device, machine, started_at, git, status, measured, rows"
+CELL_FIELDS = (
+    "case_id, implementation, backend, title, status, why, timer, p25_ns, median_ns, low_ns, high_ns, samples, "
+    "sessions, peak_bytes"
+)
+# A resumed run replaces its first part.
+NEWEST = "NOT EXISTS (SELECT 1 FROM runs later WHERE later.run_id = runs.run_id AND later.version > runs.version)"
+BY_DATE = "ORDER BY started_at, file"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """One run of the archive. machine: key of its hard fingerprint; git: short commit, with '+' when changed."""
+
+    file: str
+    run_id: str
+    suite: str
+    device: str
+    machine: str
+    started_at: str
+    git: str
+    status: str
+    measured: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellEntry:
+    """One case in one run; times are None unless it was measured."""
+
+    run: RunEntry
+    case_id: str
+    implementation: str
+    backend: str | None
+    title: str
+    status: str
+    why: str | None
+    timer: str | None
+    p25_ns: float | None
+    median_ns: float | None
+    low_ns: float | None
+    high_ns: float | None
+    samples: int
+    sessions: int
+    peak_bytes: int | None
+
+
+class HistoryIndex:
+    """The index of an archive, up to date as of its opening. Use it as a context manager."""
+
+    def __init__(self, archive: Archive, tell: Callable[[str], None], *, rebuild: bool = False) -> None:
+        self._archive = archive
+        self._tell = tell
+        self._path = archive.root / FILENAME
+        if rebuild:
+            self._path.unlink(missing_ok=True)
+        self._connection = self._opened()
+
+    def __enter__(self) -> "HistoryIndex":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def runs(self, limit: int | None = None) -> list[RunEntry]:
+        """The runs, oldest first; with a limit, the newest ones."""
+        query = f"SELECT {RUN_FIELDS} FROM runs WHERE {NEWEST} {BY_DATE}"
+        entries = [RunEntry(*row) for row in self._connection.execute(query)]
+        return entries if limit is None else entries[-limit:]
+
+    def cells(self, words: Sequence[str] = ()) -> Iterator[CellEntry]:
+        """The cells whose name holds all the words, oldest first."""
+        runs = {run.file: run for run in self.runs()}
+        where = " AND ".join(["instr(cells.name, ?) > 0"] * len(words)) or "1"
+        query = (
+            f"SELECT file, {CELL_FIELDS} FROM cells JOIN (SELECT file, started_at FROM runs) USING (file) "
+            f"WHERE {where} {BY_DATE}, cells.rowid"
+        )
+        for file, *fields in self._connection.execute(query, [word.lower() for word in words]):
+            if file in runs:
+                yield CellEntry(runs[file], *fields)
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            return self._up_to_date(str(self._path))
+        except sqlite3.OperationalError as error:
+            # Locked for good, on a full or read-only disk: the answer does not depend on the file.
+            self._tell(f"the index {str(self._path)!r} cannot be written ({error}); made one in memory")
+        except sqlite3.DatabaseError as error:
+            self._tell(f"the index {str(self._path)!r} was unreadable ({error}); made anew from the run files")
+            self._path.unlink()
+            return self._up_to_date(str(self._path))
+        return self._up_to_date(":memory:")
+
+    def _up_to_date(self, place: str) -> sqlite3.Connection:
+        if place != ":memory:" and not self._archive.root.is_dir():
+            place = ":memory:"
+        connection = sqlite3.connect(place, timeout=WAIT_S, isolation_level=None)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            _check(connection)
+            self._refresh(connection)
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _refresh(self, connection: sqlite3.Connection) -> None:
+        """Take in the files that are new, drop those that are gone."""
+        known = {file for (file,) in connection.execute("SELECT file FROM runs")}
+        present = self._archive.names()
+        for file in known.difference(present):
+            for table in ("runs", "cells"):
+                connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
+        for file, record in sound_records(self._archive, [name for name in present if name not in known]):
+            if isinstance(record, ConfigError):
+                self._tell(str(record))
+                continue
+            try:
+                cells = _cell_fields(file, record)
+            except ConfigError as error:
+                self._tell(f"run file {file!r} is left out: {error}")
+                continue
+            _insert(connection, "runs", [_run_fields(file, record)])
+            _insert(connection, "cells", cells)
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    """An index of another version, or a damaged one, is emptied; the run files have everything."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == VERSION:
+        with closing(connection.execute("PRAGMA quick_check")) as answer:
+            (state,) = answer.fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError(state)
+        return
+    for table in ("runs", "cells"):
+        connection.execute(f"DROP TABLE IF EXISTS {table}")
+    for statement in SCHEMA.split(";"):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[object, ...]]) -> None:
+    for row in rows:
+        connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+
+
+def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
+    _, version = run_and_version(file)
+    moment, git = moment_of(record.started_at), record.environment.git
+    return (
+        file,
+        version,
+        record.run_id,
+        record.suite,
+        record.device,
+        machine_key(record),
+        moment.isoformat(timespec="seconds") if moment else "",
+        f"{git.sha[:10]}{'+' if git.dirty else ''}" if git else "",
+        record.status,
+        sum(isinstance(row.outcome, Measured) for row in record.rows),
+        len(record.rows),
+    )
+
+
+def _cell_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
+    return [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
+
+
+def _row_fields(row: Row) -> tuple[object, ...]:
+    from dilabench.stats.location import locate
+
+    case, outcome = row.case, row.outcome
+    title = f"{case.workload.label()} {case.workload.pattern.kind} {case.workload.mode}"
+    names = (case.implementation, case.backend, title, outcome.status)
+    if not isinstance(outcome, Measured):
+        return (*names, outcome.why, *(None,) * 5, 0, 0, None)
+    peak = outcome.memory.peak_bytes if outcome.memory else None
+    timing = next((timing for timing in outcome.timings if timing.samples_ns), None)
+    if timing is None:
+        return (*names, None, *(None,) * 5, 0, 0, peak)
+    found = locate(timing.samples_ns)
+    interval = (found.interval.low, found.interval.high) if found.interval else (None, None)
+    sessions = len({slot.session for slot in timing.slots})
+    return (*names, None, timing.timer, found.p25_ns, found.median_ns, *interval, found.n, sessions, peak)

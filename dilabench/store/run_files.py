@@ -1,0 +1,248 @@
+"""Files of a run: rows streamed line by line, the record written in one step, both readable after any death. No torch.
+
+A run's folder is `<UTC time>-<suite>-<run id>/`. It holds `rows.jsonl` (a header line, then a line per finished case)
+and, once the run has ended, `run.json` (the RunRecord).
+"""
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.refusal import describe
+from dilabench.reporters.atomic_file import write_text
+from dilabench.results import Row, RunHeader, RunRecord
+from dilabench.store.migrations import migrated
+
+RECORD_NAME = "run.json"
+ROWS_NAME = "rows.jsonl"
+BUDGET_SKIP = "budget of "
+# So that a nearly full disk is noticed before an hour of measuring, not after it.
+RESERVE_BYTES = 1 << 20
+
+
+class RunFolder:
+    """Where a run writes: `start` makes the folder, `row` is on disk when it returns, `finish` writes the record."""
+
+    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+        self.path = path
+        self._resumed = resumed
+        self._stream: io.FileIO | None = None
+
+    @classmethod
+    def create(cls, base: Path, suite: str, run_id: str, now: datetime | None = None) -> "RunFolder":
+        """A new folder under `base`. Raises EnvironmentNotReady when it cannot be made or written to."""
+        moment = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+        folder = cls(base / f"{moment}-{suite}-{run_id}")
+        with _refused(folder.path):
+            folder.path.mkdir(parents=True)
+            _probe(folder.path)
+        return folder
+
+    @classmethod
+    def resume(cls, run: Path) -> "RunFolder":
+        """The folder of a run to go on with, given as folder or as one of its files."""
+        path = run if run.is_dir() else run.parent
+        if not (path / ROWS_NAME).exists():
+            raise ConfigError(f"{str(run)!r} cannot be resumed: there is no {ROWS_NAME}; name the folder of a run")
+        with _refused(path):
+            _probe(path)
+        return cls(path, resumed=True)
+
+    def start(self, header: RunHeader) -> None:
+        """Write the header line; a resumed run keeps its own, without a line that its death cut short."""
+        path = self.path / ROWS_NAME
+        with _refused(path):
+            self._stream = path.open("ab", buffering=0)
+            if self._resumed:
+                _end_last_line(path)
+                # The rows tell more than this record from now on; `finish` writes it anew.
+                (self.path / RECORD_NAME).unlink(missing_ok=True)
+            else:
+                self._append({"header": header.model_dump(mode="json")})
+
+    def row(self, row: Row) -> None:
+        """Append a row and have the disk keep it. Raises EnvironmentNotReady when it cannot; rows before stay whole."""
+        with _refused(self.path / ROWS_NAME):
+            self._append({"row": row.model_dump(mode="json")})
+
+    def finish(self, record: RunRecord) -> None:
+        """Write run.json in one step and close the stream."""
+        self.close()
+        write_text(self.path / RECORD_NAME, record.model_dump_json(indent=1) + "\n")
+
+    def close(self) -> None:
+        """Close the stream of a run that ends without a record; what was written stays."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def discard_if_empty(self) -> None:
+        """Remove the folder of a run that never wrote anything."""
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        assert self._stream is not None, "start() comes first"
+        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        size = os.fstat(self._stream.fileno()).st_size
+        try:
+            written = self._stream.write(data)
+            if written != len(data):
+                raise OSError(28, "No space left on device")
+            os.fsync(self._stream.fileno())
+        except OSError:
+            # Half a line would hide the next one.
+            os.ftruncate(self._stream.fileno(), size)
+            raise
+
+
+def read_record(run: Path) -> RunRecord:
+    """The record of a run, given as folder, run.json or rows.jsonl; without a run.json, what its rows tell.
+
+    Older schema versions load. Raises ConfigError when there is no run, or one that cannot be read or is too new.
+    """
+    path = run
+    if run.is_dir():
+        path = run / RECORD_NAME if (run / RECORD_NAME).exists() else run / ROWS_NAME
+    if path.name.endswith(".jsonl"):
+        header, rows = read_rows(path)
+        return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
+    text = _text(path)
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not a run record: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{str(path)!r} is not a run record: it holds no object")
+    return _validated(RunRecord, migrated(document, path), path)
+
+
+def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
+    """Header and rows of a rows.jsonl, the latest row of each case. A last line that was cut short is left out.
+
+    Raises ConfigError when there is no header or another line cannot be read.
+    """
+    path = run / ROWS_NAME if run.is_dir() else run
+    header: RunHeader | None = None
+    rows: dict[str, Row] = {}
+    for number, line in _lines(path):
+        if "header" in line:
+            header = header or _validated(RunHeader, migrated(line["header"], path), path)
+        elif "row" in line:
+            row = _validated(Row, line["row"], path, number)
+            rows[row.case.case_id] = row
+    if header is None:
+        raise ConfigError(f"{str(path)!r} has no header line, so it cannot be resumed or reported; start a new run")
+    return header, tuple(rows.values())
+
+
+def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
+    """Rows that `--resume` does not repeat: all but those that the budget left no time for.
+
+    With the header of the run that wants to go on, another device or machine is refused: times would not compare.
+    """
+    old, rows = read_rows(run if run.is_dir() else run.parent)
+    if header is not None:
+        _same_place(old, header)
+    return tuple(
+        row for row in rows if not (row.outcome.status == "skipped" and row.outcome.why.startswith(BUDGET_SKIP))
+    )
+
+
+def _same_place(old: RunHeader, new: RunHeader) -> None:
+    ours, theirs = new.environment.fingerprint_hard, old.environment.fingerprint_hard
+    for field in sorted(ours.keys() & theirs.keys()):
+        if ours[field] != theirs[field]:
+            raise ConfigError(
+                f"run {old.run_id} cannot go on here: its {field} was {theirs[field]!r}, now it is {ours[field]!r}; "
+                "start a new run"
+            )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = _text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)
+        except json.JSONDecodeError:
+            # The last line was being written when the run died.
+            if number == len(lines):
+                continue
+            raise ConfigError(f"{str(path)!r} line {number} cannot be read; remove it and resume") from None
+        if isinstance(document, dict):
+            yield number, document
+
+
+def _end_last_line(path: Path) -> None:
+    """Close a last line that lacks only its line feed, and remove one that the death of the run cut short."""
+    data = path.read_bytes()
+    last = data[data.rfind(b"\n") + 1 :]
+    if not last:
+        return
+    try:
+        json.loads(last)
+    except ValueError:
+        os.truncate(path, len(data) - len(last))
+    else:
+        with path.open("ab", buffering=0) as file:
+            file.write(b"\n")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"run {str(path)!r} cannot be read: {reason}; name a run's folder or its {RECORD_NAME}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """What the system refuses becomes a message with the path and a way out."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; choose another folder with -o"
+        ) from error
+
+
+def _probe(folder: Path) -> None:
+    """Write and remove a file of some size. A folder that was made for nothing is removed as well."""
+    probe = folder / ".probe"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(RESERVE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        probe.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    probe.unlink()
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def _validated(model: type[ModelT], document: Any, path: Path, line: int | None = None) -> ModelT:
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        place = f" line {line}" if line else ""
+        raise ConfigError(
+            f"{str(path)!r}{place} is not what dilabench writes: {describe(error, model)[:500]}"
+        ) from None

@@ -1,0 +1,172 @@
+"""The kit for authors of implementations: `check_implementation` proves one, in your own test suite.
+
+    from dilabench.testing import check_implementation
+
+    def test_my_attention():
+        check_implementation("my-attention")          # by name, once the plug-in is installed
+        check_implementation(my_package.kernel.build) # or the build function itself
+
+Needs torch; `random_workloads` needs hypothesis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dilabench.bench.verify import Oracle, poisoned, summary, verify
+from dilabench.contracts import Build, BuildContext, LoadedBackend
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.registry import Backend, Capabilities, Implementation, load_target
+from dilabench.results import Case, Verification
+from dilabench.spec import DType, Workload
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = ["check_implementation", "odd_workloads", "poisoned", "poisoned_memory", "random_workloads"]
+
+_SHAPE: dict[str, Any] = {"batch_size": 2, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24, "mode": "both"}
+
+
+def odd_workloads(dtype: DType = "float32") -> tuple[Workload, ...]:
+    """Small workloads with the sizes that break things: H = 5, N prime or 3·2^k, D = 24 and 80, rates that do not
+    divide their segments, segments longer than N, K < H, both offsets, grouped heads, windows, dense."""
+    branches = {"kind": "dilated", "segment_lengths": (16, 48, 256), "dilation_rates": (1, 3, 6)}
+    sparse = {"kind": "dilated", "segment_lengths": (7, 30), "dilation_rates": (2, 4)}
+    changes: tuple[dict[str, Any], ...] = (
+        {"pattern": branches, "seq_len": 97, "causal": True},
+        {"pattern": branches, "seq_len": 96, "causal": False, "head_dim": 80},
+        {"pattern": sparse, "seq_len": 61, "causal": False},
+        {"pattern": {**sparse, "offset": "blocked"}, "seq_len": 61, "causal": True},
+        {"pattern": {**branches, "heads": "grouped"}, "seq_len": 53, "causal": True},
+        {"pattern": {**branches, "offset_by": "kv_head"}, "seq_len": 96, "num_heads": 6, "num_kv_heads": 2},
+        {"pattern": branches, "seq_len": 48, "causal": False, "window": (9, 4)},
+        {"pattern": {**branches, "merge_grad": "detached"}, "seq_len": 53, "causal": True},
+        {"pattern": branches, "seq_len": 1, "causal": True},
+        {"pattern": {"kind": "dense"}, "seq_len": 97, "num_heads": 6, "num_kv_heads": 3, "scale": 0.3},
+        {"pattern": branches, "seq_len": 97, "batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 97)},
+    )
+    return tuple(Workload.model_validate({**_SHAPE, **change, "dtype": dtype}) for change in changes)
+
+
+def check_implementation(
+    build_or_name: Build | str,
+    workloads: Sequence[Workload] | None = None,
+    *,
+    backend: str | None = None,
+    device: str = "cpu",
+    takes: str = "heads",
+    supports: Capabilities | None = None,
+    deterministic: bool = False,
+    seed: int = 0,
+) -> tuple[Verification, ...]:
+    """Build the implementation for each workload and hold it to the oracle; one Verification per workload that ran.
+
+    By name, the descriptor says what it takes, supports and promises; `takes`, `supports` and `deterministic` are for
+    a bare build function, held to dilated patterns when it states nothing. `backend`: the name of the dense kernel it
+    is built over ('math' where one is needed and none is named). Workloads that it does not support are left out; in
+    mode forward where only the gradient is not.
+
+    Raises AssertionError with the failing check, or when no workload is supported; ConfigError for an unknown name.
+    What building or calling raises comes out.
+    """
+    catalogue = discover().catalogue
+    implementation = Implementation(
+        "under-test", "", "", supports or Capabilities(), takes=takes, deterministic=deterministic
+    )
+    build = build_or_name
+    if isinstance(build_or_name, str):
+        implementation = catalogue.implementations.get(build_or_name)
+        build = load_target(implementation.target)
+    if backend is None and implementation.uses_backend:
+        backend = "math"
+    descriptor = catalogue.backends.get(backend) if backend else None
+    machine = Machine(device="cpu" if device == "cpu" else "cuda")
+    context = BuildContext(device=torch.device(device), backend=_loaded(descriptor))
+    verifications = []
+    for asked in odd_workloads() if workloads is None else workloads:
+        workload = _supported(asked, implementation, device)
+        if workload is None or (descriptor and _backend_reasons(catalogue, descriptor, workload, machine)):
+            continue
+        assert callable(build)
+        function = build(workload, context)
+        oracle = Oracle(workload, takes=implementation.takes, seed=seed, device=device)
+        verification = verify(
+            function, workload, takes=implementation.takes, deterministic=implementation.deterministic, oracle=oracle
+        )
+        if not verification.passed:
+            raise AssertionError(
+                f"{implementation.name} on {workload.label()}, {workload.pattern}: {summary(verification)}"
+            )
+        verifications.append(verification)
+    if not verifications:
+        raise AssertionError(f"{implementation.name} supports none of the workloads, so nothing was checked")
+    return tuple(verifications)
+
+
+def poisoned_memory() -> Iterator[None]:
+    """NaN in uninitialised memory for the length of a test. Make it a fixture: `pytest.fixture(poisoned_memory)`."""
+    with poisoned():
+        yield
+
+
+def random_workloads(
+    dtype: DType = "float64", kind: str = "dilated", max_seq_len: int = 64
+) -> SearchStrategy[Workload]:
+    """A Hypothesis strategy of small workloads in mode both: any segments, rates, heads, offsets, mask and window."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def workloads(draw: st.DrawFn) -> Workload:
+        kv_heads = draw(st.integers(1, 4))
+        pattern: dict[str, Any] = {"kind": kind}
+        if kind == "dilated":
+            count = draw(st.integers(1, 4))
+            pattern |= {
+                "segment_lengths": draw(st.lists(st.integers(1, max_seq_len + 8), min_size=count, max_size=count)),
+                "dilation_rates": draw(st.lists(st.integers(1, 12), min_size=count, max_size=count)),
+                "heads": draw(st.sampled_from(["all", "grouped"])),
+                "offset": draw(st.sampled_from(["modulo", "blocked"])),
+                "offset_by": draw(st.sampled_from(["head", "kv_head"])),
+            }
+        return Workload.model_validate(
+            {
+                "pattern": pattern,
+                "batch_size": draw(st.integers(1, 2)),
+                "seq_len": draw(st.integers(1, max_seq_len)),
+                "num_heads": kv_heads * draw(st.integers(1, 3)),
+                "num_kv_heads": kv_heads,
+                "head_dim": draw(st.sampled_from([1, 3, 8])),
+                "dtype": dtype,
+                "causal": draw(st.booleans()),
+                "window": (draw(st.sampled_from([-1, 0, 5])), draw(st.sampled_from([-1, 0]))),
+                "mode": "both",
+            }
+        )
+
+    return workloads()
+
+
+def _loaded(backend: Backend | None) -> LoadedBackend | None:
+    if backend is None:
+        return None
+    backward = load_target(backend.backward_target) if backend.backward_target else None
+    return LoadedBackend(backend.name, load_target(backend.target), backward)
+
+
+def _supported(workload: Workload, implementation: Implementation, device: str) -> Workload | None:
+    """The workload, in mode forward where it supports only that; None when it is not supported."""
+    for mode in (workload.mode, "forward"):
+        trial = workload.replace(mode=mode)
+        if not implementation.supports.reasons(trial, torch.device(device).type):
+            return trial
+    return None
+
+
+def _backend_reasons(catalogue: Any, backend: Backend, workload: Workload, machine: Machine) -> tuple[str, ...]:
+    case = Case(implementation="under-test", backend=backend.name, workload=workload)
+    return tuple(catalogue.reasons_against_backend(case, machine))

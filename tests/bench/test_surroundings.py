@@ -1,0 +1,122 @@
+"""Lock, environment, and what the light half may import."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dilabench.bench import environment
+from dilabench.bench.environment import snapshot, with_torch
+from dilabench.bench.lock import device_lock, lock_path
+from dilabench.bench.progress import Silent
+from dilabench.errors import EnvironmentNotReady
+from dilabench.machine import Machine
+from dilabench.results import GpuInfo
+
+CPU = Machine(device="cpu", no_cuda="test")
+GPU = Machine(
+    device="cuda",
+    gpus=(GpuInfo(name="H200", uuid_hash="abc", driver="580", power_limit_mw=700_000, compute_capability="9.0"),),
+)
+
+
+class Waiting(Silent):
+    def __init__(self):
+        self.said = []
+
+    def waiting(self, why):
+        self.said.append(why)
+
+
+def test_the_second_run_waits_and_then_says_who_holds_the_device():
+    waiting, slept = Waiting(), []
+    now = [0.0]
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    def second():
+        return device_lock(CPU, "second", waiting, wait_s=2.0, clock=lambda: now[0], sleep=sleep)
+
+    with device_lock(CPU, "first", Silent()):
+        with pytest.raises(EnvironmentNotReady, match=f"run first \\(process {os.getpid()}"), second():
+            pass
+        assert sum(slept) == 2.0
+        assert "run first" in waiting.said[0]
+    with second():
+        pass
+
+
+def test_the_lock_is_free_as_soon_as_its_holder_ends():
+    waiting = Waiting()
+    holder = device_lock(CPU, "first", Silent())
+    holder.__enter__()
+
+    def sleep(_):
+        holder.__exit__(None, None, None)
+
+    with device_lock(CPU, "second", waiting, sleep=sleep):
+        assert len(waiting.said) == 1
+
+
+def test_each_gpu_has_a_lock_of_its_own():
+    assert lock_path(CPU) != lock_path(GPU)
+    with device_lock(CPU, "first", Silent()), device_lock(GPU, "second", Silent(), wait_s=0):
+        pass
+
+
+def test_a_lock_that_cannot_be_opened_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path / "missing"))
+    with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Silent()):
+        pass
+
+
+def test_hard_fields_of_a_cpu_run_name_the_processor():
+    found = snapshot(CPU)
+    assert {"device", "cpu", "cores"} <= found.fingerprint_hard.keys()
+    assert "gpu" not in found.fingerprint_hard
+    assert found.packages["torch"]
+
+
+def test_hard_fields_of_a_gpu_run_name_gpu_driver_and_power_limit():
+    found = with_torch(snapshot(GPU), GPU, {"cuda": "13.0", "threads": "16", "matmul_tf32": "False"})
+    hard = found.fingerprint_hard
+    assert hard["gpu"] == "H200"
+    assert hard["power_limit_mw"] == "700000"
+    assert hard["driver"] == "580"
+    assert hard["cuda"] == "13.0"
+    assert hard["matmul_tf32"] == "False"
+    assert "cpu" not in hard
+    assert found.fingerprint_soft["gpu_uuid_hash"] == "abc"
+
+
+def test_threads_that_torch_uses_are_part_of_a_cpu_fingerprint():
+    one, two = (with_torch(snapshot(CPU), CPU, {"threads": count}) for count in ("1", "2"))
+    assert one.fingerprint_hard["threads"] != two.fingerprint_hard["threads"]
+
+
+def test_a_folder_without_git_has_no_commit(tmp_path):
+    assert snapshot(CPU, tmp_path).git is None
+
+
+def test_git_tells_commit_and_changes(monkeypatch):
+    answers = {"rev-parse": "abc123\n", "status": " M file\n"}
+
+    def fake(command, **options):
+        return SimpleNamespace(stdout=answers[command[3]])
+
+    monkeypatch.setattr(environment.subprocess, "run", fake)
+    found = snapshot(CPU).git
+    assert (found.sha, found.dirty) == ("abc123", True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["runner", "commands", "workers", "worker", "environment", "lock", "method", "suspicion", "cell", "progress"],
+)
+def test_the_light_half_never_imports_torch(module):
+    code = f"import sys, dilabench.bench.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,71 @@
+"""What never costs the import of torch."""
+
+import pytest
+
+PROBE = """
+import sys
+from dilabench.cli import main
+try:
+    main({argv})
+except SystemExit as end:
+    assert not end.code, end.code
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+print("LOADED", sorted(loaded & set({heavy})), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["list"],
+        ["list", "--why", "--json"],
+        ["describe", "medium"],
+        ["run", "quick", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(fresh, argv):
+    result = fresh("-c", PROBE.format(argv=argv, heavy=["torch", "triton", "matplotlib"]))
+    assert result.returncode == 0, result.stderr
+    assert "LOADED []" in result.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["list"], ["describe", "medium"]], ids=" ".join)
+def test_numpy_is_not_imported(fresh, argv):
+    result = fresh("-c", PROBE.format(argv=argv, heavy=["numpy", "scipy", "psutil"]))
+    assert result.returncode == 0, result.stderr
+    assert "LOADED []" in result.stderr
+
+
+def test_help_does_not_even_import_rich(fresh):
+    result = fresh("-c", PROBE.format(argv=["--help"], heavy=["rich"]))
+    assert result.returncode == 0, result.stderr
+    assert "LOADED []" in result.stderr
+
+
+def test_python_m(fresh):
+    result = fresh("-m", "dilabench", "--version")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("dilabench 0.")
+
+
+def test_no_colours_in_a_pipe(fresh):
+    result = fresh("-m", "dilabench", "list", "suites", FORCE_COLOR="")
+    assert "quick" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+CLOSED_PIPE = """
+import subprocess, sys
+command = [sys.executable, "-m", "dilabench", "list"]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+process.stdout.close()
+print(process.stderr.read(), process.wait())
+"""
+
+
+def test_a_closed_pipe_is_no_error(fresh):
+    assert fresh("-c", CLOSED_PIPE).stdout.strip() == "b'' 0"

@@ -1,0 +1,71 @@
+"""What `doctor` says about a machine."""
+
+import json
+
+import pytest
+
+from dilabench.cli.noise import notes
+from dilabench.cli.reading import GpuReading, Reading, read
+from dilabench.machine import Machine
+
+QUIET = {
+    "cpus": 8,
+    "usable_cpus": 4,
+    "load_1m": 0.1,
+    "available_bytes": 2**35,
+    "governor": "performance",
+    "turbo": False,
+}
+
+
+def test_a_quiet_machine_has_no_notes():
+    assert notes(Reading(**QUIET, gpus=(GpuReading(name="H200", persistence=True, temperature_c=35),))) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "hint"),
+    [
+        ({"load_1m": 3.0}, "load", "end them"),
+        ({"governor": "powersave"}, "governor", "cpupower frequency-set -g performance"),
+        ({"turbo": True}, "turbo", "no_turbo"),
+        ({"quota_cpus": 1.5}, "cpu_quota", "OMP_NUM_THREADS=1"),
+        ({"usable_cpus": 8}, "affinity", "taskset -c 0-3"),
+        ({"thread_variables": ("OMP_NUM_THREADS",)}, "thread_variables", "unset"),
+        ({"available_bytes": 2**30}, "low_memory", "end other programs"),
+        ({"swap_used_bytes": 2**30}, "swap", "end other programs"),
+        ({"on_battery": True}, "battery", "plug it in"),
+        ({"gpus": (GpuReading(name="A", processes=2),)}, "gpu_shared", "CUDA_VISIBLE_DEVICES"),
+        ({"gpus": (GpuReading(name="A", utilization_percent=60),)}, "gpu_busy", "wait"),
+        ({"gpus": (GpuReading(name="A", temperature_c=85),)}, "gpu_hot", "cool"),
+        ({"gpus": (GpuReading(name="A", persistence=False),)}, "gpu_persistence_off", "nvidia-smi -pm 1"),
+    ],
+)
+def test_each_source_of_noise_has_advice(change, code, hint):
+    (note,) = notes(Reading(**{**QUIET, **change}))
+    assert note.code == code
+    assert hint in note.hint
+
+
+def test_a_small_quota_lowers_the_limit_of_the_load():
+    found = notes(Reading(**{**QUIET, "cpus": 64, "usable_cpus": 64, "quota_cpus": 2, "load_1m": 1.0}))
+    assert [note.code for note in found] == ["load", "cpu_quota"]
+
+
+def test_this_machine_can_be_read():
+    reading = read(Machine(device="cpu"))
+    assert 1 <= reading.usable_cpus <= reading.cpus
+    assert reading.available_bytes > 0
+    assert reading.gpus == ()
+
+
+def test_doctor_reports_the_machine(cli):
+    result = cli("doctor")
+    assert result.exit_code == 0, result.stderr
+    for text in ("runs use:", "CPU:", "packages:", "noisy"):
+        assert text in result.stdout
+
+
+def test_doctor_json(cli):
+    report = json.loads(cli("doctor", "--json").stdout)
+    assert set(report) == {"device", "no_cuda", "environment", "notes", "broken_plugins"}
+    assert report["environment"]["cpu"]["threads"] >= 1

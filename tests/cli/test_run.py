@@ -1,0 +1,194 @@
+"""Whole runs in fresh processes: files, reports, exit codes, interruption, resumption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dilabench
+from dilabench.store.run_files import read_record
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--seq-length", "96", "--set", "segment_lengths=40,96", "--timing", "simple", "--device", "cpu")
+THEIRS = """
+import torch
+from dilabench.plugins import Capabilities, Implementation, hookimpl
+
+def build_zeros(workload, context):
+    return lambda q, k, v: torch.zeros_like(q) + (q + k.sum() + v.sum()) * 0
+
+def build_raising(workload, context):
+    raise RuntimeError("no luck today")
+
+@hookimpl
+def dilabench_register_implementations():
+    return [
+        Implementation("zeros", "wrong on purpose", "theirs:build_zeros"),
+        Implementation("raising", "broken on purpose", "theirs:build_raising"),
+        Implementation("nowhere", "cannot run", "theirs:build_zeros", requires=("no_such_module_at_all",)),
+    ]
+"""
+
+
+@pytest.fixture
+def with_plugin(tmp_path, monkeypatch):
+    """A third-party distribution on the path, as an installer would leave it."""
+    site = tmp_path / "site"
+    info = site / "theirs-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "theirs.py").write_text(THEIRS)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dilabench]\ntheirs = theirs\n")
+    monkeypatch.delenv("DILABENCH_DISABLE_PLUGINS")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+
+
+def run_folder(base):
+    (folder,) = Path(base).glob("*-quick-*")
+    return folder
+
+
+def test_a_run_leaves_its_files_and_ends_with_a_verdict(fresh):
+    result = fresh("-m", "dilabench", "run", "quick", "--implementations", "dense", "dilated", "improved", *SMALL)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+    lines = result.stdout.strip().splitlines()
+    assert lines[0].startswith("dilabench quick on cpu (")
+    assert lines[-1] == "verdict: ok (3 measured, 0 skipped, 0 failed; exit code 0)"
+    folder = run_folder("benchmark_results")
+    assert str(folder / "run.json") in result.stdout
+    assert (folder / "report.md").read_text().startswith("# dilabench quick")
+    record = read_record(folder)
+    assert (record.status, record.suite, record.seed) == ("complete", "quick", 0)
+    assert [row.case.implementation for row in record.rows] == ["dense", "gather", "strided"]
+    assert all(row.case.workload.seq_len == 96 for row in record.rows)
+    assert all(row.outcome.verification.passed for row in record.rows)
+    assert record.config["overrides"] == {"seq_len": 96, "segment_lengths": [40, 96]}
+
+
+def test_a_wrong_output_is_exit_5_and_carries_no_time(fresh, with_plugin):
+    result = fresh("-m", "dilabench", "run", "quick", "-i", "zeros", "-i", "gather", *SMALL)
+    assert result.returncode == 5, result.stdout + result.stderr
+    assert "verdict: WRONG OUTPUT (1 measured, 0 skipped, 1 failed; exit code 5)" in result.stdout
+    wrong, right = read_record(run_folder("benchmark_results")).rows
+    assert (wrong.outcome.status, wrong.outcome.stage, right.outcome.status) == ("failed", "verify", "measured")
+    assert not hasattr(wrong.outcome, "timings")
+
+
+def test_a_case_that_raises_is_exit_4_and_the_others_go_on(fresh, with_plugin):
+    result = fresh("-m", "dilabench", "run", "quick", "-i", "raising,gather", *SMALL)
+    assert result.returncode == 4, result.stdout + result.stderr
+    assert "no luck today" in result.stdout
+    assert [row.outcome.status for row in read_record(run_folder("benchmark_results")).rows] == ["failed", "measured"]
+
+
+def test_nothing_measured_is_exit_8(fresh, with_plugin):
+    result = fresh("-m", "dilabench", "run", "quick", "-i", "nowhere", *SMALL)
+    assert result.returncode == 8, result.stdout + result.stderr
+    assert "module no_such_module_at_all is not installed" in result.stdout
+    assert "verdict: NOTHING MEASURED (0 measured, 1 skipped, 0 failed; exit code 8)" in result.stdout
+
+
+def test_a_dtype_that_the_backend_lacks_is_a_skip_with_its_reason(fresh):
+    asked = ("-i", "gather", "-b", "sdpa-cudnn", "--dtype", "float64", "-o", "elsewhere")
+    result = fresh("-m", "dilabench", "run", "quick", *asked, *SMALL)
+    assert result.returncode == 8
+    (row,) = read_record(run_folder("elsewhere")).rows
+    assert "backend sdpa-cudnn: dtype float64 is not supported (has bfloat16, float16)" in row.outcome.why
+
+
+def test_json_goes_to_stdout_alone(fresh):
+    result = fresh("-m", "dilabench", "run", "quick", "-i", "gather", "-f", "json", "-o", "mine/record.json", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["suite"] == "quick"
+    assert "verdict: ok" in result.stderr
+    assert read_record(Path("mine/record.json")) == read_record(run_folder("mine"))
+
+
+def test_report_renders_without_torch(fresh):
+    assert fresh("-m", "dilabench", "run", "quick", "-i", "gather", *SMALL).returncode == 0
+    folder = str(run_folder("benchmark_results"))
+    script = f"import sys; from dilabench.cli import main\ntry: main(['report', {folder!r}, '-f', 'markdown'])\n"
+    result = fresh("-c", script + "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("# dilabench quick")
+    written = fresh("-m", "dilabench", "report", folder + "/run.json", "-f", "markdown", "-o", "copies")
+    assert (written.returncode, written.stdout) == (0, "")
+    assert Path("copies/report.md").read_text() == result.stdout.rstrip("\n") + "\n"
+
+
+def test_an_output_folder_that_cannot_be_written_is_exit_3_before_anything_runs(fresh):
+    Path("file").write_text("in the way")
+    result = fresh("-m", "dilabench", "run", "quick", "-o", "file/below", *SMALL)
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "cannot be written: Not a directory; choose another folder with -o" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def interrupted_run(arguments):
+    """Start a run, wait for its first row, press Ctrl-C; returns the exit code and what it said."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(dilabench.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dilabench", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    deadline = time.monotonic() + 100
+    while not any('"row"' in path.read_text() for path in Path.cwd().glob("benchmark_results/*/rows.jsonl")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no row came"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout + stderr
+
+
+def test_ctrl_c_saves_the_results_and_resume_goes_on(fresh):
+    lengths = ["--lengths", "40,50,60,70,80,90,96", "-i", "gather", "--set", "segment_lengths=40", "--device", "cpu"]
+    code, said = interrupted_run(["run", "quick", *lengths])
+    assert code == 130, said
+    assert "verdict: INTERRUPTED, results so far are saved" in said
+    assert "Traceback" not in said
+    folder = run_folder("benchmark_results")
+    before = read_record(folder)
+    assert before.status == "interrupted"
+    assert 1 <= len(before.rows) < 7
+    again = fresh("-m", "dilabench", "run", "quick", "--resume", str(folder), "-i", "strided")
+    assert again.returncode == 2
+    assert "--resume goes on with the run as it was asked for; leave out implementations" in again.stderr
+    other = fresh("-m", "dilabench", "run", "implementations", "--resume", str(folder))
+    assert "is of suite 'quick', not 'implementations'" in other.stderr
+    result = fresh("-m", "dilabench", "run", "quick", "--resume", str(folder), "--budget", "100s")
+    assert result.returncode == 0, result.stdout + result.stderr
+    after = read_record(folder)
+    assert (after.status, after.run_id, len(after.rows)) == ("complete", before.run_id, 7)
+    assert after.rows[: len(before.rows)] == before.rows
+    assert run_folder("benchmark_results") == folder
+
+
+def test_verify_says_what_is_right_and_what_is_wrong(fresh, with_plugin):
+    small = ("--seq-length", "96", "--set", "segment_lengths=40,96", "--set", "dilation_rates=1,3", "--device", "cpu")
+    result = fresh("-m", "dilabench", "verify", "gather", "zeros", "nowhere", "raising", *small)
+    assert result.returncode == 5, result.stdout + result.stderr
+    lines = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert " ✓ " in lines["gather"]
+    assert " ✗ " in lines["zeros"]
+    assert "skipped  module no_such_module_at_all is not installed" in lines["nowhere"]
+    assert "no luck today" in lines["raising"]
+    assert "2 right, 4 wrong, 2 skipped" in result.stdout
+    assert fresh("-m", "dilabench", "verify", "gather", *small).returncode == 0
+    assert fresh("-m", "dilabench", "verify", "nowhere", *small).returncode == 8

@@ -1,0 +1,67 @@
+"""The exit code of a run, from its rows."""
+
+import pytest
+
+from dilabench.cli.execution import exit_code, verdict
+from dilabench.errors import ExitCode
+from dilabench.results import (
+    Case,
+    Check,
+    CpuInfo,
+    Environment,
+    Failed,
+    Measured,
+    PlannedCase,
+    Row,
+    RunRecord,
+    Skipped,
+    Verification,
+)
+from dilabench.spec import Workload
+
+WORKLOAD = Workload(
+    pattern={"kind": "dense"}, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24, dtype="float16"
+)
+MEASURED = Measured(verification=Verification(checks=(Check(name="out", passed=True),)), timings=())
+SKIPPED = Skipped(why="needs cuda, have cpu")
+CRASHED = Failed(stage="time", why="out of memory")
+HUNG = Failed(stage="verify", why="no answer within 10 s")
+WRONG = Failed(stage="verify", why="out", verification=Verification(checks=(Check(name="out", passed=False),)))
+
+
+def record(*outcomes, status="complete"):
+    rows = tuple(
+        Row(planned=PlannedCase(case=Case(implementation=f"number-{index}", workload=WORKLOAD)), outcome=outcome)
+        for index, outcome in enumerate(outcomes)
+    )
+    environment = Environment(os="Linux", python="3.11", cpu=CpuInfo(model="a CPU", cores=2, threads=2))
+    return RunRecord(
+        tool_version="0",
+        run_id="r",
+        suite="quick",
+        started_at="2026-01-01T00:00:00+00:00",
+        environment=environment,
+        status=status,
+        rows=rows,
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "code"),
+    [
+        ((MEASURED, SKIPPED), "complete", ExitCode.OK),
+        ((MEASURED, CRASHED), "complete", ExitCode.CASE_FAILED),
+        ((MEASURED, HUNG), "complete", ExitCode.CASE_FAILED),
+        ((MEASURED, CRASHED, WRONG), "complete", ExitCode.WRONG_OUTPUT),
+        ((SKIPPED,), "complete", ExitCode.NOTHING_MEASURED),
+        ((), "complete", ExitCode.NOTHING_MEASURED),
+        ((MEASURED, WRONG), "interrupted", ExitCode.INTERRUPTED),
+    ],
+)
+def test_exit_code(outcomes, status, code):
+    assert exit_code(record(*outcomes, status=status)) is code
+
+
+def test_the_verdict_counts_the_rows():
+    found = record(MEASURED, MEASURED, SKIPPED, WRONG)
+    assert verdict(found, exit_code(found)) == "verdict: WRONG OUTPUT (2 measured, 1 skipped, 1 failed; exit code 5)"

@@ -1,0 +1,215 @@
+"""Two sides measured at different times: sessions of the baseline are the yardstick."""
+
+import pytest
+
+from dilabench.compare.across import compare_across, refusals
+from dilabench.compare.gate import confirmed, exit_code
+from dilabench.errors import ExitCode
+from dilabench.results import Failed, GpuInfo, Skipped
+from dilabench.stats.policy import Policy
+from dilabench.stats.verdicts import Cause, Code
+
+CPU = Policy.for_device("cpu")
+LEVELS = (0.997, 1.002, 1.0, 0.999, 1.003, 1.001)
+
+
+@pytest.fixture
+def history(make_row, make_record):
+    """Records of one case, a session each, between which the machine wanders by a quarter of a per cent."""
+
+    def make(count=6, *, name="strided", **fields):
+        return [
+            make_record([make_row(name, seed=index, ns=1e7 * LEVELS[index % 6], **fields)], run_id=f"base{index}")
+            for index in range(count)
+        ]
+
+    return make
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.05, Code.SLOWER), (0.95, Code.FASTER), (1.0, Code.SAME)])
+def test_five_sessions_make_a_gate(history, make_row, make_record, ratio, code):
+    new = make_record([make_row("strided", seed=99, ns=1e7 * ratio)], run_id="new")
+    found = compare_across(history(), [new], policy=CPU)
+    (cell,) = found.cells
+    assert (cell.verdict.code, cell.verdict.advisory, cell.route) == (code, False, "stored")
+    assert found.warnings == ()
+    assert exit_code(found) is (ExitCode.REGRESSION if code is Code.SLOWER else ExitCode.OK)
+
+
+@pytest.mark.parametrize("sessions", [2, 4])
+def test_fewer_sessions_advise_and_never_fail(history, make_row, make_record, sessions):
+    new = make_record([make_row("strided", ns=3e7)], run_id="new")
+    found = compare_across(history(sessions), [new], policy=CPU)
+    assert found.cells[0].verdict.advisory
+    assert f"{sessions} sessions: verdicts on time are advisory" in found.warnings[0]
+    assert exit_code(found) is ExitCode.OK
+
+
+def test_one_session_against_one_says_that_it_cannot_tell(make_row, make_record):
+    found = compare_across(
+        [make_record([make_row()], run_id="a")], [make_record([make_row(ns=2e7)], run_id="b")], policy=CPU
+    )
+    verdict = found.cells[0].verdict
+    assert (verdict.code, verdict.cause) == (Code.INCONCLUSIVE, Cause.TOO_FEW_SESSIONS)
+    assert "one stored session tells nothing" in verdict.reason
+    assert exit_code(found) is ExitCode.OK
+    assert exit_code(found, {"inconclusive"}) is ExitCode.INCONCLUSIVE
+
+
+def test_rounds_of_two_records_never_pair(make_row, make_record):
+    """Both number their rounds from zero, yet they did not take turns."""
+    found = compare_across(
+        [make_record([make_row(position=0)], run_id="a")], [make_record([make_row(position=1)], run_id="b")], policy=CPU
+    )
+    assert found.cells[0].route == "stored"
+
+
+@pytest.mark.parametrize(
+    ("peak", "code"),
+    [
+        (2**30, ExitCode.OK),
+        (2**30 + 10 * 2**20, ExitCode.OK),
+        (2**30 + 11 * 2**20, ExitCode.REGRESSION),
+        (2**20, ExitCode.OK),
+    ],
+)
+def test_memory_is_gated_exactly_even_without_a_history(make_row, make_record, peak, code):
+    found = compare_across(
+        [make_record([make_row(peak=2**30)], run_id="a")], [make_record([make_row(peak=peak)], run_id="b")], policy=CPU
+    )
+    assert exit_code(found) is code
+
+
+def test_peaks_taken_in_different_ways_do_not_compare(make_row, make_record):
+    old, new = make_row(peak=2**20), make_row(peak=2**30)
+    memory = new.outcome.memory.model_copy(update={"method": "another"})
+    new = new.model_copy(update={"outcome": new.outcome.model_copy(update={"memory": memory})})
+    (cell,) = compare_across([make_record([old], run_id="a")], [make_record([new], run_id="b")], policy=CPU).cells
+    assert cell.memory is None
+    assert "different ways" in cell.notes[0]
+
+
+def test_every_row_that_only_one_side_measured_is_named(make_row, make_record):
+    skipped, crashed = Skipped(why="needs cuda"), Failed(stage="time", why="killed by SIGSEGV")
+    old = [
+        make_row("both"),
+        make_row("gone"),
+        make_row("broken"),
+        make_row("later", outcome=skipped),
+        make_row("no", outcome=skipped),
+    ]
+    new = [
+        make_row("both"),
+        make_row("fresh"),
+        make_row("broken", outcome=crashed),
+        make_row("later"),
+        make_row("no", outcome=skipped),
+    ]
+    found = compare_across([make_record(old, run_id="a")], [make_record(new, run_id="b")], policy=CPU)
+    assert [cell.candidate.implementation for cell in found.cells] == ["both"]
+    named = {one.case.implementation: (one.lack, one.regressed) for one in found.uncompared}
+    assert named == {
+        "gone": ("missing", True),
+        "broken": ("failed", True),
+        "fresh": ("new", False),
+        "later": ("new", False),
+        "no": ("skipped", False),
+    }
+    assert exit_code(found) is ExitCode.CASE_FAILED
+    assert "SIGSEGV" in next(one.candidate for one in found.uncompared if one.lack == "failed")
+
+
+def test_wrong_output_outranks_everything(make_row, make_record):
+    wrong = Failed(stage="verify", why="out differs")
+    new = [make_row("a", outcome=wrong), make_row("b", peak=2**40)]
+    found = compare_across([make_record([make_row("b")], run_id="a")], [make_record(new, run_id="b")], policy=CPU)
+    assert exit_code(found, ()) is ExitCode.WRONG_OUTPUT
+
+
+def test_nothing_in_common_is_nothing_measured(make_row, make_record):
+    found = compare_across(
+        [make_record([make_row("a")], run_id="a")], [make_record([make_row("b")], run_id="b")], policy=CPU
+    )
+    assert exit_code(found) is ExitCode.NOTHING_MEASURED
+
+
+def test_no_common_timer(make_row, make_record):
+    found = compare_across(
+        [make_record([make_row(timer="hot")], run_id="a")],
+        [make_record([make_row(timer="wall")], run_id="b")],
+        policy=CPU,
+    )
+    (one,) = found.uncompared
+    assert (one.lack, one.baseline, one.candidate) == ("not comparable", "measured by hot", "measured by wall")
+
+
+def test_a_missing_case_is_undecided_when_asked(make_row, make_record):
+    old = make_record([make_row("a"), make_row("b")], run_id="a")
+    found = compare_across([old], [make_record([make_row("a")], run_id="b")], policy=Policy(user_margin=0.5))
+    assert exit_code(found) is ExitCode.OK
+    assert exit_code(found, {"inconclusive"}) is ExitCode.INCONCLUSIVE
+
+
+GPU = {"device": "cuda", "gpu": "H200", "driver": "570.1", "power_limit_mw": "700000"}
+
+
+@pytest.mark.parametrize(
+    ("field", "other"), [("gpu", "H100"), ("driver", "580.2"), ("power_limit_mw", "230000"), ("device", "cpu")]
+)
+def test_another_machine_is_refused_with_the_field_and_both_values(make_row, make_record, field, other):
+    old = make_record([make_row()], hard=GPU, device="cuda")
+    new = make_record([make_row()], hard={**GPU, field: other}, device=other if field == "device" else "cuda")
+    (mismatch,) = refusals([old], [new])
+    assert str(mismatch) == f"{field}: {GPU[field]} against {other}"
+
+
+def test_another_dtype_is_refused(make_row, make_record):
+    (mismatch,) = refusals([make_record([make_row(dtype="bfloat16")])], [make_record([make_row(dtype="float32")])])
+    assert str(mismatch) == "dtype: bfloat16 against float32"
+    both = make_record([make_row(dtype="float32"), make_row(dtype="bfloat16")])
+    assert refusals([both], [make_record([make_row(dtype="float32")])]) == ()
+
+
+def test_a_record_without_fingerprint_is_known_by_its_environment(make_row, make_record):
+    def on(gpu):
+        record = make_record([make_row()], hard={}, device="cuda")
+        environment = record.environment.model_copy(update={"gpus": (gpu,)})
+        return record.model_copy(update={"environment": environment})
+
+    old = on(GpuInfo(name="H200", driver="570", power_limit_mw=700_000))
+    assert [str(one) for one in refusals([old], [on(GpuInfo(name="H200", driver="570", power_limit_mw=230_000))])] == [
+        "power_limit_mw: 700000 against 230000"
+    ]
+    assert refusals([old], [on(GpuInfo(name="H200"))]) == ()
+
+
+def test_soft_fields_warn(make_row, make_record):
+    old, new = make_record([make_row()], soft={"torch": "2.6"}), make_record([make_row()], "new", soft={"torch": "2.7"})
+    assert "torch: 2.6 against 2.7; this may explain a change" in compare_across([old], [new], policy=CPU).warnings
+
+
+@pytest.fixture
+def flagged(history, make_row, make_record):
+    return compare_across(history(), [make_record([make_row("strided", ns=1.2e7)], run_id="new")], policy=CPU)
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.0, ExitCode.OK), (1.2, ExitCode.REGRESSION)])
+def test_only_the_second_data_decide(history, flagged, make_row, make_record, ratio, code):
+    assert [case.implementation for case in flagged.flagged] == ["strided"]
+    again = make_record([make_row("strided", seed=5, ns=1e7 * ratio)], run_id="second")
+    final = confirmed(flagged, compare_across(history(), [again], policy=CPU))
+    assert exit_code(final) is code
+    assert final.cells[0].notes[0].startswith("first look: ")
+
+
+def test_what_was_not_measured_again_is_undecided(flagged):
+    final = confirmed(flagged, None)
+    assert final.cells[0].verdict.cause is Cause.NOT_REMEASURED
+    assert exit_code(final) is ExitCode.OK
+    assert exit_code(final, {"inconclusive"}) is ExitCode.INCONCLUSIVE
+
+
+def test_a_failure_at_the_second_look_is_told(history, flagged, make_row, make_record):
+    crashed = make_record([make_row("strided", outcome=Failed(stage="time", why="killed"))], run_id="second")
+    final = confirmed(flagged, compare_across(history(), [crashed], policy=CPU))
+    assert exit_code(final) is ExitCode.CASE_FAILED

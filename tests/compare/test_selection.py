@@ -1,0 +1,24 @@
+import pytest
+
+from dilabench.compare.selection import selection
+
+
+@pytest.mark.parametrize(
+    ("texts", "chosen"),
+    [
+        ([], True),
+        (["strided"], True),
+        (["STRIDED fp32"], True),
+        (["strided bf16"], False),
+        (["gather", "strided"], True),
+        (["math dense forward"], True),
+        (["gather"], False),
+    ],
+)
+def test_words_of_a_name(make_row, texts, chosen):
+    assert selection(texts)(make_row("strided").case) is chosen
+
+
+def test_case_id_is_a_name(make_row):
+    case = make_row("strided").case
+    assert selection([case.case_id[:8]])(case)

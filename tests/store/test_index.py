@@ -1,0 +1,140 @@
+"""The index is a cache: whatever happens to it, the answers are those of the run files."""
+
+import sqlite3
+
+import pytest
+
+from dilabench.results import Skipped
+from dilabench.store.archive import Archive
+from dilabench.store.index import FILENAME, HistoryIndex
+
+
+@pytest.fixture
+def archive(tmp_path, make_row, make_record):
+    archive = Archive(tmp_path)
+    for day in (1, 2):
+        rows = [make_row("strided", ns=day * 1e6), make_row("fused", outcome=Skipped(why="needs cuda"))]
+        archive.add(make_record(rows, run_id=f"run{day}", started_at=f"2026-01-0{day}T00:00:00+00:00"))
+    return archive
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+def ids(archive, told, **options):
+    with HistoryIndex(archive, told.append, **options) as index:
+        return [run.run_id for run in index.runs()]
+
+
+def test_runs_and_cells_in_the_order_of_time(archive, told):
+    with HistoryIndex(archive, told.append) as index:
+        assert [(run.run_id, run.measured, run.rows) for run in index.runs()] == [("run1", 1, 2), ("run2", 1, 2)]
+        assert [run.run_id for run in index.runs(limit=1)] == ["run2"]
+        first, second = index.cells(["STRIDED", "fp32"])
+        assert (first.run.run_id, second.run.run_id) == ("run1", "run2")
+        assert first.median_ns == pytest.approx(1e6, rel=0.01)
+        assert first.low_ns < first.median_ns < first.high_ns
+        assert (first.samples, first.sessions, first.peak_bytes) == (100, 1, 2**24)
+        skipped = next(iter(index.cells(["fused"])))
+        assert (skipped.status, skipped.why, skipped.median_ns) == ("skipped", "needs cuda", None)
+    assert told == []
+
+
+def test_new_files_are_taken_in_and_lost_ones_dropped(archive, told, make_row, make_record):
+    assert ids(archive, told) == ["run1", "run2"]
+    archive.add(make_record([make_row()], run_id="run0", started_at="2025-01-01T00:00:00+00:00"))
+    (archive.folder / archive.names()[1]).unlink()
+    assert ids(archive, told) == ["run0", "run2"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b"this is no database at all, but long enough to look like one" * 20),
+        lambda path: path.write_bytes(path.read_bytes()[:5000]),
+        lambda path: path.write_bytes(path.read_bytes()[:4096] + bytes(len(path.read_bytes()) - 4096)),
+    ],
+    ids=["another file", "cut short", "pages of zeros"],
+)
+def test_an_unreadable_index_is_made_anew_with_a_message(archive, told, spoil):
+    ids(archive, told)
+    spoil(archive.root / FILENAME)
+    assert ids(archive, told) == ["run1", "run2"]
+    assert len(told) == 1
+    assert "unreadable" in told[0]
+    assert ids(archive, told) == ["run1", "run2"]
+    assert len(told) == 1
+
+
+def test_an_index_of_another_version_is_made_anew(archive, told):
+    ids(archive, told)
+    with sqlite3.connect(archive.root / FILENAME) as connection:
+        connection.execute("DROP TABLE cells")
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    assert ids(archive, told) == ["run1", "run2"]
+
+
+def test_an_index_that_cannot_be_written_is_made_in_memory(archive, told):
+    (archive.root / FILENAME).mkdir()
+    assert ids(archive, told) == ["run1", "run2"]
+    assert "in memory" in told[0]
+
+
+def test_rebuild(archive, told):
+    ids(archive, told)
+    with sqlite3.connect(archive.root / FILENAME) as connection:
+        connection.execute("UPDATE runs SET run_id = 'forged'")
+    connection.close()
+    assert ids(archive, told) == ["forged", "forged"]
+    assert ids(archive, told, rebuild=True) == ["run1", "run2"]
+
+
+def test_a_damaged_run_file_is_told_each_time_and_left_out(archive, told):
+    path = archive.folder / archive.names()[0]
+    path.write_bytes(path.read_bytes()[:100])
+    assert ids(archive, told) == ids(archive, told) == ["run2"]
+    assert len(told) == 2
+    assert path.name in told[0]
+
+
+def test_impossible_samples_are_told_and_left_out(archive, told, make_row, make_record):
+    row = make_row("strided")
+    slot = row.outcome.timings[0].slots[0].model_copy(update={"samples_ns": (0, -5)})
+    timing = row.outcome.timings[0].model_copy(update={"slots": (slot,)})
+    bad = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": (timing,)})})
+    archive.add(make_record([bad], run_id="backwards"))
+    assert ids(archive, told) == ["run1", "run2"]
+    assert "not a positive finite time" in told[0]
+
+
+def test_dates_that_go_backwards_or_cannot_be_read(archive, told, make_row, make_record):
+    """The clock was set back during one run and lost its date before another; both stay in the history."""
+    archive.add(
+        make_record(
+            [make_row()],
+            run_id="back",
+            started_at="2026-01-01T12:00:00+00:00",
+            finished_at="2026-01-01T11:00:00+00:00",
+        )
+    )
+    archive.add(make_record([make_row()], run_id="lost", started_at="once upon a time"))
+    archive.add(make_record([make_row()], run_id="naive", started_at="2026-01-01T18:00:00"))
+    assert ids(archive, told) == ["lost", "run1", "back", "naive", "run2"]
+
+
+def test_the_part_of_a_run_that_was_resumed_counts_once(archive, told, make_row, make_record):
+    archive.add(
+        make_record([make_row("strided"), make_row("gather")], run_id="run2", started_at="2026-01-02T00:00:00+00:00")
+    )
+    with HistoryIndex(archive, told.append) as index:
+        assert [(run.run_id, run.rows) for run in index.runs()] == [("run1", 2), ("run2", 2)]
+        assert len(list(index.cells(["strided"]))) == 2
+        assert len(list(index.cells(["gather"]))) == 1
+
+
+def test_no_store_yet(tmp_path, told):
+    assert ids(Archive(tmp_path / "nothing"), told) == []
+    assert not (tmp_path / "nothing").exists()

@@ -1,0 +1,58 @@
+import pytest
+
+from dilabench.compare.fingerprint import machine_key
+from dilabench.errors import ConfigError
+from dilabench.store.calibrations import Calibration
+from dilabench.store.lookup import Store
+
+
+@pytest.fixture
+def store(tmp_path, make_row, make_record):
+    store = Store(tmp_path / "store")
+    files = [store.archive.add(make_record([make_row()], run_id=name)) for name in ("abcd", "abff", "xyzw")]
+    store.baselines.save("main", files[:2], "2026-01-01")
+    return store
+
+
+def run_ids(records):
+    return [record.run_id for record in records]
+
+
+def test_what_a_text_may_mean(store, tmp_path, make_record):
+    assert run_ids(store.records("main")) == ["abcd", "abff"]
+    assert run_ids(store.records("xy")) == ["xyzw"]
+    assert run_ids(store.records("latest")) == ["xyzw"]
+    assert run_ids(store.records(str(store.archive.folder / store.archive.names()[0]))) == ["abcd"]
+    plain = tmp_path / "run.json"
+    plain.write_text(make_record([], run_id="file").model_dump_json())
+    assert run_ids(store.records(str(plain))) == ["file"]
+
+
+def test_a_text_that_fits_several_runs(store):
+    with pytest.raises(ConfigError, match=r"'ab' fits 2 stored runs"):
+        store.records("ab")
+
+
+def test_a_text_that_fits_nothing(store):
+    with pytest.raises(ConfigError, match=r"'mian' is neither a file, nor a baseline \(known: main\)"):
+        store.records("mian")
+
+
+def test_a_baseline_whose_run_is_gone(store):
+    (store.archive.folder / store.archive.names()[0]).unlink()
+    with pytest.raises(ConfigError, match="does not exist"):
+        store.records("main")
+
+
+def test_a_calibration_belongs_to_a_machine(store, make_record):
+    here, there = make_record([]), make_record([], hard={"device": "cpu", "cpu": "other"})
+    calibration = Calibration(
+        machine=machine_key(here), fields={}, device="cpu", sigma_aa=0.01, sessions=10, measured_at="", tool_version="0"
+    )
+    path = store.calibrations.save(calibration)
+    assert store.calibration_of([here, here]) == calibration
+    assert store.calibration_of([there]) is None
+    assert store.calibration_of([here, there]) is None
+    path.write_text('{"sigma_aa": ')
+    with pytest.raises(ConfigError, match="dilabench calibrate"):
+        store.calibration_of([here])

@@ -1,0 +1,244 @@
+import errno
+import json
+import os
+
+import pytest
+
+from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.results import (
+    Case,
+    Check,
+    CpuInfo,
+    Environment,
+    Failed,
+    Measured,
+    PlannedCase,
+    Row,
+    RunHeader,
+    RunRecord,
+    Skipped,
+    Slot,
+    Timing,
+    Verification,
+)
+from dilabench.spec import WorkloadRequest
+from dilabench.store.migrations import migrated
+from dilabench.store.run_files import RECORD_NAME, ROWS_NAME, RunFolder, completed_rows, read_record, read_rows
+
+
+def header(**hard: str) -> RunHeader:
+    environment = Environment(
+        os="Linux", python="3.12", cpu=CpuInfo(model="cpu", cores=2, threads=2), fingerprint_hard=hard
+    )
+    return RunHeader(tool_version="0", run_id="r1", suite="quick", started_at="2026-01-01", environment=environment)
+
+
+def case(seq_len: int) -> Case:
+    return Case(implementation="gather", workload=WorkloadRequest(seq_len=seq_len).resolve("float32"))
+
+
+def measured(seq_len: int) -> Row:
+    outcome = Measured(
+        verification=Verification(checks=(Check(name="out", passed=True),)),
+        timings=(Timing(timer="wall", proves="p", slots=(Slot(samples_ns=(seq_len, 7)),)),),
+    )
+    return Row(planned=PlannedCase(case=case(seq_len)), outcome=outcome)
+
+
+def skipped(seq_len: int, why: str) -> Row:
+    return Row(planned=PlannedCase(case=case(seq_len)), outcome=Skipped(why=why))
+
+
+def failed(seq_len: int) -> Row:
+    return Row(planned=PlannedCase(case=case(seq_len)), outcome=Failed(stage="time", why="killed by SIGSEGV"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = RunFolder.create(tmp_path / "results", "quick", "r1")
+    yield made
+    made.close()
+
+
+def test_a_finished_run_reads_back_equal(folder):
+    rows = (measured(512), failed(1024))
+    folder.start(header())
+    for row in rows:
+        folder.row(row)
+    record = RunRecord.model_validate({**header().model_dump(), "rows": rows})
+    folder.finish(record)
+    assert read_record(folder.path) == record
+    assert read_record(folder.path / RECORD_NAME) == record
+    assert folder.path.name.endswith("-quick-r1")
+
+
+def test_rows_alone_tell_an_interrupted_run(folder):
+    folder.start(header())
+    folder.row(measured(512))
+    record = read_record(folder.path)
+    assert record.status == "interrupted"
+    assert record.rows == (measured(512),)
+
+
+def test_each_row_is_on_disk_when_row_returns(folder):
+    folder.start(header())
+    for count, length in enumerate((512, 1024, 2048), 1):
+        folder.row(measured(length))
+        # Read through another descriptor while the stream is open, as after a kill -9.
+        assert len(read_rows(folder.path)[1]) == count
+
+
+@pytest.mark.parametrize("lost", [1, 2, 40, 200])
+def test_a_last_line_that_was_cut_short_is_left_out_and_resumed_over(folder, lost):
+    folder.start(header())
+    folder.row(measured(512))
+    folder.row(measured(1024))
+    path = folder.path / ROWS_NAME
+    path.write_bytes(path.read_bytes()[:-lost])
+    kept = read_rows(folder.path)[1]
+    assert kept[0] == measured(512)
+    # Only the line feed gone: the row is whole.
+    assert len(kept) == (2 if lost == 1 else 1)
+
+    again = RunFolder.resume(path)
+    again.start(header())
+    again.row(measured(2048))
+    again.close()
+    lengths = [row.case.workload.seq_len for row in read_rows(path)[1]]
+    assert lengths == ([512, 1024, 2048] if lost == 1 else [512, 2048])
+
+
+def test_a_damaged_line_in_the_middle_is_told_not_dropped(folder):
+    folder.start(header())
+    folder.row(measured(512))
+    path = folder.path / ROWS_NAME
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "not json at all", lines[1]]) + "\n")
+    with pytest.raises(ConfigError, match="line 2 cannot be read"):
+        read_rows(path)
+
+
+def test_resume_repeats_what_the_budget_left_out_and_nothing_else(folder):
+    folder.start(header())
+    folder.row(measured(512))
+    folder.row(failed(1024))
+    folder.row(skipped(2048, "needs cuda, have cpu"))
+    folder.row(skipped(4096, "budget of 60 s used up before its turn"))
+    assert [row.case.workload.seq_len for row in completed_rows(folder.path)] == [512, 1024, 2048]
+
+
+def test_the_latest_row_of_a_case_counts(folder):
+    folder.start(header())
+    folder.row(skipped(512, "budget of 60 s used up before its turn"))
+    folder.row(measured(512))
+    assert read_rows(folder.path)[1] == (measured(512),)
+
+
+def test_resuming_removes_the_record_that_knows_less(folder):
+    folder.start(header())
+    folder.row(measured(512))
+    folder.finish(
+        RunRecord.model_validate({**header().model_dump(), "rows": (measured(512),), "status": "interrupted"})
+    )
+    again = RunFolder.resume(folder.path)
+    again.start(header())
+    again.row(measured(1024))
+    again.close()
+    assert len(read_record(folder.path).rows) == 2
+
+
+def test_resume_on_another_machine_is_refused_with_the_field(folder):
+    folder.start(header(gpu="H200", driver="1"))
+    with pytest.raises(ConfigError, match="driver was '1', now it is '2'"):
+        completed_rows(folder.path, header(gpu="H200", driver="2"))
+    assert completed_rows(folder.path, header(gpu="H200", driver="1")) == ()
+
+
+def test_resume_of_something_else_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be resumed"):
+        RunFolder.resume(tmp_path)
+
+
+class FullDisk:
+    """A stream that takes some bytes, then none."""
+
+    def __init__(self, stream, room: int) -> None:
+        self._stream, self._room = stream, room
+
+    def write(self, data: bytes) -> int:
+        part = data[: self._room]
+        self._stream.write(part)
+        if len(part) < len(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(part)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def test_a_full_disk_is_told_and_leaves_whole_lines_only(folder):
+    folder.start(header())
+    folder.row(measured(512))
+    stream = folder._stream
+    folder._stream = FullDisk(stream, 30)
+    with pytest.raises(EnvironmentNotReady, match="No space left on device") as refused:
+        folder.row(measured(1024))
+    folder._stream = stream
+    assert str(folder.path) in str(refused.value)
+    assert (folder.path / ROWS_NAME).read_bytes().endswith(b"\n")
+    assert read_rows(folder.path)[1] == (measured(512),)
+
+
+def test_a_full_disk_is_noticed_before_anything_is_measured(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EnvironmentNotReady, match="choose another folder with -o"):
+        RunFolder.create(tmp_path, "quick", "r1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_base_that_is_a_file_is_refused_with_its_path(tmp_path):
+    base = tmp_path / "file"
+    base.write_text("")
+    with pytest.raises(EnvironmentNotReady, match="file"):
+        RunFolder.create(base, "quick", "r1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not a run record"),
+        ("[]", "holds no object"),
+        ("{}", "run_id"),
+        ('{"schema_version": "9.0"}', "update"),
+    ],
+)
+def test_files_that_are_no_record_are_refused(tmp_path, text, message):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_record(path)
+
+
+def test_a_missing_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_record(tmp_path / "nothing")
+
+
+def test_old_documents_pass_through_every_step(tmp_path):
+    steps = {
+        "0.8": (lambda document: {"b": document["a"]}, "0.9"),
+        "0.9": (lambda document: {**document, "c": document["b"] + 1}, "1.0"),
+    }
+    new = migrated({"schema_version": "0.8", "a": 1}, tmp_path, steps, "1.0")
+    assert new == {"schema_version": "1.0", "b": 1, "c": 2}
+
+
+def test_the_golden_record_loads():
+    from pathlib import Path
+
+    golden = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
+    assert read_record(golden).rows
+    assert json.loads(golden.read_text())["schema_version"] == "1.0"

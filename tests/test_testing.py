@@ -1,0 +1,74 @@
+"""The kit for plug-in authors: right implementations pass, wrong ones raise with the reason."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from dilabench.contracts import AttentionFn, BuildContext
+from dilabench.errors import ConfigError
+from dilabench.impls import reference
+from dilabench.registry import Capabilities
+from dilabench.spec import DilatedPattern, Workload
+from dilabench.testing import check_implementation, odd_workloads, poisoned_memory, random_workloads
+
+nan_memory = pytest.fixture(poisoned_memory)
+FORWARD_ONLY = Capabilities(modes=frozenset({"forward"}))
+
+
+def test_reference_by_name_runs_every_odd_workload() -> None:
+    assert len(check_implementation("reference")) == len(odd_workloads())
+
+
+def test_a_build_function_runs_what_it_supports() -> None:
+    workloads = odd_workloads()[:3]
+    assert len(check_implementation(reference.build, workloads, deterministic=True)) == 3
+    (forward,) = check_implementation(reference.build, workloads[:1], supports=FORWARD_ONLY)
+    assert "dq" not in [check.name for check in forward.checks]
+
+
+def test_a_wrong_build_raises_with_workload_and_check() -> None:
+    def build(workload: Workload, context: BuildContext) -> AttentionFn:
+        right = reference.build(workload, context)
+
+        def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return right(q, k, v) * 0.999
+
+        return wrong
+
+    with pytest.raises(AssertionError, match=r"under-test on 2x97 H5 D24 fp32 causal.*out: error .* at batch \d"):
+        check_implementation(build)
+
+
+def test_nothing_supported_is_a_failure() -> None:
+    nothing = Capabilities(patterns=frozenset({"no such pattern"}))
+    with pytest.raises(AssertionError, match="supports none of the workloads"):
+        check_implementation(reference.build, supports=nothing)
+
+
+def test_an_unknown_name_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="did you mean reference"):
+        check_implementation("referense")
+
+
+def test_odd_workloads_hold_the_sizes_that_break_things() -> None:
+    workloads = odd_workloads()
+    dilated = [w for w in workloads if isinstance(w.pattern, DilatedPattern)]
+    assert {24, 80} <= {w.head_dim for w in workloads}
+    assert {5, 6} <= {w.num_heads for w in workloads}
+    assert any(w.num_kv_heads < w.num_heads for w in workloads)
+    assert {"modulo", "blocked"} == {w.pattern.offset for w in dilated}
+    assert {"all", "grouped"} == {w.pattern.heads for w in dilated}
+    assert any(max(w.pattern.segment_lengths) > w.seq_len for w in dilated)
+    assert any(length % rate for w in dilated for length, rate in w.pattern.branches)
+    assert {w.causal for w in workloads} == {True, False}
+
+
+def test_memory_is_poisoned_by_the_fixture(nan_memory: None) -> None:
+    assert torch.empty(5).isnan().all()
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(workload=random_workloads(max_seq_len=24))
+def test_the_reference_passes_on_random_workloads(workload: Workload) -> None:
+    check_implementation(reference.build, [workload])
