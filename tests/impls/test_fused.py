@@ -1,0 +1,32 @@
+"""`fused` against the oracle, through Triton's interpreter: planned branches, branches on their own, and both."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
+
+HERE = Path(__file__).resolve().parent
+PER_BRANCH = {"planned": False, "gqa causal": False, "rates that do not divide": True, "window": True, "grouped": True}
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, dict[str, float]]:
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    script = [sys.executable, "-W", "ignore", str(HERE / "fused_cases.py")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PER_BRANCH)
+def test_equals_the_oracle(errors: dict[str, dict[str, float]], case: str) -> None:
+    found = dict(errors[case])
+    assert bool(found.pop("per branch")) == PER_BRANCH[case]
+    assert found.pop("empty rows") == 0
+    assert max(found.values()) < 5e-6, found
