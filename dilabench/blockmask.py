@@ -114,7 +114,7 @@ def _powers_of_two(at: MaskRow) -> NDArray[np.int64]:
 
     distance = np.abs(np.arange(at.visible) - at.row)
     is_power = (distance & (distance - 1)) == 0
-    factors = np.where(distance == 0, 64, np.log2(np.maximum(distance & -distance, 1)))
+    factors = np.where(is_power, 0, distance & -distance)
     order: NDArray[np.int64] = np.lexsort((distance, -factors, ~is_power))
     return order
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from dilabench.errors import PluginError, unknown_name
 from dilabench.machine import Machine
 from dilabench.results import Case
-from dilabench.spec import DilatedPattern, Workload
+from dilabench.spec import Workload
 
 ALL_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 ALL_MODES = frozenset({"forward", "backward", "both"})
@@ -71,11 +71,11 @@ class Capabilities:
             yield f"head_dim {workload.head_dim} is above {self.max_head_dim}"
         if self.max_world_size is not None and world_size > self.max_world_size:
             yield f"runs on {self.max_world_size} device, not on {world_size}"
-        if isinstance(workload.pattern, DilatedPattern):
-            if workload.pattern.heads == "grouped" and not self.grouped_heads:
+        if (dilated := workload.dilated) is not None:
+            if dilated.heads == "grouped" and not self.grouped_heads:
                 yield "grouped heads are not supported"
-            if workload.pattern.merge_grad not in self.merge_grads and workload.mode != "forward":
-                yield f"merge_grad {workload.pattern.merge_grad} is not supported"
+            if dilated.merge_grad not in self.merge_grads and workload.mode != "forward":
+                yield f"merge_grad {dilated.merge_grad} is not supported"
         if self.check is not None and (reason := self.check(workload)):
             yield reason
 
@@ -153,8 +153,10 @@ class Suite:
     ended, it may ask for more, as a bisection does; an empty answer ends the run.
     `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
     cases are timed when the user does not say.
-    `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.sections`): what the reporters print beside
-    the table, derived from the raw samples whenever the record is looked at.
+    `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.sections`): what the reporters print
+    beside the table, derived from the raw samples whenever the record is looked at.
+    `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
+    in the record apart from the rows, and no table of measurements shows it.
     """
 
     name: str
@@ -162,6 +164,7 @@ class Suite:
     target: str
     follow_up: str | None = None
     analysis: str | None = None
+    projections: str | None = None
     budget_s: float | None = None
     timing: str = "warmup"
     aliases: tuple[str, ...] = ()
@@ -265,6 +268,8 @@ class Catalogue:
         device = machine.device
         reasons = [*unmet(implementation.requires, machine)]
         reasons += implementation.supports.reasons(case.workload, device, case.world_size)
+        if device == "cuda" and case.world_size > len(machine.gpus):
+            reasons.append(f"{case.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
         if case.backend is not None:
             reasons += [f"backend {case.backend}: {why}" for why in self.reasons_against_backend(case, machine)]
         return tuple(reasons)

@@ -125,6 +125,11 @@ class BlockSparsePattern(Model):
             raise ValueError("mask 'custom' and a mask file need each other; give both or neither")
         return self
 
+    @property
+    def per_head_masks(self) -> bool:
+        """Whether heads may differ in their masks: asked for, or possible in a file."""
+        return self.per_head or self.mask == "custom"
+
 
 Pattern = Annotated[DensePattern | DilatedPattern | BlockSparsePattern, Field(discriminator="kind")]
 PATTERN_KINDS = ("dense", "dilated", "block_sparse")

@@ -30,8 +30,8 @@ from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import dense, strided
 from dilabench.impls.ring import allgather, overlap, ring, ulysses, varlen, zigzag
-from dilabench.registry import Catalogue, load_target
 from dilabench.plugins.builtin import dilabench_register_backends
+from dilabench.registry import Catalogue, load_target
 from dilabench.spec import Workload
 from dilabench.workloads.presets import PRESETS
 
@@ -257,7 +257,7 @@ def one_call(world: World, function: Any, leaves: list[Tensor], dout: Tensor) ->
         return (marks[1] - marks[0]) * 1e3, (marks[2] - marks[1]) * 1e3, (marks[2] - marks[0]) * 1e3
     world.barrier()
     # An all-reduce on the device: queued work of all ranks starts together, launches hidden behind it.
-    torch.cuda._sleep(1_000_000)
+    torch.cuda._sleep(5_000_000)
     world.sum_in_place([torch.ones(1, device=world.device)])
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     events[0].record()

@@ -35,6 +35,7 @@ def made_row(
     seed=0,
     position=0,
     peak=2**24,
+    method="torch.cuda",
     outcome=None,
     timer="wall",
     backend="math",
@@ -74,7 +75,7 @@ def made_row(
     measured = Measured(
         verification=passed,
         timings=(Timing(timer=timer, proves="elapsed time", slots=slots),),
-        memory=None if peak is None else Memory(peak_bytes=peak, isolated=True, method="test"),
+        memory=None if peak is None else Memory(peak_bytes=peak, isolated=True, method=method),
     )
     return Row(planned=PlannedCase(case=case, labels=labels or {}), outcome=outcome or measured)
 

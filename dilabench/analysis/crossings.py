@@ -52,7 +52,7 @@ def crossover_section(series: Sequence[Series]) -> Section | None:
     columns = ("faster below", "faster above", "crossover length", "95 % CI", "proven on both sides")
     return Section(
         title="Crossover lengths",
-        sentence="; ".join(texts) + "." if texts else "No implementation provably overtakes another along these lengths.",
+        sentence=f"{'; '.join(texts)}." if texts else "None provably overtakes another along these lengths.",
         columns=columns if found else (),
         rows=tuple(tuple(_row(one)) for one in found),
         numeric=frozenset({"crossover length", "95 % CI"}),

@@ -65,9 +65,7 @@ def gains_of(record: RunRecord) -> tuple[Gain, ...]:
     bases = {_value(row.case) for row in record.rows if row.planned.labels.get(VARIANT_LABEL) == NONE}
     if len(bases) != 1:
         return ()
-    comparison = compare_within(
-        [record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop()
-    )
+    comparison = compare_within([record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop())
     return tuple(
         Gain(row=row, variant=row.planned.labels.get(VARIANT_LABEL, "?"), cell=cell)
         for cell in comparison.cells
@@ -98,12 +96,12 @@ def _claim(variant: str, gains: Sequence[Gain]) -> str:
     texts = []
     for code, verb, pick in ((Code.FASTER, "helps", max), (Code.SLOWER, "costs", min)):
         if codes[code]:
-            best = pick((g for g in gains if g.cell.verdict.code is code), key=lambda gain: gain.speedup)
-            most = f"{figures.ratio(best.speedup)} at {_place(best)}"
-            texts.append(f"{verb} in {codes[code]} of {len(gains)} ({'up' if code is Code.FASTER else 'down'} to {most})")
+            most = pick((g for g in gains if g.cell.verdict.code is code), key=lambda gain: gain.speedup)
+            reach = f"{'up' if code is Code.FASTER else 'down'} to {figures.ratio(most.speedup)} at {_place(most)}"
+            texts.append(f"{verb} in {codes[code]} of {len(gains)} cases ({reach})")
     rest = len(gains) - codes[Code.FASTER] - codes[Code.SLOWER]
     if rest:
-        texts.append(f"no proven difference in {rest} of {len(gains)}")
+        texts.append(f"no proven difference in {rest} of {len(gains)} cases")
     return f"{variant}: {', '.join(texts)}."
 
 
@@ -169,7 +167,7 @@ def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:
     ]
     yield BarPlot(
         name="optimization-impact",
-        title="Speed-up over everything off, with 95 % intervals",
+        title="Speed-up over everything off, with 95 % intervals (left of the line: slower)",
         value_label="speed-up (x)",
         categories=tuple(places),
         bars=tuple(speeds),

@@ -105,9 +105,7 @@ def _growth(series: Sequence[Series]) -> Section:
 
 
 def _points_ns(series: Series) -> list[tuple[int, float]]:
-    return [
-        (row.case.workload.seq_len, ns_per_sequence(row.case, found.median_ns)) for row, found in series.measured
-    ]
+    return [(row.case.workload.seq_len, ns_per_sequence(row.case, found.median_ns)) for row, found in series.measured]
 
 
 def _fit(series: Series) -> PowerLaw:

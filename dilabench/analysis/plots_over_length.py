@@ -45,22 +45,18 @@ def _drawable(plot: CurvePlot) -> CurvePlot:
 
 
 def _latencies(series: Series) -> tuple[Point, ...]:
-    return tuple(
-        Point(
-            row.case.workload.seq_len,
-            found.median_ns / NS_PER_MS,
-            found.interval and found.interval.low / NS_PER_MS,
-            found.interval and found.interval.high / NS_PER_MS,
-        )
-        for row, found in series.measured
-    )
+    points = []
+    for row, found in series.measured:
+        ends = (found.interval.low / NS_PER_MS, found.interval.high / NS_PER_MS) if found.interval else (None, None)
+        points.append(Point(row.case.workload.seq_len, found.median_ns / NS_PER_MS, *ends))
+    return tuple(points)
 
 
 def _throughputs(series: Series) -> tuple[Point, ...]:
     points = []
     for row, found in series.measured:
         tokens = row.case.workload.tokens
-        ends = (None, None)
+        ends: tuple[float, float] | tuple[None, None] = (None, None)
         if found.interval is not None:
             # The longest time is the lowest rate.
             ends = (tokens_per_second(tokens, found.interval.high), tokens_per_second(tokens, found.interval.low))

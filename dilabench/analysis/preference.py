@@ -23,6 +23,7 @@ NS_PER_MS = 1e6
 WIDE_RANGE = "bfloat16"
 HARDLY = 1.03
 MAX_KERNEL_NAME = 60
+OPERATOR = "aten::"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,9 @@ def _kernel_row(row: Row) -> Iterator[str]:
     if not kernels:
         yield from (figures.ABSENT,) * 4
         return
-    longest = max(kernels, key=lambda use: use.duration_ns)
+    # On a CPU the profile also names what only wraps operators.
+    operators = [use for use in kernels if use.name.startswith(OPERATOR)] or list(kernels)
+    longest = max(operators, key=lambda use: use.duration_ns)
     total = sum(use.duration_ns for use in kernels)
     yield short_name(longest)
     yield f"{longest.duration_ns / total:.0%}" if total else figures.ABSENT
@@ -185,7 +188,7 @@ def _kernel_row(row: Row) -> Iterator[str]:
 
 def short_name(kernel: KernelUse) -> str:
     """A kernel's name without its arguments, cut to what a table can hold."""
-    name = kernel.name.removeprefix("void ").partition("(")[0]
+    name = kernel.name.removeprefix("void ").removeprefix(OPERATOR).partition("(")[0]
     return name if len(name) <= MAX_KERNEL_NAME else f"{name[: MAX_KERNEL_NAME - 1]}…"
 
 

@@ -16,8 +16,8 @@ class SizedBufferPool:
     """Keeps buffers that were given back, up to `max_bytes`, and hands the smallest one that fits out again.
 
     Buffers are raw bytes in sizes rounded up to a power of two, so that shapes which differ a little share them. What
-    is lent is known by the tensor itself, so that giving back twice, or something else, does nothing. While a CUDA graph is captured, every buffer is a new one from
-    the graph's own memory, which the graph will go on using.
+    is lent is known by the tensor itself, so that giving back twice, or something else, does nothing. While a CUDA
+    graph is captured, every buffer is a new one from the graph's own memory, which the graph will go on using.
 
     Safe to use from several threads: one lock, under which nothing is called that could come back here.
     """

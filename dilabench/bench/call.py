@@ -3,17 +3,20 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dilabench.bench.buffer_pool import SizedBufferPool
+from dilabench.bench.chunked_queries import build_in_chunks, checkpointed
 from dilabench.bench.commands import CaseSpec
 from dilabench.bench.device import cache_bytes, synchronize
-from dilabench.bench.inputs import InputSet, InputShelf
+from dilabench.bench.inputs import InputSet, InputShelf, make_inputs
 from dilabench.bench.optimizing import compiled, compiling, graphed
-from dilabench.contracts import AttentionFn, BufferPool, BuildContext, LoadedBackend, NoPool, PatternCache
+from dilabench.contracts import AttentionFn, BufferPool, Build, BuildContext, LoadedBackend, NoPool, PatternCache
+from dilabench.distributed.whole import Sharded, Whole
+from dilabench.distributed.world import World
 from dilabench.registry import load_target
 
 MAX_INPUT_SETS = 32
@@ -23,11 +26,15 @@ SLOW_CALL_NS = 200_000_000
 class PreparedCall:
     """The thing that is verified and timed: gives a fresh call per sample, what belongs to none done before it."""
 
-    def __init__(self, spec: CaseSpec, device: torch.device, shelf: InputShelf) -> None:
+    def __init__(self, spec: CaseSpec, device: torch.device, shelf: InputShelf, world: World | None = None) -> None:
         self.spec = spec
         self.device = device
         self.workload = spec.case.workload
-        self._shelf = shelf
+        # Offloaded inputs stay on the host; a shelf of their own, because rows beside this one want them on the device.
+        self._shelf = InputShelf(torch.device("cpu")) if spec.case.optimizations.offload_inputs else shelf
+        self.world = world
+        self._shards: dict[int, InputSet] = {}
+        self._traffic: dict[str, int] = {}
         self._next = 0
         self._sets = 1
         self._dout: Tensor | None = None
@@ -38,8 +45,11 @@ class PreparedCall:
         self.patterns = PatternCache(options.pattern_cache_entries)
         self.buffers: BufferPool = SizedBufferPool(options.buffer_pool_bytes) if options.buffer_pool_bytes else NoPool()
         build, backend = self._timed("import", self._load)
-        self.context = BuildContext(device=device, backend=backend, patterns=self.patterns, buffers=self.buffers)
-        built: AttentionFn = self._timed("build", lambda: build(self.workload, self.context))
+        self.context = BuildContext(
+            device=device, backend=backend, world=world, patterns=self.patterns, buffers=self.buffers
+        )
+        built: AttentionFn = self._timed("build", lambda: self._built(build))
+        self._unoptimized = built
         self.module = built if isinstance(built, torch.nn.Module) else None
         self._timed("inputs", lambda: self.inputs(0))
         self.function = self._timed("optimize", lambda: self._optimized(built))
@@ -50,28 +60,55 @@ class PreparedCall:
         """The next call to time, on the next input set, with all that is not part of it done.
 
         forward: no graph is made. backward: the graph is made here, the call computes the gradients of inputs and
-        parameters. both: the call does both.
+        parameters. both: the call does both. Ranks wait for each other here, so that their calls start together.
         """
         inputs = self.inputs(self._next)
         self._next = (self._next + 1) % self._sets
         function = self.function
         if self.workload.mode == "forward":
+            self._together()
             return lambda: self._forward(inputs)
         targets = [*inputs.distinct, *self.parameters()]
         dout = self.output_gradient()
         if self.workload.mode == "backward":
             out = function(inputs.q, inputs.k, inputs.v)
+            self._together()
             return lambda: torch.autograd.grad(out, targets, dout, allow_unused=True)
 
         def both() -> object:
             out = function(inputs.q, inputs.k, inputs.v)
             return torch.autograd.grad(out, targets, dout, allow_unused=True)
 
+        self._together()
         return both
 
+    def _together(self) -> None:
+        if self.world is not None:
+            self.world.barrier()
+
     def inputs(self, index: int) -> InputSet:
-        """Input set number `index`; set 0 is the one that every implementation of the cell shares."""
+        """Input set number `index`; set 0 is the one that every implementation of the cell shares.
+
+        Of several ranks each has its shards of the same set.
+        """
+        if self.world is not None:
+            return self._shard(index)
         return self._shelf.get(self.workload, self.spec.takes, self.spec.seed + index)
+
+    def _shard(self, index: int) -> InputSet:
+        if index not in self._shards:
+            whole = make_inputs(self.workload, self.spec.takes, self.spec.seed + index, self.device)
+            cut = Whole(cast(Sharded, self._unoptimized), self.workload.layout == "packed")
+            parts = [x.detach().requires_grad_(x.requires_grad) for x in cut.shards_of(*whole.distinct)]
+            self._shards[index] = InputSet(*parts) if len(parts) == 3 else InputSet(parts[0], parts[0], parts[0])
+        return self._shards[index]
+
+    @property
+    def whole(self) -> AttentionFn:
+        """The function of whole tensors: what verification calls. The function itself unless there are ranks."""
+        if self.world is None:
+            return self.function
+        return Whole(cast(Sharded, self.function), self.workload.layout == "packed")
 
     def rotate(self) -> int:
         """Use so many input sets in turn that none is still in the GPU's L2 when it comes again; how many.
@@ -103,14 +140,14 @@ class PreparedCall:
     def output_gradient(self) -> Tensor:
         """A random gradient of the output, made once."""
         if self._dout is None:
-            generator = torch.Generator(self.device).manual_seed(self.spec.seed + 2**31)
-            shape, dtype = self._out_shape, self.inputs(0).q.dtype
-            self._dout = torch.randn(shape, generator=generator, device=self.device, dtype=dtype)
+            query = self.inputs(0).q
+            generator = torch.Generator(query.device).manual_seed(self.spec.seed + 2**31)
+            self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=query.dtype)
         return self._dout
 
     def counters(self) -> dict[str, int]:
         """What the optimizations did."""
-        return {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters}
+        return {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters, **self._traffic}
 
     @property
     def held_bytes(self) -> int:
@@ -131,8 +168,16 @@ class PreparedCall:
         backward = load_target(backend.backward_target) if backend.backward_target else None
         return build, LoadedBackend(backend.name, load_target(backend.target), backward)
 
+    def _built(self, build: Build) -> AttentionFn:
+        options = self.spec.case.optimizations
+        if options.query_chunk or options.offload_inputs:
+            return build_in_chunks(build, self.workload, self.context, options.query_chunk or self.workload.seq_len)
+        return build(self.workload, self.context)
+
     def _optimized(self, function: AttentionFn) -> AttentionFn:
         options = self.spec.case.optimizations
+        if options.gradient_checkpointing:
+            function = checkpointed(function)
         if options.compile:
             function = compiled(function)
         if options.cuda_graph:
@@ -158,6 +203,8 @@ class PreparedCall:
 
     def _estimate_ns(self) -> int:
         """What a call takes: a second one tells, unless the first was so long that its own set-up hardly counts."""
+        if self.world is not None:
+            return self._estimate_together_ns(self.world)
         first_ns = self.setup_ns["first_call"]
         if first_ns > SLOW_CALL_NS and self.device.type == "cpu" and self.workload.mode == "forward":
             return first_ns
@@ -167,6 +214,17 @@ class PreparedCall:
         call()
         synchronize(self.device)
         return max(1, time.perf_counter_ns() - started)
+
+    def _estimate_together_ns(self, world: World) -> int:
+        """The slowest rank's second call, the same number on every rank; its bytes are the counted ones."""
+        call = self.fresh()
+        world.traffic.clear()
+        started = time.perf_counter_ns()
+        call()
+        synchronize(self.device)
+        elapsed = time.perf_counter_ns() - started
+        self._traffic = world.traffic.counters()
+        return max(1, world.max_over_ranks([elapsed])[0])
 
     def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter_ns()

@@ -9,7 +9,7 @@ from dilabench.registry import Catalogue, Timer
 from dilabench.results import Case, KernelUse, Memory, Note, Slot, Verification
 from dilabench.spec import Model, content_hash
 
-CommandName = Literal["prepare", "verify", "kernels", "warm_up", "slot", "memory", "ceilings", "release"]
+CommandName = Literal["prepare", "verify", "kernels", "warm_up", "slot", "memory", "ceilings", "release", "alone", "stream"]
 
 
 class BackendSpec(Model):
@@ -50,9 +50,13 @@ class TimerSpec(Model):
 
 
 class WorkerSettings(Model):
-    """How a worker sets its process up."""
+    """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at the file `store`."""
 
     device: DeviceKind
+    rank: int = 0
+    world_size: int = 1
+    store: str = ""
+    rank_timeout_s: float = 120.0
 
 
 class Hello(Model):
@@ -99,6 +103,18 @@ class WarmedUp(Model):
     unusable: str | None = None
 
 
+class AloneResult(Model):
+    """What came of a case that was measured alone, or of some pieces of a stream."""
+
+    verification: Verification | None = None
+    why: str = ""
+    memory: Memory | None = None
+    slot: Slot | None = None
+    notes: tuple[Note, ...] = ()
+    setup_ns: dict[str, int] = Field(default_factory=dict)
+    counters: dict[str, int] = Field(default_factory=dict)
+
+
 class Reply(Model):
     """The answer to a command: the field of the command is set, or `trouble`."""
 
@@ -111,6 +127,7 @@ class Reply(Model):
     warmed_up: WarmedUp | None = None
     slot: Slot | None = None
     memory: Memory | None = None
+    alone: AloneResult | None = None
     ceilings: dict[str, float] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
     notes: tuple[Note, ...] = ()
@@ -139,13 +156,14 @@ def worker_key(case: Case, catalogue: Catalogue) -> str:
     """The process that a case belongs to: one per plug-in, and one per backend that brings a library of its own.
 
     Libraries that cannot live in one process (xformers and flash-attn 4, say) never meet; built-ins on torch's own
-    kernels share a process, so that their samples alternate within milliseconds.
+    kernels share a process, so that their samples alternate within milliseconds. '@4' at the end: four ranks.
     """
     origin = catalogue.implementations.origin(case.implementation)
+    ranks = f"@{case.world_size}" if case.world_size > 1 else ""
     if case.backend is None:
-        return origin
+        return origin + ranks
     backend = catalogue.backends.get(case.backend)
     foreign = catalogue.backends.origin(backend.name)
     libraries = [name for name in backend.requires if not name.startswith(("cuda", "cpu", "gpus"))]
     parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if libraries else [])]
-    return "+".join(parts)
+    return "+".join(parts) + ranks

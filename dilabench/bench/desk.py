@@ -3,12 +3,14 @@
 import contextlib
 import gc
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from dilabench.bench.alone_call import Stream, measure_alone
 from dilabench.bench.call import PreparedCall
 from dilabench.bench.ceilings import measure_ceilings
 from dilabench.bench.clocks import clocks_of
@@ -31,7 +33,9 @@ from dilabench.bench.memory import measure_memory
 from dilabench.bench.optimizing import OptimizationUnusableError
 from dilabench.bench.timing import SampleTimer, TimerUnusableError
 from dilabench.bench.verification import CaseVerifier
-from dilabench.bench.warmup import WarmUpLimits, warm_up
+from dilabench.bench.warmup import WarmUpLimits, WarmUpResult, warm_up
+from dilabench.distributed.launch import file_store
+from dilabench.distributed.world import World
 from dilabench.registry import load_target
 from dilabench.results import Slot
 
@@ -44,11 +48,16 @@ class Desk:
     def __init__(self, settings: WorkerSettings) -> None:
         # What is loaded by now stays for ever; the collector need not look at it again and again.
         gc.freeze()
-        self.device = torch_device(settings.device)
+        self._settings = settings
+        self._world: World | None = None
+        self.device = torch_device(settings.device, settings.rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._shelf = InputShelf(self.device)
         self._verifier = CaseVerifier(self.device)
+        self._stream: Stream | None = None
         self._clocks = clocks_of(_gpu_uuid(self.device))
         self._commands: dict[CommandName, Callable[[Command], Reply]] = {
             "prepare": self._prepare,
@@ -59,6 +68,8 @@ class Desk:
             "memory": self._memory,
             "ceilings": self._ceilings,
             "release": self._release,
+            "alone": self._alone,
+            "stream": self._stream_on,
         }
 
     def hello(self) -> Hello:
@@ -76,9 +87,19 @@ class Desk:
     def _prepare(self, command: Command) -> Reply:
         spec = CaseSpec.model_validate(command.arguments["spec"])
         self._drop(spec.handle)
-        call = PreparedCall(spec, self.device, self._shelf)
+        call = PreparedCall(spec, self.device, self._shelf, self._joined())
         self._calls[spec.handle] = call
         return Reply(prepared=Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns))
+
+    def _joined(self) -> World | None:
+        """The world of this worker's ranks, met at the first case; None for a worker that is alone."""
+        settings = self._settings
+        if settings.world_size > 1 and self._world is None:
+            store = file_store(settings.store, settings.world_size)
+            self._world = World.join(
+                store, settings.rank, settings.world_size, self.device, timeout_s=settings.rank_timeout_s
+            )
+        return self._world
 
     def _verify(self, command: Command) -> Reply:
         verification, why = self._verifier.verify(self._calls[command.handle])
@@ -103,8 +124,20 @@ class Desk:
         self._timers[command.handle, spec.name] = timer
         gc.collect()
         with _no_collection():
-            result = warm_up(lambda count: timer.take(count).samples_ns, call.call_ns, limits)
+            result = self._warmed(timer, call, limits)
         return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=timer.notes()))
+
+    def _warmed(self, timer: SampleTimer, call: PreparedCall, limits: WarmUpLimits) -> WarmUpResult:
+        world = self._world
+        if world is None:
+            return warm_up(lambda count: timer.take(count).samples_ns, call.call_ns, limits)
+        # Ranks must stop after the same sample: they look at the slowest rank's samples, and at its clock.
+        return warm_up(
+            lambda count: world.max_over_ranks(timer.take(count).samples_ns),
+            call.call_ns,
+            limits,
+            clock=lambda: world.max_over_ranks([time.monotonic_ns()])[0] * 1e-9,
+        )
 
     def _slot(self, command: Command) -> Reply:
         timer = self._timers[command.handle, command.arguments["timer"]]
@@ -129,6 +162,20 @@ class Desk:
         ceilings = measure_ceilings(self.device, command.arguments["dtypes"])
         release_cached(self.device)
         return Reply(ceilings=ceilings)
+
+    def _alone(self, command: Command) -> Reply:
+        spec = CaseSpec.model_validate(command.arguments["spec"])
+        limit_bytes, seconds = command.arguments["limit_bytes"], command.arguments["seconds"]
+        return Reply(alone=measure_alone(spec, self.device, limit_bytes, seconds))
+
+    def _stream_on(self, command: Command) -> Reply:
+        """The first of these commands brings the case, later ones more pieces of it, the last one no count."""
+        arguments = command.arguments
+        if self._stream is None:
+            spec = CaseSpec.model_validate(arguments["spec"])
+            self._stream = Stream(spec, self.device, arguments["pieces"])
+        count = arguments["count"]
+        return Reply(alone=self._stream.pass_on(arguments["start"], count) if count else self._stream.weigh())
 
     def _release(self, command: Command) -> Reply:
         self._drop(command.handle)

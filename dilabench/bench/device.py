@@ -8,9 +8,9 @@ import torch
 from dilabench.machine import DeviceKind
 
 
-def torch_device(kind: DeviceKind) -> torch.device:
-    """The device that a worker computes on: the CPU, or the first visible GPU."""
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
+def torch_device(kind: DeviceKind, rank: int = 0) -> torch.device:
+    """The device that a worker computes on: the CPU, or the visible GPU of its rank."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
 
 
 def synchronize(device: torch.device) -> None:

@@ -15,8 +15,8 @@ MAX_KERNELS = 100
 def kernel_ledger(call: Callable[[], object], device: torch.device, trace: Path | None = None) -> tuple[KernelUse, ...]:
     """The kernels of one call, longest first: CUDA kernels on a GPU, operators with their own time on a CPU.
 
-    Of more than 100 kernels the shortest are left out. With `trace`, a Chrome trace of the call is written there; raises
-    OSError or RuntimeError when it cannot be.
+    Of more than 100 kernels the shortest are left out. With `trace`, a Chrome trace of the call is written there;
+    raises OSError or RuntimeError when it cannot be.
     """
     # torch.profiler.profile wraps this one and costs a second of imports.
     with profile(use_device="cuda" if device.type == "cuda" else None, use_kineto=True) as profiler:

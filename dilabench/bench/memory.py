@@ -22,9 +22,9 @@ def measure_memory(call: PreparedCall, isolated: bool) -> Memory:
     The peak covers forward and, unless the mode is forward, backward; gradients count as workspace, and so does what
     optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call.
     """
-    inputs = sum(tensor.nbytes for tensor in call.inputs(0).distinct)
-    if call.workload.mode != "forward":
-        inputs += call.output_gradient().nbytes
+    given = [*call.inputs(0).distinct, *([call.output_gradient()] if call.workload.mode != "forward" else [])]
+    # Offloaded inputs are not in the memory that is measured.
+    inputs = sum(tensor.nbytes for tensor in given if tensor.device == call.device)
     parameters = sum(parameter.nbytes for parameter in call.parameters())
     saved = _saved_for_backward(call) if call.workload.mode != "forward" else None
     held = call.held_bytes

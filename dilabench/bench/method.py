@@ -29,7 +29,7 @@ class Method(Model):
     warm_up: WarmUpLimits
     precision: float
     min_samples: int = 5
-    min_rounds: int = 5
+    min_rounds: int = 20
     max_rounds: int = 100
     slot_ns: int = 10_000_000
     max_slot_samples: int = 20

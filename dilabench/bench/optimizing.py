@@ -35,8 +35,8 @@ def compiling(counters: dict[str, int]) -> Iterator[None]:
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        raise OptimizationUnusableError(f"torch.compile cannot compile it: {type(error).__name__}: {first_line}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise OptimizationUnusableError(f"torch.compile cannot compile it: {' '.join(lines[:2])}") from error
     for name, count in _compiled_so_far().items():
         counters[name] = count - before[name]
 
@@ -63,18 +63,18 @@ def graphed(function: AttentionFn, inputs: InputSet) -> tuple[AttentionFn, int]:
     try:
         replay = torch.cuda.make_graphed_callables(cast(Callable[..., Any], function), samples)
         torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         # A capture that failed leaves its own stream as the current one.
         torch.cuda.set_stream(stream)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         torch.cuda.synchronize(device)
         first_line = (str(error).strip().splitlines() or [""])[0]
         raise OptimizationUnusableError(f"a CUDA graph cannot capture it: {first_line}") from error
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = replay(_Owned.apply(q), _Owned.apply(k), _Owned.apply(v))
-        return out.clone()
+        out = replay(_Owned.apply(q), _Owned.apply(k), _Owned.apply(v))
+        return cast(Tensor, out).clone()
 
     return call, torch.cuda.memory_allocated(device) - before
 
@@ -87,5 +87,5 @@ class _Owned(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
         return grad.clone()

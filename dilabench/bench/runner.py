@@ -6,10 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from dilabench.bench.alone import AloneRun
 from dilabench.bench.budget import Budget, steady
 from dilabench.bench.cell import CellRun
 from dilabench.bench.commands import WorkerSettings, worker_key
 from dilabench.bench.environment import with_torch
+from dilabench.bench.group import start_worker
 from dilabench.bench.lock import device_lock
 from dilabench.bench.method import choose_method
 from dilabench.bench.progress import Progress, Silent
@@ -20,6 +22,7 @@ from dilabench.config import RunRequest
 from dilabench.machine import Machine
 from dilabench.registry import Catalogue
 from dilabench.results import Measured, PlannedCase, Row, RunHeader, RunRecord, Skipped
+from dilabench.suites.measured_alone import is_measured_alone
 
 FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
 CEILINGS_TIMEOUT_S = 120.0
@@ -70,7 +73,7 @@ def run(
     waiting = _waiting(planned, completed)
     station = Station(
         catalogue=catalogue,
-        pool=WorkerPool(WorkerSettings(device=machine.device)),
+        pool=WorkerPool(WorkerSettings(device=machine.device), start_worker),
         method=method,
         budget=Budget(request.budget_s, [one.case for one in waiting if one.skip is None], steady(clock)),
         progress=progress or Silent(),
@@ -139,7 +142,7 @@ class _Run:
                     self._keep(Row(planned=one, outcome=Skipped(why=one.skip)))
             for cell in self._cells():
                 self.progress.cell_started(cell[0].case.workload, cell)
-                for row in CellRun(self.station, cell).rows():
+                for row in self._rows_of(cell):
                     self._keep(row)
             more = follow_up(tuple(self._in_order())) if follow_up else ()
             fresh = [one for one in more if one.case.case_id not in self.planned]
@@ -148,6 +151,14 @@ class _Run:
             self.planned |= {one.case.case_id: one for one in fresh}
             self.station.budget.add([one.case for one in fresh if one.skip is None])
             self.progress.run_started(len(self.planned))
+
+    def _rows_of(self, cell: Sequence[PlannedCase]) -> Iterator[Row]:
+        """Cases that are measured alone each by itself, then the rest of the cell together."""
+        alone = [one for one in cell if is_measured_alone(one)]
+        for one in alone:
+            yield AloneRun(self.station, one).row()
+        if together := [one for one in cell if one not in alone]:
+            yield from CellRun(self.station, together).rows()
 
     def _cells(self) -> list[list[PlannedCase]]:
         """The cases that wait, those of one workload together, in the order planned."""

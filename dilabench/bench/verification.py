@@ -17,11 +17,11 @@ class CaseVerifier:
     def verify(self, call: PreparedCall) -> tuple[Verification, str]:
         """All checks of semantics.md §4 that apply to this call, and what they come to in a line."""
         verification = verify(
-            call.function,
+            call.whole,
             call.workload,
             takes=call.spec.takes,
             deterministic=call.spec.deterministic,
-            module=call.module,
+            module=getattr(call.module, "module", call.module),
             oracle=self._oracle_of(call),
         )
         return verification, summary(verification)

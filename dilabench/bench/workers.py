@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -158,8 +159,9 @@ class Worker:
 class WorkerPool:
     """Resident workers by key. A worker that died is replaced when its key is next asked for."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, start: Callable[[str, WorkerSettings], Worker] | None = None) -> None:
         self.settings = settings
+        self._start = start or Worker
         self._resident: dict[str, Worker] = {}
 
     def resident(self, key: str) -> Worker:
@@ -168,13 +170,13 @@ class WorkerPool:
         if worker is None or not worker.alive:
             if worker is not None:
                 worker.kill()
-            worker = self._resident[key] = Worker(key, self.settings)
+            worker = self._resident[key] = self._start(key, self.settings)
         return worker
 
     @contextlib.contextmanager
     def fresh(self, key: str) -> Any:
         """A worker that nothing ran in before, ended afterwards."""
-        worker = Worker(key, self.settings)
+        worker = self._start(key, self.settings)
         try:
             yield worker
         finally:

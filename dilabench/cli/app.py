@@ -14,6 +14,7 @@ from dilabench.cli.doctor import doctor
 from dilabench.cli.guard import guarded
 from dilabench.cli.history import history
 from dilabench.cli.list import list_names
+from dilabench.cli.plan import plan
 from dilabench.cli.report import report
 from dilabench.cli.run import run
 from dilabench.cli.tune import tune
@@ -49,6 +50,7 @@ def _root(
 
 for _name, _command in (
     ("run", run),
+    ("plan", plan),
     ("verify", verify),
     ("list", list_names),
     ("describe", describe),

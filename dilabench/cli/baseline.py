@@ -49,7 +49,7 @@ def save(
     files = [store.archive.add(record) for record in records]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     saved = store.baselines.save(name, files, now, add=add, replace=replace)
-    typer.echo(f"baseline {name}: {len(saved.runs)} runs ({', '.join(saved.runs)})")
+    typer.echo(f"baseline {name} holds {', '.join(saved.runs)}")
 
 
 def list_baselines(as_json: AsJson = False) -> None:
@@ -77,7 +77,7 @@ def rm(name: Name) -> None:
     from dilabench.store.lookup import Store
 
     removed = Store().baselines.remove(name)
-    typer.echo(f"baseline {name} removed; its {len(removed.runs)} runs are kept")
+    typer.echo(f"baseline {name} removed; the store keeps {', '.join(removed.runs)}")
 
 
 for _name, _command in (("save", save), ("list", list_baselines), ("rm", rm)):

@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
+from dilabench.blockmask import PREFERENCES
 from dilabench.cli.availability import limits_of, reasons_against
+from dilabench.cli.mask_picture import mask_facts, workload_mask
 from dilabench.config import workload_request
 from dilabench.errors import unknown_name
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import SHELVES, discover
 from dilabench.registry import Backend, Catalogue, Implementation, Reporter, Timer, WorkloadPreset
-from dilabench.spec import Workload
+from dilabench.spec import BlockSparsePattern, Workload
 from dilabench.units import format_bytes
 from dilabench.work import attended_pairs, flops, tensor_bytes
 from dilabench.workloads.ranges import ALL, RANGES, range_lengths
@@ -20,16 +22,20 @@ Facts = Iterator[tuple[str, str]]
 
 
 def describe(
-    name: Annotated[str, typer.Argument(help="Name or alias of anything that `dilabench list` shows, or of a range.")],
+    name: Annotated[
+        str, typer.Argument(help="Name or alias of what `dilabench list` shows, of a range or a mask.")
+    ],
 ) -> None:
     """Show everything known about a name; a name that stands for several things shows all of them."""
     catalogue, machine = discover().catalogue, detect()
     sheets = [sheet for shelf in SHELVES for sheet in _sheets(catalogue, shelf, name, machine)]
     if name in (*RANGES, ALL):
         sheets.append(("range", [("lengths", " ".join(map(str, range_lengths(name))))]))
+    if name in PREFERENCES:
+        sheets.append(("mask", list(mask_facts(name))))
     if not sheets:
         known = {other for shelf in SHELVES for other in getattr(catalogue, shelf).names}
-        raise unknown_name("name", name, [*known, *RANGES])
+        raise unknown_name("name", name, [*known, *RANGES, *PREFERENCES])
     for index, (kind, facts) in enumerate(sheets):
         typer.echo(("\n" if index else "") + f"{kind} {name}")
         for key, value in facts:
@@ -84,6 +90,8 @@ def _workload_facts(catalogue: Catalogue, preset: WorkloadPreset, machine: Machi
     workload = workload_request(catalogue, preset.name, {}).resolve(machine.auto_dtype)
     yield "workload", workload.label()
     yield from _field_facts(workload)
+    if isinstance(workload.pattern, BlockSparsePattern) and workload.pattern.branches is None:
+        yield "mask of head 0", workload_mask(workload)
     pairs = attended_pairs(workload)
     yield "attended pairs", f"{pairs:,}"
     yield (

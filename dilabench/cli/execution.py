@@ -15,6 +15,7 @@ from dilabench.bench.environment import snapshot
 from dilabench.bench.runner import FollowUp
 from dilabench.bench.runner import run as run_cases
 from dilabench.cli.progress_bar import progress_shown
+from dilabench.cli.sufficient_budget import sufficient_budget
 from dilabench.config import RunRequest
 from dilabench.errors import DilabenchError, ExitCode
 from dilabench.machine import Machine
@@ -56,13 +57,15 @@ class Execution:
             self._report(record)
             self._store(record)
         code = exit_code(record)
+        if code is ExitCode.NOTHING_MEASURED and (hint := sufficient_budget(record, self.machine)):
+            self._say(hint)
         self._say(verdict(record, code))
         return code
 
     def _measure(self) -> RunRecord:
         catalogue = self.found.catalogue
         with progress_shown() as progress:
-            return run_cases(
+            record = run_cases(
                 self.planned,
                 self.request,
                 catalogue,
@@ -74,6 +77,8 @@ class Execution:
                 completed=self.completed,
                 trace_folder=self.folder.path / "traces",
             )
+        project = catalogue.suites.get(self.request.suite).projections
+        return record if project is None else record.model_copy(update={"projections": load_target(project)(record)})
 
     def _report(self, record: RunRecord) -> None:
         """Write what a run always leaves and what was asked for; print what was asked for."""

@@ -10,6 +10,7 @@ from dilabench.cli import dry_run as dry
 from dilabench.cli import options as shared
 from dilabench.cli import run_options as own
 from dilabench.cli.options import given, names, one_or_none
+from dilabench.cli.plan import show_predictions
 from dilabench.cli.resume import recorded_request
 from dilabench.config import RunRequest, run_request
 from dilabench.errors import ExitCode
@@ -44,7 +45,16 @@ def run(
     head_dim: shared.HeadDim = None,
     dtype: shared.DTypeName = None,
     mode: shared.ModeName = None,
+    sparsity: own.Sparsity = None,
+    block_size: own.BlockSize = None,
+    mask_file: own.MaskFile = None,
     max_seq_length: own.MaxSeqLength = None,
+    memory_limit: own.MemoryLimit = None,
+    gradient_checkpointing: own.GradientCheckpointing = None,
+    chunked: own.Chunked = None,
+    offload: own.Offload = None,
+    tokens: own.Tokens = None,
+    form: own.Form = None,
     timing: own.Timing = None,
     pattern_cache: own.PatternCache = None,
     memory_pool: own.MemoryPool = None,
@@ -55,6 +65,7 @@ def run(
     budget: own.Budget = None,
     seed: own.Seed = None,
     dry_run: own.DryRun = False,
+    plan: own.Plan = False,
     resume: own.Resume = None,
     output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
@@ -64,11 +75,21 @@ def run(
     """Measure a suite: verify each case, time it, and leave run.json and report.md in a folder of its own."""
     found = discover(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
+    blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
+    workload |= {"pattern": "block_sparse", **blocks} if blocks else {}
     settings = given(
         implementations=names(implementations),
         backends=names(backends),
         lengths=_lengths(range_name, names(lengths), names(custom_lengths)),
-        options=given(max_seq_length=max_seq_length and parse_count(max_seq_length, "max_seq_length")),
+        options=given(
+            max_seq_length=max_seq_length and parse_count(max_seq_length, "max_seq_length"),
+            memory_limit=memory_limit and parse_count(memory_limit, "memory_limit"),
+            gradient_checkpointing=gradient_checkpointing,
+            chunked=chunked,
+            offload=offload,
+            tokens=tokens and parse_count(tokens, "tokens"),
+            form=form,
+        ),
         timing=timing,
         pattern_cache_entries=None if pattern_cache is None else PATTERN_CACHE_ENTRIES * pattern_cache,
         buffer_pool_bytes=None if memory_pool is None else POOL_BYTES * memory_pool,
@@ -87,7 +108,7 @@ def run(
         settings=settings,
         resume=resume,
     )
-    raise typer.Exit(_carry_out(found, asked, names(formats) or [TABLE], output, dry_run, keep))
+    raise typer.Exit(_carry_out(found, asked, names(formats) or [TABLE], output, dry_run, plan, keep))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +139,9 @@ class Asked:
         return request.model_copy(update=given(budget_s=self.settings.get("budget_s"))), header
 
 
-def _carry_out(found: Found, asked: Asked, formats: list[str], output: Path, dry_run: bool, keep: bool) -> ExitCode:
+def _carry_out(
+    found: Found, asked: Asked, formats: list[str], output: Path, dry_run: bool, plan: bool, keep: bool
+) -> ExitCode:
     catalogue = found.catalogue
     request, earlier = asked.request(catalogue)
     machine = detect(request.device)
@@ -128,6 +151,9 @@ def _carry_out(found: Found, asked: Asked, formats: list[str], output: Path, dry
     from dilabench.bench.method import choose_method
 
     choose_method(request.timing, machine.device, catalogue)
+    if plan:
+        show_predictions(planned, machine)
+        return ExitCode.OK
     if dry_run:
         dry.show(planned)
         return ExitCode.OK

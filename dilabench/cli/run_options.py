@@ -27,6 +27,34 @@ RangeName = Annotated[
 MaxSeqLength = Annotated[
     str | None, typer.Option("--max-seq-length", metavar="N", help="Longest sequence that a search may try.")
 ]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option("--memory-limit", metavar="BYTES", help="What a case of extreme or billion may allocate: 512M, 8G."),
+]
+GradientCheckpointing = Annotated[
+    bool | None, typer.Option("--gradient-checkpointing", help="Search (extreme) with recomputation in backward, too.")
+]
+Chunked = Annotated[
+    bool | None, typer.Option("--chunked", help="Search (extreme) with queries in chunks of whole segments, too.")
+]
+Offload = Annotated[
+    bool | None, typer.Option("--offload", help="Search (extreme) with inputs in host memory, in chunks, too.")
+]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", metavar="N", help="Tokens that billion computes (default 2^30 = 1G).")
+]
+Form = Annotated[
+    str | None, typer.Option("--form", metavar="FORM", help="How billion holds them: resident, streamed or auto.")
+]
+Plan = Annotated[bool, typer.Option("--plan", help="Show memory and time predicted for each case and leave.")]
+Sparsity = Annotated[
+    str | None, typer.Option("--sparsity", metavar="S", help="Share of blocks not computed, 0.9; block-sparse pattern.")
+]
+BlockSize = Annotated[str | None, typer.Option("--block-size", metavar="N", help="Tokens in a block of the mask.")]
+MaskFile = Annotated[
+    Path | None,
+    typer.Option("--mask-file", metavar="FILE", help="Block mask: .npy [n, n], or .json with key blocks per row."),
+]
 Timing = Annotated[
     str | None,
     typer.Option(

@@ -8,6 +8,7 @@ import typer
 from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
 from dilabench.cli.terminal import Lines
+from dilabench.cli.verify_all import Marks, trials_of
 from dilabench.config import run_request
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine, detect
@@ -52,6 +53,9 @@ def verify(
     dtype: shared.DTypeName = None,
     mode: shared.ModeName = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every implementation, backend, dtype and family, as a table of marks.")
+    ] = False,
     device: shared.Device = None,
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
@@ -68,6 +72,8 @@ def verify(
     )
     machine = detect(request.device)
     planner = Planner(found.catalogue, machine, request)
+    if everything:
+        raise typer.Exit(_everything(planner))
     workloads = [_both_ways(asked) for asked in planner.workload_requests(DEFAULT_WORKLOADS)]
     planned = planner.compare(workloads, planner.implementations([EVERYTHING]))
     names_of = [_names(plan) for plan in planned]
@@ -79,6 +85,21 @@ def verify(
         outcomes.append(outcome)
         lines.print((*cells, *_result(plan, outcome)))
     raise typer.Exit(_verdict(planned, outcomes))
+
+
+def _everything(planner: Planner) -> ExitCode:
+    """The table of `--all`: a line per implementation, backend and dtype, a mark per family."""
+    trials = trials_of(planner)
+    planned = tuple(trial.planned for trial in trials)
+    table = Marks(trials)
+    outcomes = []
+    for trial, outcome in zip(
+        trials, _outcomes(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
+    ):
+        outcomes.append(outcome)
+        table.add(trial, *_result(trial.planned, outcome))
+    table.close()
+    return _verdict(planned, outcomes)
 
 
 Outcome = Verification | str

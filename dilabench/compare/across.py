@@ -4,7 +4,7 @@ Nothing interleaves them, so the spread between sessions is the error, and only 
 five of them every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedCell, Comparison, Uncompared, is_measured, uncompared
@@ -14,8 +14,9 @@ from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.results import Measured, Row, RunRecord, Timing
 from dilabench.stats.decide import decide
-from dilabench.stats.history import SESSIONS_FOR_GATE, estimate_from_history
+from dilabench.stats.history import SESSIONS_FOR_GATE, StoredCell, estimate_stored
 from dilabench.stats.policy import Policy
+from dilabench.stats.verdicts import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,13 @@ def compare_across(
             matches.append(found)
         else:
             rest.append(found)
-    cells = tuple(_cells(matches, policy))
+    sides = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
+    stored = [StoredCell(sessions_of(old), sessions_of(new)) for old, new in sides]
+    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence)]
+    throttled = [is_throttled(old) or is_throttled(new) for old, new in sides]
+    cells = tuple(map(_cell, matches, corrected(verdicts, throttled, policy)))
     warnings = [*soft_warnings(baseline, candidate), *_shared_runs(baseline, candidate)]
-    fewest = min((len(sessions_of(one.timings(one.baseline))) for one in matches), default=SESSIONS_FOR_GATE)
+    fewest = min((len(one.baseline) for one in stored), default=SESSIONS_FOR_GATE)
     if fewest < SESSIONS_FOR_GATE:
         sessions = "session" if fewest == 1 else "sessions"
         warnings.append(
@@ -115,25 +120,18 @@ def _timers(row: Row) -> str:
     return ", ".join(timing.timer for timing in row.outcome.timings) or "no timer"
 
 
-def _cells(matches: Sequence[_Match], policy: Policy) -> Iterator[ComparedCell]:
-    sides = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
-    estimates = [
-        estimate_from_history(sessions_of(old), sessions_of(new), confidence=policy.confidence) for old, new in sides
-    ]
-    throttled = [is_throttled(old) or is_throttled(new) for old, new in sides]
-    verdicts = corrected([decide(one, policy) for one in estimates], throttled, policy)
-    for match, verdict in zip(matches, verdicts, strict=True):
-        memory, no_memory = memory_verdict(match.baseline[-1], match.candidate[-1])
-        notes = row_notes(match.baseline[-1], match.candidate[-1])
-        yield ComparedCell(
-            baseline=match.baseline[-1].case,
-            candidate=match.candidate[-1].case,
-            timer=match.timer,
-            route="stored",
-            verdict=verdict,
-            memory=memory,
-            notes=(*([no_memory] if no_memory else []), *notes),
-        )
+def _cell(match: _Match, verdict: Verdict) -> ComparedCell:
+    memory, no_memory = memory_verdict(match.baseline, match.candidate)
+    notes = row_notes(match.baseline[-1], match.candidate[-1])
+    return ComparedCell(
+        baseline=match.baseline[-1].case,
+        candidate=match.candidate[-1].case,
+        timer=match.timer,
+        route="stored",
+        verdict=verdict,
+        memory=memory,
+        notes=(*([no_memory] if no_memory else []), *notes),
+    )
 
 
 def _shared_runs(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> list[str]:

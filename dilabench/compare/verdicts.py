@@ -3,11 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dilabench.results import Measured, Row
-from dilabench.stats.memory import MemoryVerdict, judge_memory
+from dilabench.results import Measured, Memory, Row
+from dilabench.stats.memory import (
+    RESIDENT_ABSOLUTE_LIMIT_BYTES,
+    RESIDENT_RELATIVE_LIMIT,
+    MemoryVerdict,
+    judge_memory,
+)
 from dilabench.stats.multiplicity import control_family
 from dilabench.stats.policy import Policy
 from dilabench.stats.verdicts import Cause, Code, Verdict
+
+# How the method of a peak begins when an allocator counted it.
+ALLOCATOR = "torch.cuda"
 
 
 def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Policy) -> list[Verdict]:
@@ -38,16 +46,30 @@ def _withdrawn(verdict: Verdict) -> Verdict:
     )
 
 
-def memory_verdict(baseline: Row, candidate: Row) -> tuple[MemoryVerdict | None, str | None]:
-    """The verdict on peak memory, or why there is none although both sides have a peak."""
-    assert isinstance(baseline.outcome, Measured)
-    assert isinstance(candidate.outcome, Measured)
-    old, new = baseline.outcome.memory, candidate.outcome.memory
-    if old is None or new is None:
-        return None, None if old is new else "memory was measured on one side only"
-    if (old.method, old.isolated) != (new.method, new.isolated):
+def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[MemoryVerdict | None, str | None]:
+    """The verdict on peak memory, or why there is none although a side has a peak.
+
+    The baseline's largest peak faces the candidate's smallest. A count of CUDA's allocator is judged exactly, the
+    resident set of a process by limits that hold its page-wise wander.
+    """
+    old, new = _memories(baseline), _memories(candidate)
+    if not old or not new:
+        return None, "memory was measured on one side only" if old or new else None
+    ways = {(memory.method, memory.isolated) for memory in (*old, *new)}
+    if len(ways) > 1:
         return None, "memory was measured in different ways and is not compared"
-    return judge_memory(old.peak_bytes, new.peak_bytes), None
+    peaks = max(memory.peak_bytes for memory in old), min(memory.peak_bytes for memory in new)
+    if new[-1].method.startswith(ALLOCATOR):
+        return judge_memory(*peaks), None
+    resident = judge_memory(
+        *peaks, relative_limit=RESIDENT_RELATIVE_LIMIT, absolute_limit_bytes=RESIDENT_ABSOLUTE_LIMIT_BYTES
+    )
+    return resident, None
+
+
+def _memories(rows: Sequence[Row]) -> list[Memory]:
+    outcomes = (row.outcome for row in rows)
+    return [one.memory for one in outcomes if isinstance(one, Measured) and one.memory is not None]
 
 
 def row_notes(baseline: Row, candidate: Row) -> list[str]:

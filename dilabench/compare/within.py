@@ -134,7 +134,7 @@ def _cells(duels: Sequence[_Duel], policy: Policy) -> Iterator[ComparedCell]:
     ]
     final = corrected(verdicts, [one.throttled for one in pairings], policy)
     for duel, pairing, verdict in zip(duels, pairings, final, strict=True):
-        memory, no_memory = memory_verdict(duel.baseline, duel.candidate)
+        memory, no_memory = memory_verdict([duel.baseline], [duel.candidate])
         notes = [*_pairing_notes(pairing), *([no_memory] if no_memory else [])]
         yield ComparedCell(
             baseline=duel.baseline.case,

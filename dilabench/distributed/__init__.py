@@ -1,1 +1,1 @@
-"""Several devices, one problem: the world of ranks, who holds which positions, what crosses the wire, what went wrong."""
+"""Several devices, one problem: the world of ranks, who holds which positions, what crosses the wire."""

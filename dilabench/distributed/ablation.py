@@ -4,6 +4,7 @@ exposed communication = the whole call - computation alone; it is hidden where c
 Results computed this way are wrong on purpose: never verify or report anything but their time.
 """
 
+# ruff: noqa: ARG001, ARG002 (what stands in for something takes what that takes)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,7 @@ class MuteWorld(World):
     @classmethod
     def of(cls, world: World) -> MuteWorld:
         """The same ranks; small facts are still shared."""
-        return cls(
-            world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s
-        )
+        return cls(world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s)
 
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
@@ -35,9 +34,7 @@ class MuteWorld(World):
         """Nothing is sent."""
         return Pending(())
 
-    def all_to_all(
-        self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str
-    ) -> tuple[Tensor, Pending]:
+    def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
         """Nothing is sent."""
         return flat.new_empty(sum(take)), Pending(())
 

@@ -30,6 +30,11 @@ CONSEQUENCES = (
 )
 
 
+def tells_of_another(why: str) -> bool:
+    """The text of a failure is what torch.distributed says on a rank that only misses another."""
+    return any(phrase in why.lower() for phrase in CONSEQUENCES)
+
+
 class RanksDisagreeError(DilabenchError):
     """Ranks were given different work; told on every rank."""
 
@@ -61,8 +66,7 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """It only tells that some other rank is gone or slow."""
-        text = self.why.lower()
-        return any(phrase in text for phrase in CONSEQUENCES)
+        return tells_of_another(self.why)
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:

@@ -12,12 +12,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from dilabench.distributed.failures import Failure, RankFailedError, first_cause, pin, pinned
 from dilabench.distributed.world import DEFAULT_TIMEOUT_S, World
@@ -38,8 +40,8 @@ def launch(
 ) -> list[Any]:
     """Run a function on `size` ranks; their results, in the order of ranks.
 
-    Raises EnvironmentNotReady when there are fewer GPUs than ranks, RankFailedError when a rank fails, dies, or any wait
-    or the whole call takes longer than `timeout_s`.
+    Raises EnvironmentNotReady when there are fewer GPUs than ranks, RankFailedError when a rank fails or dies, or when
+    any wait, or the whole call, takes longer than `timeout_s`.
     """
     require_gpus(device, size)
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
@@ -77,7 +79,7 @@ def require_gpus(device: str, size: int) -> None:
 
 
 def world_from_environment(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
-    """The world that torchrun has described in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+    """The world that torchrun describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises EnvironmentNotReady when a variable is missing or does not fit, the port is taken, this rank has no GPU, or
     the other ranks do not come.
@@ -95,19 +97,20 @@ def world_from_environment(device: str = "cpu", timeout_s: float = DEFAULT_TIMEO
     return World.join(store, rank, size, where, timeout_s)
 
 
-def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
+def file_store(path: str, size: int) -> Store:
+    """A meeting place of ranks on one machine: a file that none of them has written yet."""
+    return FileStore(path, size)
+
+
+def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
     """The ranks' meeting place at MASTER_ADDR:MASTER_PORT; rank 0 opens it unless torchrun's agent has.
 
     Raises EnvironmentNotReady when the port is taken or nobody answers there.
     """
     address, port = os.environ.get("MASTER_ADDR", "localhost"), _integers("MASTER_PORT")[0]
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    from datetime import timedelta
-
     try:
-        return dist.TCPStore(
-            address, port, size, is_master=rank == 0 and not by_agent, timeout=timedelta(seconds=timeout_s)
-        )
+        return TCPStore(address, port, size, is_master=rank == 0 and not by_agent, timeout=timedelta(seconds=timeout_s))
     except dist.DistNetworkError as error:
         first = str(error).splitlines()[0]
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -146,7 +149,7 @@ def _rank(
     """One process: join, run, tell."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
-    store = dist.FileStore(store_path, size)
+    store = file_store(store_path, size)
     where = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     try:
         world = World.join(store, rank, size, where, timeout_s)
@@ -209,7 +212,7 @@ def _hear(
 
 
 @contextlib.contextmanager
-def blame(store: dist.Store, rank: int, size: int) -> Any:
+def blame(store: Store, rank: int, size: int) -> Any:
     """Around a rank's work under torchrun: a failure is pinned to the store, and the first one is what is raised."""
     try:
         yield

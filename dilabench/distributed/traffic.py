@@ -25,6 +25,7 @@ class Traffic:
             counter.clear()
 
     def counters(self) -> dict[str, int]:
-        """As they stand in a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on."""
+        """As they stand in a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
         named = {f"sent_{kind}_bytes": count for kind, count in self.sent.items()}
-        return named | {f"received_{kind}_bytes": count for kind, count in self.received.items()}
+        named |= {f"received_{kind}_bytes": count for kind, count in self.received.items()}
+        return named | {"sent_bytes": self.sent.total(), "received_bytes": self.received.total()}

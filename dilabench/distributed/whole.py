@@ -5,7 +5,6 @@ Every rank has the same whole q, k, v (from the same seed), computes its shards,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +34,8 @@ class Whole:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The whole out, on every rank; differentiable."""
-        return _Whole.apply(self, self.function, q, k, v)
+        parameters = self.function.parameters() if isinstance(self.function, torch.nn.Module) else ()
+        return _Whole.apply(self, q, k, v, *parameters)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The whole out and lse; without gradient. Raises AttributeError where the function gives no lse."""
@@ -62,17 +62,19 @@ class Whole:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Whole, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, whole: Whole, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
         wanted = any(ctx.needs_input_grad)
-        leaves = [x.requires_grad_(wanted) for x in whole.shards_of(*(x.detach() for x in inputs))]
+        leaves = [x.requires_grad_(wanted) for x in whole.shards_of(*(x.detach() for x in (q, k, v)))]
         with torch.set_grad_enabled(wanted):
-            out = function(*leaves)
-        ctx.whole, ctx.leaves, ctx.out = whole, leaves, out
+            out = whole.function(*leaves)
+        ctx.whole, ctx.leaves, ctx.parameters, ctx.out = whole, leaves, parameters, out
         return whole.joined(out.detach())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         whole: Whole = ctx.whole
-        local = torch.autograd.grad(ctx.out, ctx.leaves, whole.shards_of(dout)[0])
-        return None, None, *(whole.joined(gradient) for gradient in local)
+        wanted = [*ctx.leaves, *ctx.parameters]
+        local = torch.autograd.grad(ctx.out, wanted, whole.shards_of(dout)[0])
+        # Gradients of parameters are those of the whole already (`ring-multihead` sums them over the ranks).
+        return None, *(whole.joined(gradient) for gradient in local[:3]), *local[3:]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.traffic import Traffic
@@ -58,7 +59,7 @@ class World:
 
     @classmethod
     def join(
-        cls, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
+        cls, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> World:
         """Meet the other ranks at a store and warm the communicators up, so that no first call pays for them.
 
@@ -71,7 +72,7 @@ class World:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore("world", store),
+            store=PrefixStore("world", store),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -112,9 +113,7 @@ class World:
         kept = [tensor for tensors in sends.values() for tensor in tensors]
         return Pending(dist.batch_isend_irecv(operations), kept)
 
-    def all_to_all(
-        self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str
-    ) -> tuple[Tensor, Pending]:
+    def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
         """Send `give[p]` elements of a flat tensor to each rank p, receive `take[p]` from it; asynchronous.
 
         Elements for oneself are copied with the rest but not counted.

@@ -61,8 +61,12 @@ def flex_mask(plan: BlockPlan, device: torch.device) -> flex.BlockMask:
         return (j >= i - left) & (j <= i + right)
 
     parts = (lists.partly_count, lists.partly, lists.full_count, lists.full)
+    partly_count, partly, full_count, full = (torch.from_numpy(part).to(device) for part in parts)
     return flex.BlockMask.from_kv_blocks(
-        *(torch.from_numpy(part).to(device) for part in parts),
+        partly_count,
+        partly,
+        full_count,
+        full,
         BLOCK_SIZE=plan.block_size,
         mask_mod=visible,
         seq_lengths=(plan.rows, plan.rows),

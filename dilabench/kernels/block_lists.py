@@ -94,8 +94,8 @@ def _visible(seen: Visibility, block_m: int, block_n: int, queries: int, keys: i
 class PaddedLists:
     """The same lists as rectangles, as FlexAttention and FlashAttention 4 take them.
 
-    ``full_count``, ``partly_count`` int32 [1, heads, own tiles]; ``full``, ``partly`` int32 [1, heads, own tiles, longest],
-    rising partner tiles, then zeros.
+    ``full_count``, ``partly_count`` int32 [1, heads, own tiles]; ``full``, ``partly`` int32 [1, heads, own tiles,
+    longest], rising partner tiles, then zeros.
     """
 
     full_count: Int32Array

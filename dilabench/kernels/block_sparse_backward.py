@@ -86,12 +86,55 @@ def _block_query_kernel(
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         key_row = key + tl.arange(0, BLOCK_N)
-        seen = visible_pairs(query_row[:, None], key_row[None, :], rows, left, right, LEFT, RIGHT)
+        seen = (key_row < rows)[None, :] & visible_pairs(query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT)
         p = tl.where(seen, tl.math.exp2(logits * scale_log2 - log2_lse[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = (dq * scale).to(dq_desc.dtype)
     dq_desc.store([batch, head, tile * BLOCK_M, 0], dq.reshape([1, 1, BLOCK_M, DIM]))
+
+
+@triton.jit
+def _query_tile(
+    dk,
+    dv,
+    k,
+    v,
+    key_row,
+    query,
+    q_desc,
+    dout_desc,
+    log2_lse_ptr,
+    delta_ptr,
+    batch,
+    head,
+    stats_at,
+    scale_log2,
+    rows,
+    left,
+    right,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv with the share of one query tile added; with LEFT or RIGHT, of its visible pairs only."""
+    # A tile may reach past the last query: those rows have lse +inf, so p = 0.
+    query_row = query + tl.arange(0, BLOCK_M)
+    q = q_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
+    log2_lse = tl.load(log2_lse_ptr + stats_at + query_row, query_row < rows, float("inf"))
+    logits = tl.dot(k, q.T, input_precision=PRECISION)
+    dout = dout_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
+    p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
+    if LEFT or RIGHT:
+        p = tl.where(visible_pairs(query_row[None, :], key_row[:, None], left, right, LEFT, RIGHT), p, 0.0)
+    delta = tl.load(delta_ptr + stats_at + query_row, query_row < rows, 0.0)
+    dp = tl.dot(v, dout.T, input_precision=PRECISION)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
 
 
 @triton.jit
@@ -142,37 +185,66 @@ def _block_key_kernel(
         entry_ptr = entries_ptr + tl.load(span_ptr)
         n_full = tl.load(span_ptr + 1)
         n_partly = tl.load(span_ptr + 2)
+        if not (LEFT or RIGHT):
+            # Only the end of the keys cuts tiles, and gradients of rows past it are never stored.
+            n_full += n_partly
         stats_at = (batch * n_heads + head).to(tl.int64) * rows
         for _ in tl.range(0, n_full, num_stages=STAGES):
             query = tl.load(entry_ptr) * BLOCK_M
             entry_ptr += 1
-            # A tile may be wholly visible and yet reach past the last query: those rows have lse +inf, so p = 0.
-            query_row = query + tl.arange(0, BLOCK_M)
-            q = q_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
-            log2_lse = tl.load(log2_lse_ptr + stats_at + query_row, query_row < rows, float("inf"))
-            logits = tl.dot(k, q.T, input_precision=PRECISION)
-            dout = dout_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
-            p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-            delta = tl.load(delta_ptr + stats_at + query_row, query_row < rows, 0.0)
-            dp = tl.dot(v, dout.T, input_precision=PRECISION)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        for _ in tl.range(0, n_partly, num_stages=STAGES):
-            query = tl.load(entry_ptr) * BLOCK_M
-            entry_ptr += 1
-            query_row = query + tl.arange(0, BLOCK_M)
-            q = q_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
-            log2_lse = tl.load(log2_lse_ptr + stats_at + query_row, query_row < rows, float("inf"))
-            logits = tl.dot(k, q.T, input_precision=PRECISION)
-            dout = dout_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
-            seen = visible_pairs(query_row[None, :], key_row[:, None], rows, left, right, LEFT, RIGHT)
-            p = tl.where(seen, tl.math.exp2(logits * scale_log2 - log2_lse[None, :]), 0.0)
-            delta = tl.load(delta_ptr + stats_at + query_row, query_row < rows, 0.0)
-            dp = tl.dot(v, dout.T, input_precision=PRECISION)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dk, dv = _query_tile(
+                dk,
+                dv,
+                k,
+                v,
+                key_row,
+                query,
+                q_desc,
+                dout_desc,
+                log2_lse_ptr,
+                delta_ptr,
+                batch,
+                head,
+                stats_at,
+                scale_log2,
+                rows,
+                left,
+                right,
+                DIM,
+                BLOCK_M,
+                False,
+                False,
+                PRECISION,
+            )
+        if LEFT or RIGHT:
+            # Not pipelined: such tiles are few, and with their masks a second one in flight would spill registers.
+            for _ in tl.range(0, n_partly, num_stages=1):
+                query = tl.load(entry_ptr) * BLOCK_M
+                entry_ptr += 1
+                dk, dv = _query_tile(
+                    dk,
+                    dv,
+                    k,
+                    v,
+                    key_row,
+                    query,
+                    q_desc,
+                    dout_desc,
+                    log2_lse_ptr,
+                    delta_ptr,
+                    batch,
+                    head,
+                    stats_at,
+                    scale_log2,
+                    rows,
+                    left,
+                    right,
+                    DIM,
+                    BLOCK_M,
+                    LEFT,
+                    RIGHT,
+                    PRECISION,
+                )
     dk_desc.store([batch, kv_head, tile * BLOCK_N, 0], (dk * scale).to(dk_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
     dv_desc.store([batch, kv_head, tile * BLOCK_N, 0], dv.to(dv_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
 

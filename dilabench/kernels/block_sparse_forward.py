@@ -18,9 +18,9 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def visible_pairs(query_row, key_row, rows, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Which pairs of a partly visible tile count: inside the sequence and inside (left, right)."""
-    seen = key_row < rows
+def visible_pairs(query_row, key_row, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Which pairs of a partly visible tile lie inside (left, right)."""
+    seen = query_row == query_row
     if LEFT:
         seen = seen & (key_row >= query_row - left)
     if RIGHT:
@@ -91,7 +91,7 @@ def _block_forward_kernel(
         k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         key_row = key + tl.arange(0, BLOCK_N)
-        seen = visible_pairs(query_row[:, None], key_row[None, :], rows, left, right, LEFT, RIGHT)
+        seen = (key_row < rows)[None, :] & visible_pairs(query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT)
         logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
         # A row may see nothing yet; -inf - (-inf) must not reach exp2.

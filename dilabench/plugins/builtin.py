@@ -1,7 +1,9 @@
 """What dilabench ships, registered through the same hooks as a third party's plug-in."""
 
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, Timer, WorkloadPreset, hookimpl
-from dilabench.spec import Workload
+from dilabench.plugins.builtin_suites import SUITES
+from dilabench.plugins.builtin_timers import TIMERS
+from dilabench.spec import BlockSparsePattern, Workload
 from dilabench.workloads.presets import PRESETS
 
 DILATED = frozenset({"dilated"})
@@ -10,6 +12,7 @@ CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 FORWARD_ONLY = frozenset({"forward"})
 DENSE = frozenset({"dense"})
+BLOCK_SPARSE = frozenset({"block_sparse"})
 
 
 FUSED_HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -23,6 +26,84 @@ def _no_fused_head_dim(workload: Workload) -> str | None:
 
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
 FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
+
+
+def _no_block_tiles(workload: Workload) -> str | None:
+    """The reason against a block size that the kernels cannot cut into tiles."""
+    pattern = workload.pattern
+    if isinstance(pattern, BlockSparsePattern) and pattern.block_size % 16:
+        return f"block_size {pattern.block_size} is not a multiple of 16"
+    return None
+
+
+def _only_whole_128_blocks(workload: Workload) -> str | None:
+    """The reason of libraries that take one block mask over the whole sequence, in blocks of their own tiles."""
+    pattern = workload.pattern
+    if isinstance(pattern, BlockSparsePattern):
+        if pattern.branches is not None:
+            return "a block mask over dilated branches is not supported"
+        if pattern.block_size % 128:
+            return f"block_size {pattern.block_size} is not a multiple of 128"
+    return None
+
+
+def _only_flash4_blocks(workload: Workload) -> str | None:
+    """The reason of FlashAttention 4, whose blocks are its tiles."""
+    pattern = workload.pattern
+    if isinstance(pattern, BlockSparsePattern) and pattern.block_size > 128:
+        return f"block_size {pattern.block_size} is not 128"
+    return _only_whole_128_blocks(workload)
+
+
+_BLOCK_SPARSE = (
+    Implementation(
+        "block-sparse",
+        "only the visible blocks: Triton kernels on CUDA, one flash call per block of queries on CPU",
+        "dilabench.impls.block_sparse:build",
+        supports=Capabilities(
+            patterns=BLOCK_SPARSE,
+            merge_grads=BOTH_MERGES,
+            on_cuda=Capabilities(
+                patterns=BLOCK_SPARSE,
+                dtypes=HALF | {"float32"},
+                merge_grads=BOTH_MERGES,
+                max_head_dim=256,
+                check=_no_block_tiles,
+            ),
+        ),
+        requires=("triton|cpu",),
+    ),
+    Implementation(
+        "block-sparse-flex",
+        "FlexAttention over a BlockMask of the same blocks",
+        "dilabench.impls.block_sparse_flex:build",
+        supports=Capabilities(
+            patterns=BLOCK_SPARSE,
+            devices=CUDA,
+            dtypes=HALF | {"float32"},
+            head_dim_multiple=16,
+            max_head_dim=256,
+            check=_only_whole_128_blocks,
+        ),
+        requires=("cuda>=sm80", "triton"),
+    ),
+    Implementation(
+        "block-sparse-flash4",
+        "FlashAttention 4 over lists of the same blocks",
+        "dilabench.impls.block_sparse_flash4:build",
+        supports=Capabilities(
+            patterns=BLOCK_SPARSE,
+            devices=CUDA,
+            dtypes=HALF,
+            window=False,
+            gqa=False,
+            head_dim_multiple=8,
+            max_head_dim=128,
+            check=_only_flash4_blocks,
+        ),
+        requires=("cuda>=sm90", "flash-attn-4"),
+    ),
+)
 
 # Over ranks: dense and dilated, any number of them. With one rank they are what one device computes.
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
@@ -96,7 +177,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "the formula in float64, blocked over queries: the oracle",
             "dilabench.impls.reference:build",
             supports=Capabilities(
-                patterns=frozenset({"dense", "dilated"}),
+                patterns=DENSE | DILATED | BLOCK_SPARSE,
                 layouts=frozenset({"padded", "packed"}),
                 merge_grads=BOTH_MERGES,
             ),
@@ -166,6 +247,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             uses_backend=True,
             takes="embeddings",
         ),
+        *_BLOCK_SPARSE,
         *_RINGS,
     ]
 
@@ -275,41 +357,7 @@ def dilabench_register_workloads() -> list[WorkloadPreset]:
 @hookimpl
 def dilabench_register_suites() -> list[Suite]:
     """The questions that can be asked."""
-    return [
-        Suite(
-            "quick",
-            "does it work, how fast is it roughly: 1K, 4K and 16K tokens",
-            "dilabench.suites.quick:expand",
-            analysis="dilabench.analysis.overview:analyse",
-            budget_s=50.0,
-        ),
-        Suite(
-            "implementations",
-            "which implementation is fastest and smallest",
-            "dilabench.suites.implementations:expand",
-            analysis="dilabench.analysis.overview:analyse",
-        ),
-        Suite(
-            "range",
-            "how time and memory grow with length, and where one implementation overtakes another",
-            "dilabench.suites.range:expand",
-            analysis="dilabench.analysis.growth:analyse",
-        ),
-        Suite(
-            "backends",
-            "which dense kernel and dtype this device wants, for full and for dilated attention",
-            "dilabench.suites.backends:expand",
-            analysis="dilabench.analysis.preference:analyse",
-        ),
-        Suite(
-            "optimization",
-            "what pattern cache, buffer pool, CUDA graph and torch.compile bring, alone and together",
-            "dilabench.suites.optimization:expand",
-            analysis="dilabench.analysis.gains:analyse",
-            # Host time: launches, allocations and tables are what most of these optimizations are about.
-            timing="wall",
-        ),
-    ]
+    return list(SUITES)
 
 
 @hookimpl
@@ -339,38 +387,4 @@ def dilabench_register_reporters() -> list[Reporter]:
 @hookimpl
 def dilabench_register_timers() -> list[Timer]:
     """Ways to take samples. CUDA rows use `cold` (and `graph` where launches dominate), CPU rows `wall`."""
-    return [
-        Timer(
-            "wall",
-            "host clock around a call and a device synchronisation",
-            "dilabench.bench.timing.wall:Wall",
-            proves="elapsed host time of one call, device work and launches included",
-        ),
-        Timer(
-            "cold",
-            "CUDA events around a call on an emptied L2, launches hidden behind a spacer",
-            "dilabench.bench.timing.cold:Cold",
-            proves="GPU time of one call whose inputs come from memory, as long as no note launch_exposed stands beside it",
-            devices=CUDA,
-        ),
-        Timer(
-            "hot",
-            "CUDA events around a batch of calls on warm caches",
-            "dilabench.bench.timing.hot:Hot",
-            proves="mean GPU time of calls in a loop, with launches where they are not hidden by the call before",
-            devices=CUDA,
-        ),
-        Timer(
-            "graph",
-            "CUDA events around the replay of a CUDA graph on an emptied L2",
-            "dilabench.bench.timing.graph:Graph",
-            proves="GPU time of one call without launches between its kernels, inputs from memory",
-            devices=CUDA,
-        ),
-        Timer(
-            "first_call",
-            "import, build and first call in a new process with empty compiler caches",
-            "dilabench.bench.timing.first_call:FirstCall",
-            proves="what a user waits for before the second call: import, build, compilation, autotuning, first call",
-        ),
-    ]
+    return list(TIMERS)

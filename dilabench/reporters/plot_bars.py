@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dilabench.reporters.plot_style import GRID, Look, look
+from dilabench.reporters.plot_style import Look, draw_grid, look
 from dilabench.sections import BarPlot, Bars
 
 WIDTH_INCHES = 7.6
@@ -18,33 +18,32 @@ def draw_bars(plot: BarPlot) -> Figure:
     height = MARGIN_INCHES + BAR_INCHES * len(plot.categories) * (count + GROUP_GAP)
     figure = Figure(figsize=(WIDTH_INCHES, max(2.2, height)), layout="constrained")
     axes = figure.subplots()
+    tops = [group * (count + GROUP_GAP) for group in range(len(plot.categories))]
     for index, bars in enumerate(plot.bars):
-        _draw(axes, plot, bars, [group * (count + GROUP_GAP) + index for group in range(len(plot.categories))], look(index))
-    centres = [group * (count + GROUP_GAP) + (count - 1) / 2 for group in range(len(plot.categories))]
-    axes.set_yticks(centres, plot.categories)
+        _draw(axes, plot, bars, [top + index for top in tops], look(index))
+    axes.set_yticks([top + (count - 1) / 2 for top in tops], plot.categories)
     axes.invert_yaxis()
     if plot.log:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if plot.reference is not None:
         axes.axvline(plot.reference, color="black", linewidth=1)
     axes.set_xlabel(plot.value_label)
     axes.set_title(plot.title, loc="left")
-    axes.grid(visible=True, axis="x", **GRID)
+    draw_grid(axes, "x")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    if count > 1 or plot.bars[0].label:
-        figure.legend(loc="outside right upper", frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     return figure
 
 
 def _draw(axes: Axes, plot: BarPlot, bars: Bars, places: list[float], style: Look) -> None:
     start = plot.reference or 0.0
-    shown = [(place, index) for place, index in zip(places, range(len(places)), strict=True) if bars.values[index] is not None]
-    values = [bars.values[index] or 0.0 for _, index in shown]
+    found = [(index, value) for index, value in enumerate(bars.values) if value is not None]
     axes.barh(
-        [place for place, _ in shown],
-        [value if plot.log else value - start for value in values],
+        [places[index] for index, _ in found],
+        [value if plot.log else value - start for _, value in found],
         left=None if plot.log else start,
         height=0.85,
         label=bars.label,
@@ -53,9 +52,9 @@ def _draw(axes: Axes, plot: BarPlot, bars: Bars, places: list[float], style: Loo
         linewidth=0.4,
         hatch=style.hatch,
     )
-    for (place, index), value in zip(shown, values, strict=True):
+    for index, value in found:
         low = bars.low[index] if bars.low else None
         high = bars.high[index] if bars.high else None
         if low is not None and high is not None:
             reach = ([max(0.0, value - low)], [max(0.0, high - value)])
-            axes.errorbar([value], [place], xerr=reach, color="black", linewidth=1, capsize=2)
+            axes.errorbar([value], [places[index]], xerr=reach, color="black", linewidth=1, capsize=2)

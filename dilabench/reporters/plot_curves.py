@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator, NullLocator
 
 from dilabench.reporters import figures
-from dilabench.reporters.plot_style import GRID, Look, look
+from dilabench.reporters.plot_style import Look, draw_grid, look
 from dilabench.sections import Curve, CurvePlot
 from dilabench.units import format_count
 
@@ -39,7 +39,7 @@ def draw_curves(plot: CurvePlot) -> Figure:
     axes.yaxis.set_major_locator(_value_ticks(*axes.get_ylim()))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: figures.decimal(value) if value >= 1e4 else f"{value:g}")
-    axes.grid(visible=True, which="major", **GRID)
+    draw_grid(axes, "both")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
     return figure

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.results import RunRecord
@@ -12,7 +13,7 @@ FORMS = ("png", "svg")
 PNG_DPI = 150
 # Reports are compared and kept under version control: the same record gives the same bytes.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": "dilabench"}}
-RC = {"svg.hashsalt": "dilabench", "font.size": 9.0, "axes.titlesize": 10.0, "legend.fontsize": 8.0}
+STYLE: dict[Any, Any] = {"svg.hashsalt": "dilabench", "font.size": 9.0, "axes.titlesize": 10.0, "legend.fontsize": 8.0}
 
 
 def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> None:
@@ -38,14 +39,15 @@ def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
     from dilabench.reporters.plot_bars import draw_bars
     from dilabench.reporters.plot_curves import draw_curves
 
-    with matplotlib.rc_context(RC):
+    with matplotlib.rc_context(STYLE):
         figure = draw_curves(plot) if isinstance(plot, CurvePlot) else draw_bars(plot)
-        figure.text(0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5")
+        figure.text(
+            0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5"
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for form in FORMS:
                 figure.savefig(folder / f"{plot.name}.{form}", format=form, dpi=PNG_DPI, metadata=METADATA[form])
         except OSError as error:
-            raise EnvironmentNotReady(
-                f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}; choose another folder with -o"
-            ) from error
+            why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
+            raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error

@@ -138,6 +138,10 @@ def implementation_text(case: Case) -> str:
         "buffer_pool_bytes": "pool",
         "cuda_graph": "cuda-graph",
         "compile": "compile",
+        "gradient_checkpointing": "checkpointing",
+        "query_chunk": "chunk",
+        "offload_inputs": "offload",
+        "stream_tokens": "streamed",
     }
     changed = case.optimizations.model_dump(exclude_defaults=True)
     texts = [

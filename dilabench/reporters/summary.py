@@ -50,7 +50,8 @@ def device_text(record: RunRecord) -> str:
 def _fastest(record: RunRecord) -> str:
     """Names the fastest row of the largest workload, when another one than the baseline."""
     own = [table for table in workload_tables(record) if table.sections[0].title is None]
-    table = max(own, key=lambda table: table.tokens, default=None)
+    # Along a range every length may have as many tokens: then the last one is the longest.
+    table = max(reversed(own), key=lambda table: table.tokens, default=None)
     ranking = table.sections[0].ranking if table else None
     if ranking is None or ranking.fastest is ranking.baseline:
         return ""

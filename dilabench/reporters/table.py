@@ -126,7 +126,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
         return
     drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in finding.columns:
-        drawn.add_column(Text(name), justify="right" if name in finding.numeric else "left")
+        drawn.add_column(Text(name), justify="right" if name in finding.numeric else "left", overflow="fold")
     for cells in finding.rows:
         drawn.add_row(*map(Text, cells))
     console.print(drawn)

@@ -74,7 +74,7 @@ def _more_effort(estimate: Estimate, numbers: Numbers) -> str:
     if estimate.fixed_variance > 0 and estimate.unit == "round":
         return "more rounds will not decide, the noise between sessions is too large: measure three sessions or more"
     if estimate.fixed_variance > 0:
-        return "the spread of the stored sessions is too large: measure both sides interleaved"
+        return "the stored sessions lie too far apart, more narrow it (`baseline save --add`, `check --sessions`)"
     return "the effect is too close to the margin for any reasonable number of rounds: choose another margin"
 
 

@@ -7,6 +7,7 @@ H baseline sessions, a mean of K new sessions of the same code is expected in
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,14 @@ SESSIONS_FOR_GATE = 5
 Slots = Sequence[Sequence[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredCell:
+    """One comparison: the sessions of each side, each a list of slots of samples in ns."""
+
+    baseline: Sequence[Slots]
+    candidate: Sequence[Slots]
+
+
 def estimate_from_history(
     baseline_sessions: Sequence[Slots],
     candidate_sessions: Sequence[Slots],
@@ -29,13 +38,23 @@ def estimate_from_history(
     level: float = 0.25,
     confidence: float = 0.95,
 ) -> Estimate:
-    """Estimate of ln(candidate / baseline) from records that were not measured together.
+    """Estimate of one cell; see `estimate_stored`."""
+    return estimate_stored([StoredCell(baseline_sessions, candidate_sessions)], level=level, confidence=confidence)[0]
 
-    Each session is a list of slots of samples in ns. A session's location is the median of its slots' quantiles at
-    `level`, the lower quartile unless told otherwise. With one baseline session there is no interval; below
-    `SESSIONS_FOR_GATE` the estimate is advisory. Raises ConfigError when a side, a session or a slot is empty.
+
+def estimate_stored(cells: Sequence[StoredCell], *, level: float = 0.25, confidence: float = 0.95) -> list[Estimate]:
+    """Estimates of ln(candidate / baseline) from records that were not measured together, in order.
+
+    A session's location is the median of its slots' quantiles at `level`, the lower quartile unless told otherwise.
+    With one baseline session there is no interval; below `SESSIONS_FOR_GATE` the estimate is advisory. Raises
+    ConfigError when a side, a session or a slot is empty.
     """
-    baseline, candidate = _session_logs(baseline_sessions, level), _session_logs(candidate_sessions, level)
+    sides = [side for cell in cells for side in (cell.baseline, cell.candidate)]
+    logs = iter(_session_logs(sides, level))
+    return [_estimate(cell, next(logs), next(logs), confidence) for cell in cells]
+
+
+def _estimate(cell: StoredCell, baseline: Floats, candidate: Floats, confidence: float) -> Estimate:
     h, k = len(baseline), len(candidate)
     centre = float(np.mean(baseline))
     log_ratios = candidate - centre
@@ -52,22 +71,27 @@ def estimate_from_history(
         fixed_variance=variance / h,
         units=float(k),
         unit="session",
-        rounds=sum(map(len, candidate_sessions)),
+        rounds=sum(map(len, cell.candidate)),
         sessions=k,
         session_log_ratios=tuple(log_ratios.tolist()),
         baseline_ns=float(np.exp(centre)),
         candidate_ns=float(np.exp(np.mean(candidate))),
-        a12=a12(_pooled(baseline_sessions), _pooled(candidate_sessions)),
+        a12=a12(_pooled(cell.baseline), _pooled(cell.candidate)),
         advisory=h < SESSIONS_FOR_GATE,
     )
 
 
-def _session_logs(sessions: Sequence[Slots], level: float) -> Floats:
-    if not sessions or not all(map(len, sessions)):
+def _session_logs(sides: Sequence[Sequence[Slots]], level: float) -> list[Floats]:
+    """Logarithms of the sessions' locations, one vector per side. All sides are worked on in one go."""
+    if not all(side and all(map(len, side)) for side in sides):
         raise ConfigError("a side has no session, or a session no slots; compare only cases that were measured")
+    if not sides:
+        return []
+    sessions = [session for side in sides for session in side]
     slots = flatten_slots([slot for session in sessions for slot in session])
     locations = group_quantiles(slots.samples_ns, slots.sizes, np.full(len(slots.sizes), level))
-    return group_medians(np.log(locations), np.fromiter(map(len, sessions), np.intp, len(sessions)))
+    medians = group_medians(np.log(locations), np.fromiter(map(len, sessions), np.intp, len(sessions)))
+    return np.split(medians, np.cumsum([len(side) for side in sides])[:-1])
 
 
 def _pooled(sessions: Sequence[Slots]) -> list[float]:

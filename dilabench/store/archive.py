@@ -59,10 +59,11 @@ class Archive:
             version += 1
 
     def names(self) -> list[str]:
-        """The files' names in the order of their date."""
+        """The files' names in the order of their date, those without one first."""
         if not self.folder.is_dir():
             return []
-        return sorted(path.name for path in self.folder.iterdir() if path.name.endswith(SUFFIX) and path.name[0] != ".")
+        names = (path.name for path in self.folder.iterdir())
+        return sorted((name for name in names if name.endswith(SUFFIX) and name[0] != "."), key=_by_date)
 
     def newest(self) -> list[str]:
         """The names without those that a later part of the same run replaces."""
@@ -70,7 +71,7 @@ class Archive:
         for name in self.names():
             run, version = run_and_version(name)
             latest[run] = max(latest.get(run, (0, "")), (version, name))
-        return sorted(name for _, name in latest.values())
+        return sorted((name for _, name in latest.values()), key=_by_date)
 
     def load(self, name: str) -> RunRecord:
         """The record of a file; see `read_compressed`."""
@@ -83,6 +84,10 @@ class Archive:
             return names[-1:]
         exact = [name for name in self.names() if text in (name, name.removesuffix(SUFFIX))]
         return exact or [name for name in names if name.startswith(text) or _STAMP.sub("", name).startswith(text)]
+
+
+def _by_date(name: str) -> tuple[bool, str]:
+    return name[0].isdigit(), name
 
 
 def stamp(started_at: str) -> str:

@@ -68,7 +68,7 @@ class Baselines:
             old = known.get(name)
             if old and not (add or replace):
                 raise ConfigError(
-                    f"baseline {name!r} exists (saved {old.saved_at}, {len(old.runs)} runs); "
+                    f"baseline {name!r} exists (saved {old.saved_at}, number of runs: {len(old.runs)}); "
                     "use --add for more sessions of the same code, or --replace to start over"
                 )
             kept = old.runs if old and add else ()

@@ -11,7 +11,7 @@ LENGTH = {"cpu": 2048, "cuda": 8192}
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Full attention and dilated attention of one shape over every backend, in the dtypes that this device is used with.
+    """Full and dilated attention of one shape over every backend, in the dtypes that this device is used with.
 
     A dtype, backends or implementations that are named are the only ones.
     """

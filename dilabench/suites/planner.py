@@ -10,8 +10,9 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.registry import Catalogue, Implementation, load_target
 from dilabench.results import Case, Optimizations, PlannedCase
-from dilabench.spec import Workload, WorkloadRequest
+from dilabench.spec import BlockSparsePattern, Workload, WorkloadRequest
 from dilabench.suites.variants import reasons_against
+from dilabench.work import sparsity_of
 
 # Measured preference (catalog.md §2), best first; `auto` takes the first that can serve the case here.
 PREFERENCE_SM90 = ("flash4", "flash3", "sdpa-cudnn", "flash2", "sdpa-flash", "sdpa-efficient", "math")
@@ -56,11 +57,17 @@ class Planner:
 
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
         """The implementations asked for by name or alias, or the suite's default ones."""
-        names = self.request.implementations or tuple(default)
+        names = self.request.implementations or tuple(name for name in default if self._is_at_home(name))
         if ALL in names:
             names = self.catalogue.implementations.names
         shelf = self.catalogue.implementations
         return tuple(dict.fromkeys(FASTEST if name == AUTO else shelf.get(name) for name in names))
+
+    def _is_at_home(self, name: str) -> bool:
+        """Not an implementation over ranks where there is one: it would only do what its single-device kin does."""
+        if name in {AUTO, ALL} or self.request.nproc > 1:
+            return True
+        return self.catalogue.implementations.get(name).supports.max_world_size is not None
 
     def backends(self) -> tuple[str, ...]:
         """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
@@ -109,6 +116,8 @@ class Planner:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
         if implementation.takes != "heads":
             labels["takes"] = implementation.takes
+        if isinstance(workload.pattern, BlockSparsePattern):
+            labels["sparsity_reached"] = f"{sparsity_of(workload):.4f}"
         optimizations = Optimizations(
             **{
                 "pattern_cache_entries": self.request.pattern_cache_entries,

@@ -1,12 +1,12 @@
-"""What a case needs of the device's memory at least, against what there is: known before anything runs."""
+"""What a case needs of the device's memory, against what there is: known before anything runs."""
 
 from pathlib import Path
 
 from dilabench.machine import Machine
+from dilabench.memory_plan import plan_memory
 from dilabench.results import Case
-from dilabench.spec import DTYPE_BYTES, DilatedPattern, Workload
 from dilabench.units import format_bytes
-from dilabench.work import rows_kept, tensor_bytes
+from dilabench.work import tensor_bytes
 
 GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 
@@ -25,41 +25,18 @@ def memory_bytes(machine: Machine) -> int | None:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def least_bytes(case: Case) -> int:
-    """A lower bound of the peak: the tensors of a call, their gradients in a backward pass, and a method's own copies.
-
-    Forward holds q, k, v, out and lse. Backward adds a gradient for each of q, k, v and out. `gather` also holds
-    the rows of one kernel call (q, k, v and its result) as copies, at worst those of its largest branch.
-    """
-    sizes = tensor_bytes(case.workload)
-    total = sum(sizes.values())
-    if case.workload.mode != "forward":
-        total += sizes["q"] + sizes["k"] + sizes["v"] + sizes["out"]
-    if case.implementation.startswith("gather"):
-        total += int(_largest_share(case.workload) * (sizes["q"] + sizes["k"] + sizes["v"] + sizes["out"]))
-    return total
-
-
-def _largest_share(workload: Workload) -> float:
-    """Rows of the largest branch as a share of all rows; a head keeps at least the rows of the last residue."""
-    pattern = workload.pattern
-    if not isinstance(pattern, DilatedPattern):
-        return 1.0
-    if pattern.heads == "grouped":
-        return 0.0
-    N = workload.seq_len
-    return max((N // min(w, N)) * rows_kept(min(w, N), r, r - 1) / N for w, r in pattern.branches)
-
-
 def shortage(case: Case, machine: Machine) -> str | None:
-    """Why the case cannot fit into the device's memory; None when it may."""
+    """Why the case cannot fit into the device's memory; None when it may.
+
+    By the formula of its implementation where there is one, else by q, k, v, out and lse alone, which is the least.
+    """
     available = memory_bytes(machine)
-    needed = least_bytes(case)
+    plan = plan_memory(case, machine.device)
+    needed = plan.peak_bytes if plan else sum(tensor_bytes(case.workload).values())
     if available is None or needed <= available:
         return None
-    item = DTYPE_BYTES[case.workload.dtype]
-    smaller = " or a dtype of 2 bytes" if item > 2 else ""
+    about = "about" if plan else "at least"
     return (
-        f"needs at least {format_bytes(needed)} ({needed} bytes) of memory, this device has {format_bytes(available)}; "
-        f"use a shorter length, a smaller batch{smaller}"
+        f"needs {about} {format_bytes(needed)} ({needed} bytes) of memory, this device has {format_bytes(available)}; "
+        "use a shorter length or a smaller batch"
     )

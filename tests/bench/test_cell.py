@@ -262,7 +262,7 @@ def test_one_that_is_slower_alone_is_noted(measure):
     usual = Reply(slot=Slot(samples_ns=(1_000_000,) * 10))
     for name in ("a", "b"):
         lab.script[name, "slot"] = [usual] * 5 + [slow_alone] * 3
-    found = measure(["a", "b"], lab)
+    found = measure(["a", "b"], lab, min_rounds=5)
     noted = [note for outcome in found.values() for note in outcome.notes]
     assert [note.code for note in noted] == ["interference"]
     assert noted[0].observed == pytest.approx(0.3)

@@ -80,10 +80,21 @@ def test_memory_is_gated_exactly_even_without_a_history(make_row, make_record, p
     assert exit_code(found) is code
 
 
+@pytest.mark.parametrize(("peak", "code"), [(2**26 + 7 * 2**20, ExitCode.OK), (2**26 + 9 * 2**20, ExitCode.REGRESSION)])
+def test_a_resident_set_may_wander(make_row, make_record, peak, code):
+    """Pages of a process come and go: identical code was seen 4 MiB apart."""
+    sides = [[make_record([make_row(peak=one, method="VmHWM")], run_id=f"{one}")] for one in (2**26, peak)]
+    assert exit_code(compare_across(*sides, policy=CPU)) is code
+
+
+def test_the_largest_stored_peak_is_the_baseline(make_row, make_record):
+    stored = [make_record([make_row(peak=peak)], run_id=f"{peak}") for peak in (2**20, 2**25, 2**21)]
+    (cell,) = compare_across(stored, [make_record([make_row(peak=2**25)], run_id="new")], policy=CPU).cells
+    assert (cell.memory.code, cell.memory.baseline_bytes) == ("SAME", 2**25)
+
+
 def test_peaks_taken_in_different_ways_do_not_compare(make_row, make_record):
-    old, new = make_row(peak=2**20), make_row(peak=2**30)
-    memory = new.outcome.memory.model_copy(update={"method": "another"})
-    new = new.model_copy(update={"outcome": new.outcome.model_copy(update={"memory": memory})})
+    old, new = make_row(peak=2**20), make_row(peak=2**30, method="another")
     (cell,) = compare_across([make_record([old], run_id="a")], [make_record([new], run_id="b")], policy=CPU).cells
     assert cell.memory is None
     assert "different ways" in cell.notes[0]

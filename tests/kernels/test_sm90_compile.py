@@ -19,7 +19,15 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
-from dilabench.kernels import fused_backward, fused_forward, fused_forward_sm90, merge
+from dilabench.kernels import (
+    block_plan,
+    block_sparse_backward,
+    block_sparse_forward,
+    fused_backward,
+    fused_forward,
+    fused_forward_sm90,
+    merge,
+)
 from dilabench.kernels.tuning import TileConfig, shipped, specialized_config
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +38,11 @@ KERNELS = {
     "forward": fused_forward._forward_kernel,
     "backward_query": fused_backward._query_kernel,
     "backward_key": fused_backward._key_kernel,
+}
+BLOCK_KERNELS = {
+    "forward": block_sparse_forward._block_forward_kernel,
+    "backward_query": block_sparse_backward._block_query_kernel,
+    "backward_key": block_sparse_backward._block_key_kernel,
 }
 QUERY_ROWS = {"q_desc", "out_desc", "dout_desc", "dq_desc"}
 NOT_ALIGNED = {
@@ -42,20 +55,25 @@ NOT_ALIGNED = {
     "heads_per_kv",
     "n_blocks",
     "n_work",
+    "mask_heads",
+    "n_tiles",
+    "rows",
+    "left",
+    "right",
 }
 # Bytes of values that the loops do not use, parked in local memory while these run: outside the loops, so nearly
 # free, and the shape is 15 % faster than the best one without (see tuning.py).
 PARKED_BYTES = {(128, False, "forward"): 32, (128, True, "backward_key"): 8}
 
 
-def compiled(kernel, constants: dict[str, object], tiles: dict[str, int], dim: int, config: TileConfig):
-    """``kernel`` for sm_90a with the argument types and alignment that the launchers pass."""
+def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config: TileConfig):
+    """``kernel`` for sm_90a with the argument types and alignment that the launchers pass; ``tiles`` by descriptor."""
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[(place,)] = "constexpr", constants[name]
         elif name in tiles:
-            signature[name] = f"tensordesc<bf16[{tiles[name]},{dim}]>"
+            signature[name] = f"tensordesc<bf16[{tiles[name]}]>"
         elif name in ("scale", "scale_log2"):
             signature[name] = "fp32"
         else:
@@ -85,8 +103,30 @@ def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: boo
         "PRECISION": "tf32",
         "STAGES": config.num_stages,
     }
-    tiles = {n: config.block_m if n in QUERY_ROWS else config.block_n for n in kernel.arg_names if n.endswith("_desc")}
-    return compiled(kernel, constants, tiles, dim, config)
+    return compiled(kernel, constants, tiles_of(kernel, dim, config), config)
+
+
+def block_sparse(dim: int, causal: bool, direction: str, config: TileConfig):
+    """A block-sparse kernel, whose tiles are those of one head of one batch item."""
+    kernel = BLOCK_KERNELS[direction]
+    constants = {
+        "DIM": dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "LEFT": False,
+        "RIGHT": causal,
+        "GROUP": 1,
+        "PRECISION": "tf32",
+        "STAGES": config.num_stages,
+    }
+    tiles = {name: f"1,1,{tile}" for name, tile in tiles_of(kernel, dim, config).items()}
+    return compiled(kernel, constants, tiles, config)
+
+
+def tiles_of(kernel, dim: int, config: TileConfig) -> dict[str, str]:
+    """Rows and columns of each descriptor's tiles."""
+    names = [name for name in kernel.arg_names if name.endswith("_desc")]
+    return {name: f"{config.block_m if name in QUERY_ROWS else config.block_n},{dim}" for name in names}
 
 
 def assembler_report(ptx: str, folder: Path) -> str:
@@ -131,6 +171,23 @@ def test_shipped_configurations(
     loops = loops_with_products(kernel.asm["cubin"], tmp_path)
     assert loops
     assert not any(re.search(r"\b(STL|LDL)\b", body) for body in loops), "a spill inside the loop"
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "direction", "config"), block_plan.shipped(), ids=str)
+def test_block_sparse_configurations(
+    dim: int, causal: bool, direction: str, config: TileConfig, tmp_path: Path
+) -> None:
+    kernel = block_sparse(dim, causal, direction, config)
+    ptx = kernel.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert not re.search(r"\batom\b|\bred\.", ptx), "atomics would make the result depend on timing"
+    assert "serialized" not in assembler_report(ptx, tmp_path)
+    # The first loop is over wholly visible tiles; causal edge and window cut about one tile of a list.
+    over_visible_tiles = loops_with_products(kernel.asm["cubin"], tmp_path)[0]
+    assert not re.search(r"\b(STL|LDL)\b", over_visible_tiles), "a spill inside the main loop"
     assert kernel.metadata.shared <= 227 * 1024
 
 

@@ -6,15 +6,19 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
 from dilabench.stats.calibration import detection_rate
 from dilabench.stats.decide import decide
-from dilabench.stats.history import estimate_from_history
+from dilabench.stats.history import StoredCell, estimate_from_history, estimate_stored
 from dilabench.stats.policy import Policy
 from dilabench.stats.verdicts import Cause, Code
 
 POLICY = Policy(user_margin=0.02)
+slots = st.lists(st.lists(st.integers(900, 1100), min_size=1, max_size=4), min_size=1, max_size=3)
+sides = st.lists(slots, min_size=1, max_size=4)
 
 
 def stored(levels, n=20):
@@ -68,3 +72,9 @@ def test_false_alarms_between_sessions_that_differ():
 def test_empty_sides_are_refused(empty):
     with pytest.raises(ConfigError):
         estimate_from_history(empty, stored([1.0]))
+
+
+@given(st.lists(st.tuples(sides, sides), min_size=1, max_size=4))
+def test_a_batch_estimates_each_cell_as_if_alone(many):
+    cells = [StoredCell(baseline, candidate) for baseline, candidate in many]
+    assert estimate_stored(cells) == [estimate_from_history(baseline, candidate) for baseline, candidate in many]

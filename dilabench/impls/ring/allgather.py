@@ -75,11 +75,11 @@ class AllGather:
         flat = torch.cat([x.flatten() for x in packed]) if packed else like.new_empty(0, dtype=dtype)
         if self.silent:
             return flat, Pending(())
-        counts = [
+        given, taken = (
             [2 * prod(parcels[rank].shape(like)) if rank in parcels else 0 for rank in range(self.share.world.size)]
             for parcels in (give, take)
-        ]
-        return self.share.world.all_to_all(flat, *counts, kind)
+        )
+        return self.share.world.all_to_all(flat, given, taken, kind)
 
     def _arrived(self, gathered: Tensor, k: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Holder, K and V of each part of the gathered buffer."""

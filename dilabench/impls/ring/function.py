@@ -53,6 +53,10 @@ class ShardedAttention:
         out, lse = _Function.apply(self._algorithm, q, k, v)
         return (out[0], lse[0]) if packed else (out, lse)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAttention:
+        """Itself: ranks and their connections cannot be copied, and there is nothing else in it that changes."""
+        return self
+
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         w = self.workload
         rows = self.shards.rows[self.world.rank]

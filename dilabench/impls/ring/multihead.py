@@ -67,12 +67,13 @@ class _SummedGradients(torch.autograd.Function):
         return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
 
 
-def build(workload: Workload, context: BuildContext) -> ShardedProjection:
-    """Causal dense attention on zigzag shards, everything else in order."""
+def build(workload: Workload, context: BuildContext) -> ShardedProjection | ProjectedAttention:
+    """Causal dense attention on zigzag shards, everything else in order; on one rank the plain module."""
     algorithm = zigzag if workload.causal and workload.pattern.kind == "dense" else overlap
     attention = algorithm.build(workload, context)
     module = ProjectedAttention(
         workload.num_heads * workload.head_dim, workload.num_heads, attention, num_kv_heads=workload.num_kv_heads
     )
     module.reset_parameters(torch.Generator().manual_seed(SEED))
-    return ShardedProjection(module.to(context.device, getattr(torch, workload.dtype)), attention)
+    module = module.to(context.device, getattr(torch, workload.dtype))
+    return ShardedProjection(module, attention) if attention.world.size > 1 else module

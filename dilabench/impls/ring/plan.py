@@ -94,9 +94,7 @@ def _inside(spans: Sequence[Span], start: int, end: int) -> bool:
     return all(start <= span.start and span.stop <= end for span in spans)
 
 
-def _span_tiles(
-    workload: Workload, branch: Branch, queries: Span, keys: Span, start: int, end: int
-) -> Iterator[Tile]:
+def _span_tiles(workload: Workload, branch: Branch, queries: Span, keys: Span, start: int, end: int) -> Iterator[Tile]:
     """Tiles of one span's queries and one span's keys in the sequence [start, end), segment by segment."""
     if queries.step != keys.step or (queries.step > 1 and branch.rate > 1):
         raise ValueError(

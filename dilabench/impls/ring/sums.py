@@ -1,4 +1,4 @@
-"""Partial results become one: out and lse as one softmax, gradients as sums; float32 inside (float64 for float64)."""
+"""Partial results become one: out and lse as one softmax, gradients as sums; held wider than the tensors themselves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dilabench.impls.ring.pieces import Piece
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are held in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """What sums are held in: float32 for half precision, otherwise float64, so that merging costs no accuracy."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
 
 
 class Softmax:
@@ -35,7 +35,7 @@ class Softmax:
             return
         total, total_lse = self._totals()
         part = piece.apart(out)
-        if total.device.type == "cpu":
+        if total.device.type == "cpu" or total.dtype == torch.float64:
             part = part.to(total.dtype)
         merge_rows_(piece.view_queries(total), piece.view_lse(total_lse), part, piece.apart(lse))
 
@@ -44,7 +44,8 @@ class Softmax:
         if self._alone is not None:
             return self._alone[0].contiguous(), self._alone[1].contiguous()
         out, lse = self._totals()
-        return out.to(self._q.dtype), lse
+        lse_dtype = torch.float64 if self._q.dtype == torch.float64 else torch.float32
+        return out.to(self._q.dtype), lse.to(lse_dtype)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         if self._merged is None:

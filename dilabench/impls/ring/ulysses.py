@@ -62,7 +62,7 @@ class Ulysses:
         return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+        self, dout: Tensor, q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
         deal, (whole_q, whole_k, whole_v, whole_out, whole_lse) = self.deal, kept
@@ -84,7 +84,7 @@ class Ulysses:
         return [self.shards.join([arrived[peer][index] for peer in self._peers]) for index in range(len(tensors))]
 
     def _to_tokens(self, tensors: Sequence[Tensor], deals: Sequence[tuple[range, ...]], B: int) -> list[Tensor]:
-        """The way back: all tokens of this rank's heads -> local tokens of all heads, summed where a head has copies."""
+        """The way back: all tokens of this rank's heads -> local tokens of all heads, copies of a head summed."""
         D = tensors[0].shape[-1]
         own_rows = self.shards.rows[self.world.rank]
         give = [[self.shards.take(x, peer) for x in tensors] for peer in self._peers]
@@ -141,7 +141,7 @@ def _slice(heads: range) -> slice:
 
 
 def _gathered_heads(parts: Sequence[Tensor], deal: Sequence[range]) -> Tensor:
-    """[B, n, ·, D] of each rank's heads -> [B, n, H, D]; a head that several ranks had is summed in float32."""
+    """[B, n, ·, D] of each rank's heads -> [B, n, H, D]; a head that several ranks had is summed."""
     total = max(heads.stop for heads in deal)
     if sum(len(heads) for heads in deal) == total:
         return torch.cat(list(parts), 2)

@@ -1,0 +1,163 @@
+"""One case in a process of its own, from planned to row: as long a sequence as fits, or a stream of pieces. No torch."""
+
+from collections.abc import Callable
+
+import psutil
+
+from dilabench.bench.commands import AloneResult, CommandName, case_spec, worker_key
+from dilabench.bench.contender import Contender
+from dilabench.bench.station import Station
+from dilabench.bench.workers import Worker, WorkerFailure
+from dilabench.memory_plan import plan_memory
+from dilabench.registry import Timer
+from dilabench.results import (
+    Failed,
+    Measured,
+    Memory,
+    Note,
+    Outcome,
+    PlannedCase,
+    Row,
+    Skipped,
+    Slot,
+    Timing,
+    Verification,
+)
+from dilabench.suites.measured_alone import DOES_NOT_FIT, memory_limit_bytes
+from dilabench.units import format_bytes, format_count, format_seconds
+
+TIMER = "wall"
+SHARE_OF_AVAILABLE = 0.9
+SAMPLING_S = 1.0
+# A slice of a stream lasts about this long: the budget, a time-out or Ctrl-C then costs no more than that.
+SLICE_S = 5.0
+
+
+class AloneRun:
+    """Takes one planned case to its row. Memory that runs out is an answer here, not a failure."""
+
+    def __init__(self, station: Station, planned: PlannedCase) -> None:
+        self._station = station
+        self._planned = planned
+        self._device = station.pool.settings.device
+        self._contender = Contender(
+            planned=planned,
+            spec=case_spec(planned.case, station.catalogue, station.seed),
+            key=worker_key(planned.case, station.catalogue),
+        )
+
+    def row(self) -> Row:
+        """The row of the case."""
+        station = self._station
+        outcome: Outcome
+        if station.budget.exhausted:
+            outcome = station.budget_skip("before its turn")
+        else:
+            # Cases before this one may still be prepared in their workers.
+            station.pool.close()
+            streamed = self._planned.case.optimizations.stream_tokens > 0
+            outcome = self._carried_out(self._streamed if streamed else self._measured)
+        station.budget.done(self._planned.case)
+        return Row(planned=self._planned, outcome=outcome)
+
+    def _carried_out(self, work: Callable[[Worker], Outcome]) -> Outcome:
+        try:
+            with self._station.pool.fresh(self._contender.key) as worker:
+                return work(worker)
+        except WorkerFailure as failure:
+            if failure.out_of_memory:
+                return Skipped(why=f"{DOES_NOT_FIT}: {self._needed()}{failure.why}")
+            if failure.timed_out:
+                return Skipped(why=f"{failure.why}; allow more with --budget")
+            return Failed(stage="time", why=failure.why, traceback=failure.traceback)
+
+    def _measured(self, worker: Worker) -> Outcome:
+        limit_bytes, limit_note = self._limit()
+        share_s = self._station.budget.share_s([self._contender.case])
+        seconds = min(SAMPLING_S, self._station.method.sampling_s, share_s / 4)
+        found = self._ask(worker, "alone", limit_bytes=limit_bytes, seconds=seconds)
+        assert found.verification is not None
+        if not found.verification.passed:
+            return Failed(stage="verify", why=found.why, verification=found.verification)
+        slots = () if found.slot is None else (found.slot,)
+        return self._outcome(found, found.verification, slots, found.memory, found.counters, limit_note)
+
+    def _streamed(self, worker: Worker) -> Outcome:
+        """Pieces in slices until all have passed or the budget ends; what passed is what counts."""
+        case, budget = self._planned.case, self._station.budget
+        pieces = -(-case.optimizations.stream_tokens // case.workload.tokens)
+        slots: list[Slot] = []
+        checks, sampled, counters, count = [], 0, dict[str, int](), 1
+        found: AloneResult | None = None
+        done = 0
+        while done < pieces and (found is None or not budget.exhausted):
+            count = min(count, pieces - done)
+            found = self._ask(worker, "stream", pieces=pieces, start=done, count=count)
+            assert found.slot is not None and found.verification is not None
+            if not all(check.passed for check in found.verification.checks):
+                return Failed(stage="verify", why=found.why, verification=found.verification)
+            slots.append(found.slot.model_copy(update={"round": len(slots)}))
+            checks += found.verification.checks
+            sampled += found.verification.sampled_rows or 0
+            counters = {name: counters.get(name, 0) + value for name, value in found.counters.items()}
+            done += count
+            per_piece_s = counters["stream_wall_ns"] * 1e-9 / done
+            count = max(1, int(min(SLICE_S, budget.remaining_s / 2) / per_piece_s))
+        assert found is not None
+        verification = Verification(checks=tuple(checks), sampled_rows=sampled)
+        memory = self._ask(worker, "stream", pieces=pieces, start=done, count=0).memory
+        return self._outcome(found, verification, tuple(slots), memory, counters, self._stream_note(done, pieces))
+
+    def _outcome(
+        self,
+        found: AloneResult,
+        verification: Verification,
+        slots: tuple[Slot, ...],
+        memory: Memory | None,
+        counters: dict[str, int],
+        note: Note | None,
+    ) -> Measured:
+        timer: Timer = self._station.catalogue.timers.get(TIMER)
+        return Measured(
+            verification=verification,
+            timings=(Timing(timer=timer.name, proves=timer.proves, slots=slots),),
+            memory=memory,
+            setup_ns=found.setup_ns,
+            counters=counters,
+            notes=(*found.notes, *([note] if note else [])),
+        )
+
+    def _ask(self, worker: Worker, name: CommandName, **arguments: object) -> AloneResult:
+        station = self._station
+        station.progress.stage_started(self._contender.case, "time")
+        spec = self._contender.spec.model_dump(mode="json")
+        timeout_s = station.patience_s(self._contender)
+        reply = worker.ask(name, self._contender.spec.handle, timeout_s=timeout_s, spec=spec, **arguments)
+        assert reply.alone is not None
+        return reply.alone
+
+    def _limit(self) -> tuple[int | None, Note | None]:
+        """What the process may allocate, and the note that says so; a GPU needs none, its allocator knows the end."""
+        asked = memory_limit_bytes(self._planned)
+        if asked is not None:
+            message = f"its process was allowed {format_bytes(asked)} by --memory-limit; the machine may have more"
+            return asked, Note(code="memory_limit", message=message, threshold=asked)
+        if self._device == "cuda":
+            return None, None
+        limit = int(SHARE_OF_AVAILABLE * psutil.virtual_memory().available)
+        message = f"its process was allowed {format_bytes(limit)}, {SHARE_OF_AVAILABLE:.0%} of what was free"
+        return limit, Note(code="memory_limit", message=message, threshold=limit)
+
+    def _needed(self) -> str:
+        plan = plan_memory(self._planned.case, self._device)
+        return "" if plan is None else f"it needs {format_bytes(plan.peak_bytes)} by formula; "
+
+    def _stream_note(self, done: int, pieces: int) -> Note | None:
+        if done == pieces:
+            return None
+        tokens = self._planned.case.workload.tokens
+        total = format_seconds(self._station.budget.total_s or 0.0)
+        message = (
+            f"the budget of {total} ended after {done} of {pieces} pieces: {format_count(done * tokens)} tokens processed"
+        )
+        return Note(code="stream_cut_short", message=message, observed=done, threshold=pieces)

@@ -1,0 +1,122 @@
+"""Verification that fits beside a call which fills the device: sampled rows against the oracle, no second set of inputs.
+
+It holds out, dq, dk and dv of one call to float64 on the rows of `bench.verify.sample`. The other probes of
+semantics.md §4 need more memory than such a call leaves; shorter rows of the same implementation go through them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dilabench.bench.call import PreparedCall
+from dilabench.bench.verify.call import form_checks
+from dilabench.bench.verify.compare import compare
+from dilabench.bench.verify.heads import NO_GRADIENT, how_many, row_axes
+from dilabench.bench.verify.oracle import Oracle
+from dilabench.results import Check, Verification
+from dilabench.spec import Workload
+
+GRADIENTS = ("dq", "dk", "dv")
+SLICE_VALUES = 2**24
+
+
+class LentOracle(Oracle):
+    """The oracle over inputs (and dout) that belong to someone else; nothing of their size is allocated."""
+
+    def __init__(self, workload: Workload, inputs: tuple[Tensor, ...], dout: Tensor | None, seed: int) -> None:
+        self._lent = tuple(tensor.detach() for tensor in inputs)
+        self._dout = dout
+        super().__init__(workload, seed=seed, device=inputs[0].device)
+
+    def _draw_inputs(self) -> tuple[Tensor, ...]:
+        return self._lent
+
+    @property
+    def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        if len(self.sample.batches) < self.workload.batch_size:
+            return super()._heads
+        q, k, v = self._lent
+        return q, k, v
+
+    @cached_property
+    def full_dout(self) -> Tensor:
+        """The dout that was lent."""
+        assert self._dout is not None
+        return self._dout
+
+    @cached_property
+    def sampled_dout(self) -> Tensor:
+        """The lent dout itself, from now on zero outside the sampled rows."""
+        if not self.sample.complete:
+            rows = self.sampled(self.full_dout).clone()
+            self.full_dout.zero_()
+            self.full_dout[self._place()] = rows
+        return self.full_dout
+
+    def keys_of(self, gradient: Tensor) -> Tensor:
+        """A copy of dk or dv at the sampled keys, [b, S, K, D]."""
+        if self.sample.keys is None:
+            return self.sampled_keys(gradient).clone()
+        batches, keys = (index.to(self.device) for index in (self.sample.batches, self.sample.keys))
+        return gradient[batches[:, None], keys[None, :]]
+
+
+def verify_sampled_rows(call: PreparedCall) -> Verification:
+    """Call once more and hold the result to the oracle. The call's dout is zero outside the sampled rows afterwards."""
+    started = time.perf_counter_ns()
+    inputs = call.inputs(0)
+    dout = call.output_gradient() if call.workload.mode != "forward" else None
+    oracle = LentOracle(call.workload, (inputs.q, inputs.k, inputs.v), dout, call.spec.seed)
+    checks = tuple(_checks(call, oracle))
+    duration = max(0, time.perf_counter_ns() - started)
+    return Verification(checks=checks, sampled_rows=oracle.sample.row_count, duration_ns=duration)
+
+
+def _checks(call: PreparedCall, oracle: LentOracle) -> Iterator[Check]:
+    inputs = call.inputs(0)
+    backward = call.workload.mode != "forward"
+    with torch.set_grad_enabled(backward):
+        out = call.function(inputs.q, inputs.k, inputs.v)
+    form = _form(out, oracle)
+    yield from form
+    if not all(check.passed for check in form):
+        return
+    gradients: tuple[Tensor | None, ...] = ()
+    if backward:
+        full = torch.autograd.grad(out, inputs.distinct, oracle.sampled_dout, allow_unused=True)
+        taken = (oracle.sampled, oracle.keys_of, oracle.keys_of)
+        gradients = tuple(None if x is None else take(x).clone() for take, x in zip(taken, full, strict=True))
+        del full
+    rows = oracle.sampled(out.detach()).clone()
+    # Only now is there room for the oracle's own tensors.
+    del out
+    yield compare("out", rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
+    keys = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
+    for index, gradient in enumerate(gradients):
+        name, axes = GRADIENTS[index], keys if index else row_axes(oracle)
+        if gradient is None:
+            yield Check(name=name, passed=False, detail=NO_GRADIENT)
+        else:
+            yield compare(name, gradient, oracle.gradients[index], axes, f"dout on {how_many(oracle)}")
+
+
+def _form(out: Tensor, oracle: LentOracle) -> list[Check]:
+    """shape, dtype, device and finite as `form_checks`, which would hold a mask of all values at once."""
+    shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    if shape != list(oracle.out_shape):
+        return [Check(name="shape", passed=False, detail=f"out has shape {shape}, not {list(oracle.out_shape)}")]
+    form = form_checks(out[:0], (0, *oracle.out_shape[1:]), oracle.dtype, oracle.device)
+    return [*form[:-1], _finite(out.detach())] if all(check.passed for check in form) else form
+
+
+def _finite(out: Tensor) -> Check:
+    """Every value of out, a slice at a time."""
+    rows = max(1, SLICE_VALUES // max(1, out[:, :1].numel()))
+    bad = sum(int((~torch.isfinite(part)).sum()) for part in out.split(rows, 1))
+    detail = f"{bad} of {out.numel()} values of out are NaN or infinite" if bad else None
+    return Check(name="finite", passed=not bad, detail=detail)

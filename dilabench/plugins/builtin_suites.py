@@ -1,0 +1,78 @@
+"""The questions that dilabench itself asks, as data."""
+
+from dilabench.registry import Suite
+
+SUITES: tuple[Suite, ...] = (
+    Suite(
+        "quick",
+        "does it work, how fast is it roughly: 1K, 4K and 16K tokens",
+        "dilabench.suites.quick:expand",
+        analysis="dilabench.analysis.overview:analyse",
+        budget_s=50.0,
+    ),
+    Suite(
+        "implementations",
+        "which implementation is fastest and smallest",
+        "dilabench.suites.implementations:expand",
+        analysis="dilabench.analysis.overview:analyse",
+    ),
+    Suite(
+        "range",
+        "how time and memory grow with length, and where one implementation overtakes another",
+        "dilabench.suites.range:expand",
+        analysis="dilabench.analysis.growth:analyse",
+    ),
+    Suite(
+        "backends",
+        "which dense kernel and dtype this device wants, for full and for dilated attention",
+        "dilabench.suites.backends:expand",
+        analysis="dilabench.analysis.preference:analyse",
+    ),
+    Suite(
+        "optimization",
+        "what pattern cache, buffer pool, CUDA graph and torch.compile bring, alone and together",
+        "dilabench.suites.optimization:expand",
+        analysis="dilabench.analysis.gains:analyse",
+        # Host time: launches, allocations and tables are what most of these optimizations are about.
+        timing="wall",
+    ),
+    Suite(
+        "block-sparse",
+        "how time and memory fall with the share of blocks computed, and from which density on that pays",
+        "dilabench.suites.block_sparse:expand",
+        analysis="dilabench.analysis.density:analyse",
+    ),
+    Suite(
+        "ring",
+        "what several ranks bring against one device: speed-up, efficiency, bytes moved",
+        "dilabench.suites.ring:expand",
+        analysis="dilabench.analysis.parallel:analyse",
+    ),
+    Suite(
+        "distributed",
+        "how each parallel implementation scales over ranks, at fixed length and at fixed length per rank",
+        "dilabench.suites.distributed:expand",
+        analysis="dilabench.analysis.parallel:analyse",
+    ),
+    Suite(
+        "extreme",
+        "how long a sequence can get: the largest length that runs, found by real runs",
+        "dilabench.suites.extreme:expand",
+        follow_up="dilabench.suites.extreme:follow_up",
+        analysis="dilabench.analysis.longest:analyse",
+    ),
+    Suite(
+        "billion",
+        "2^30 tokens, really computed: resident where they fit, else streamed in pieces",
+        "dilabench.suites.billion:expand",
+        analysis="dilabench.analysis.processed:analyse",
+        projections="dilabench.analysis.processed:project",
+    ),
+    Suite(
+        "all",
+        "everything that this machine can run, the most telling answers first",
+        "dilabench.suites.all:expand",
+        follow_up="dilabench.suites.all:follow_up",
+        budget_s=900.0,
+    ),
+)

@@ -1,0 +1,75 @@
+"""`dilabench history`."""
+
+import json
+
+import pytest
+
+from dilabench.results import Failed
+from dilabench.store.archive import Archive
+
+
+@pytest.fixture
+def runs(make_row, make_record):
+    """A month in which the tenth day brought 20 %, a failure, and two days on another machine."""
+    archive = Archive()
+    for day in range(1, 21):
+        row = make_row("strided", seed=day, ns=1e7 if day < 10 else 1.2e7)
+        if day == 15:
+            row = make_row("strided", outcome=Failed(stage="time", why="killed by SIGSEGV"))
+        hard = {"device": "cpu", "cpu": "slow one"} if day in (4, 5) else None
+        date = f"2026-01-{day:02}T00:00:00+00:00"
+        archive.add(make_record([row, make_row("gather", ns=1e7)], run_id=f"day{day}", started_at=date, hard=hard))
+    return archive
+
+
+@pytest.mark.usefixtures("runs")
+def test_runs(cli):
+    result = cli("history", "--limit", "3")
+    assert [line.split()[2] for line in result.stdout.splitlines()[2:]] == ["day18", "day19", "day20"]
+    assert len(json.loads(cli("history", "--json", "--limit", "99").stdout)) == 20
+
+
+@pytest.mark.usefixtures("runs")
+def test_trend_with_its_step(cli):
+    result = cli("history", "strided fp32")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    (step,) = [line for line in lines if "<- step" in line]
+    assert "day10" in step
+    assert "20" in step.split("step:")[1]
+    assert "slower" in step
+    assert any("failed: killed by SIGSEGV" in line for line in lines)
+    assert sum("[case" in line for line in lines) == 2
+
+
+@pytest.mark.usefixtures("runs")
+def test_json(cli):
+    groups = json.loads(cli("history", "strided", "--json").stdout)
+    assert sorted(len(group["cells"]) for group in groups) == [2, 18]
+    (steps,) = [group["steps"] for group in groups if len(group["cells"]) == 18]
+    assert list(steps.values()) == [pytest.approx(1.2, rel=0.01)]
+
+
+def test_reindex_and_an_unreadable_index(cli, runs):
+    index = runs.root / "history.sqlite"
+    first = cli("history").stdout
+    index.write_bytes(b"garbage that is long enough" * 100)
+    again = cli("history")
+    assert again.stdout == first
+    assert "unreadable" in again.stderr
+    assert cli("history", "--reindex").stdout == first
+
+
+def test_a_cut_off_run_file(cli, runs):
+    path = runs.folder / runs.names()[0]
+    path.write_bytes(path.read_bytes()[:200])
+    result = cli("history")
+    assert result.exit_code == 0
+    assert f"{path.name}' is damaged" in result.stderr
+
+
+def test_no_store_and_no_such_case(cli):
+    assert "no runs in" in cli("history").stdout
+    result = cli("history", "nonesuch")
+    assert result.exit_code == 2
+    assert "'nonesuch'" in result.stderr

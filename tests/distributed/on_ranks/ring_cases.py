@@ -1,0 +1,198 @@
+"""What ranks run in the tests: each implementation against the formula, in float64, under a random dout."""
+
+import os
+import signal
+import time
+
+import torch
+
+from dilabench.backends import math
+from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.distributed.sharding import contiguous
+from dilabench.distributed.whole import Whole
+from dilabench.distributed.world import World
+from dilabench.impls import reference
+from dilabench.impls.multihead import ProjectedAttention
+from dilabench.impls.ring import allgather, multihead, overlap, ring, ulysses, varlen, zigzag
+from dilabench.impls.ring.hops import Ring
+from dilabench.spec import Workload
+
+MODULES = {
+    "ring": ring,
+    "ring-overlap": overlap,
+    "zigzag-ring": zigzag,
+    "ring-allgather": allgather,
+    "ring-varlen": varlen,
+    "ulysses": ulysses,
+}
+BACKEND = LoadedBackend("math", math.attend, math.attend_backward)
+TOLERANCE = 1e-12
+
+
+def workload(**fields):
+    base = {
+        "pattern": {"kind": "dense"},
+        "batch_size": 2,
+        "seq_len": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "dtype": "float64",
+        "mode": "both",
+    }
+    return Workload.model_validate(base | fields)
+
+
+def dilated(segments, rates, **fields):
+    return {"kind": "dilated", "segment_lengths": segments, "dilation_rates": rates, **fields}
+
+
+def packed(*bounds, **fields):
+    return workload(layout="packed", batch_size=1, seq_len=bounds[-1], cu_seqlens=bounds, **fields)
+
+
+PADDED = {
+    "causal": workload(),
+    "full": workload(causal=False),
+    "one key head, N prime": workload(seq_len=37, num_heads=5, num_kv_heads=1),
+    "as many key heads": workload(seq_len=23, num_heads=3, num_kv_heads=3),
+    "window": workload(window=(5, 0), seq_len=29),
+    "window both ways": workload(window=(3, 2), causal=False),
+    "window back": workload(window=(30, -1), causal=False, seq_len=41),
+    "window ahead": workload(window=(-1, 2), causal=False, seq_len=41),
+    "fewer rows than chunks": workload(seq_len=3),
+    "window of two rows": workload(seq_len=2, window=(1, 0)),
+    "branches": workload(pattern=dilated([6, 12, 24], [1, 2, 4])),
+    "branches, full": workload(pattern=dilated([6, 12, 24], [1, 2, 4]), causal=False),
+    "r not dividing w": workload(pattern=dilated([8, 16, 32], [1, 3, 5]), seq_len=29, num_heads=5, num_kv_heads=5),
+    "uncovered rows": workload(pattern=dilated([8, 16], [2, 4]), seq_len=48, batch_size=1),
+    "offset by key head": workload(pattern=dilated([8, 64], [1, 4], offset_by="kv_head"), seq_len=48, num_heads=8),
+    "blocked offsets": workload(pattern=dilated([8, 16, 64], [1, 2, 4], offset="blocked"), seq_len=48, num_heads=8),
+    "grouped heads": workload(pattern=dilated([8, 16, 64], [1, 2, 4], heads="grouped"), seq_len=48),
+    "dilated window": workload(pattern=dilated([12, 24], [1, 3]), seq_len=48, window=(7, 4), causal=False),
+}
+PACKED = {
+    "preset": packed(0, 5, 15, 35, 40),
+    "odd lengths, full": packed(0, 1, 3, 30, 41, causal=False),
+    "odd lengths, window": packed(0, 1, 3, 30, 41, window=(4, 0)),
+    "dilated": packed(0, 1, 3, 30, 41, pattern=dilated([8, 16], [1, 2])),
+}
+
+
+def exact(world, names):
+    """(algorithm, case, part, error) of everything that is off, after every algorithm has done every case."""
+    wrong = []
+    for case, one in [*PADDED.items(), *PACKED.items()]:
+        inputs = random_inputs(one)
+        wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
+        for name in names:
+            if one.layout == "packed" and name not in {"ring-varlen", "ulysses"}:
+                continue
+            if one.layout == "padded" and name == "ring-varlen":
+                continue
+            function = Whole(MODULES[name].build(one, context(world)), one.layout == "packed")
+            for part, value in results(function, inputs).items():
+                error = difference(value, wanted[part])
+                if not error <= TOLERANCE:
+                    wrong.append((name, case, part, error))
+    return wrong
+
+
+def without_returned_gradients(world):
+    """What `exact` finds when the ring forgets the dK and dV that other ranks have made."""
+    Ring._add = lambda self, returns, dk, dv: [pending.wait() for _, pending, _ in returns]
+    return exact(world, ["ring"])
+
+
+def projected(world):
+    """Largest differences of the sharded module from one device: out, dx, and every parameter's gradient."""
+    one = workload(seq_len=23, num_heads=4, num_kv_heads=2)
+    generator = torch.Generator().manual_seed(3)
+    x, dout = (torch.randn(2, 23, 24, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = []
+    for size in (world, World.alone()):
+        module = multihead.build(one, context(size))
+        shards = module.shards if size is world else contiguous([(0, 23)], 1)
+        local_x, local_dout = (shards.take(t, size.rank).requires_grad_() for t in (x, dout))
+        out = module(local_x)
+        gradients = torch.autograd.grad(out, [local_x, *module.parameters()], local_dout)
+        found.append([out.detach(), *gradients])
+    ours, theirs = found
+    whole = multihead.build(one, context(world)).shards
+    wanted = [whole.take(t, world.rank) for t in theirs[:2]] + theirs[2:]
+    assert isinstance(module, ProjectedAttention)
+    return [difference(a, b) for a, b in zip(ours, wanted, strict=True)]
+
+
+def counted(world, name, one):
+    """Bytes received and sent by each kind, in forward and in backward, in a call on shards."""
+    function = MODULES[name].build(one, context(world))
+    q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    world.traffic.clear()
+    out = function(*leaves)
+    forward = world.traffic.counters()
+    world.traffic.clear()
+    torch.autograd.grad(out, leaves, dout)
+    return forward, world.traffic.counters()
+
+
+def twice(world, name, one):
+    """The second call's largest difference from the first, with other inputs between them."""
+    function = MODULES[name].build(one, context(world))
+    shards = [function.shards.take(x, world.rank) for x in random_inputs(one)[:3]]
+    first = function(*shards)
+    function(*(x * 2 for x in shards))
+    return difference(function(*shards), first)
+
+
+def fails_on(world, rank, how):
+    """One rank does something wrong before the others' next hop."""
+    one = workload()
+    function = ring.build(one, context(world))
+    shards = [function.shards.take(x, world.rank) for x in random_inputs(one)[:3]]
+    if how == "shapes":
+        shards = [x[:, :-1] for x in shards] if world.rank == rank else shards
+    elif how == "workload":
+        one = workload(head_dim=5) if world.rank == rank else one
+        function = ring.build(one, context(world))
+        shards = [function.shards.take(x, world.rank) for x in random_inputs(one)[:3]]
+    else:
+        function(*shards)
+        if world.rank == rank:
+            break_down(how)
+    return float(function(*shards).sum())
+
+
+def break_down(how):
+    if how == "raise":
+        raise ArithmeticError("the root cause")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "sleep":
+        time.sleep(60)
+
+
+def context(world):
+    return BuildContext(device=world.device, backend=BACKEND, world=world)
+
+
+def random_inputs(one, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lead = (one.seq_len,) if one.layout == "packed" else (one.batch_size, one.seq_len)
+    heads = (one.num_heads, one.num_kv_heads, one.num_kv_heads, one.num_heads)
+    return [torch.randn(*lead, h, one.head_dim, generator=generator, dtype=torch.float64) for h in heads]
+
+
+def results(function, inputs):
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = function(*leaves)
+    gradients = torch.autograd.grad(out, leaves, inputs[3])
+    with torch.no_grad():
+        lse = function.with_lse(*inputs[:3])[1]
+    return {"out": out.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+def difference(a, b):
+    """Largest difference; equal infinities are none."""
+    return float((a - b).abs().masked_fill(a == b, 0.0).max()) if a.numel() else 0.0

@@ -1,0 +1,34 @@
+"""The same check as in the other tests, in a process that torchrun has started."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ring_cases
+
+from dilabench.distributed.launch import blame, store_from_environment, world_from_environment
+from dilabench.errors import DilabenchError
+
+FEW = ("causal", "window", "branches")
+
+
+def main():
+    world = world_from_environment(timeout_s=40)
+    try:
+        for case in set(ring_cases.PADDED) - set(FEW):
+            del ring_cases.PADDED[case]
+        with blame(store_from_environment(world.rank, world.size), world.rank, world.size):
+            if "fail" in sys.argv and world.rank == 1:
+                raise ArithmeticError("the root cause")
+            wrong = ring_cases.exact(world, ["zigzag-ring", "ring-allgather"])
+    except DilabenchError as error:
+        print(f"rank {world.rank} says: {error}", flush=True)  # noqa: T201
+        return int(error.exit_code)
+    finally:
+        world.close()
+    print(f"rank {world.rank} of {world.size}: {wrong}", flush=True)  # noqa: T201
+    return 5 if wrong else 0
+
+
+sys.exit(main())

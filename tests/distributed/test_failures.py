@@ -1,0 +1,121 @@
+"""A rank that fails ends all of them, with the reason of the one that failed first and a fitting exit code."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dilabench.distributed.failures import Failure, RankFailedError, first_cause
+from dilabench.distributed.launch import launch, store_from_environment, world_from_environment
+from dilabench.errors import EnvironmentNotReady, ExitCode
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 1: ArithmeticError: the root cause"),
+        ("kill", "rank 1: the process ended without a word (exit code -9)"),
+        ("workload", "ranks disagree on the workload"),
+        ("shapes", "got q, k, v of [(2, 7, 4, 6)"),
+    ],
+)
+def test_the_root_cause_is_told(how, message):
+    import ring_cases
+
+    started = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        launch(ring_cases.fails_on, 3, [1, how], timeout_s=40)
+    assert message in str(caught.value)
+    assert caught.value.exit_code == ExitCode.CASE_FAILED
+    assert time.monotonic() - started < 40
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_answer_ends_the_call():
+    import ring_cases
+
+    with pytest.raises(RankFailedError, match="rank") as caught:
+        launch(ring_cases.fails_on, 2, [1, "sleep"], timeout_s=8)
+    assert caught.value.exit_code == ExitCode.CASE_FAILED
+
+
+def test_more_ranks_than_gpus():
+    with pytest.raises(EnvironmentNotReady, match="64 ranks need 64 GPUs") as caught:
+        launch(print, 64, device="cuda")
+    assert caught.value.exit_code == ExitCode.ENVIRONMENT
+
+
+def test_a_rank_without_a_gpu(monkeypatch):
+    for name, value in {"RANK": "63", "WORLD_SIZE": "64", "LOCAL_RANK": "63"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentNotReady, match="rank 63 needs GPU 63"):
+        world_from_environment("cuda")
+
+
+def test_a_rank_beyond_the_world(monkeypatch):
+    for name, value in {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentNotReady, match="RANK=2 is not below WORLD_SIZE=2"):
+        world_from_environment()
+
+
+def test_an_environment_without_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(EnvironmentNotReady, match="start the ranks with torchrun"):
+        world_from_environment()
+
+
+def test_a_port_that_is_taken(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(EnvironmentNotReady, match="is taken by another program") as caught:
+            store_from_environment(0, 1, timeout_s=5)
+    assert caught.value.exit_code == ExitCode.ENVIRONMENT
+
+
+@pytest.mark.slow
+def test_fewer_ranks_than_the_world_says():
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    code = (
+        "from dilabench.distributed.launch import world_from_environment as w\n"
+        "from dilabench.errors import EnvironmentNotReady\n"
+        "try: w(timeout_s=4)\n"
+        "except EnvironmentNotReady as e: print(e); raise SystemExit(e.exit_code)\n"
+    )
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == ExitCode.ENVIRONMENT
+    assert "2 ranks did not meet" in done.stdout
+
+
+def test_a_consequence_never_hides_its_cause():
+    lost = Failure(0, "RuntimeError: Connection closed by peer", "", at_ns=1)
+    cause = Failure(2, "ValueError: wrong", "", at_ns=2)
+    assert first_cause([lost, cause]).rank == 2
+    assert "killed" in str(first_cause([lost], {1: "killed"}))
+    assert first_cause([lost]).rank == 0

@@ -1,0 +1,84 @@
+"""The engine over ranks: rows are measured, and whatever goes wrong on one rank becomes a row with its reason."""
+
+import pytest
+
+from dilabench.bench.environment import snapshot
+from dilabench.bench.runner import run
+from dilabench.config import RunRequest
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.registry import Capabilities, Implementation
+from dilabench.results import Case, Measured, PlannedCase, RunHeader
+from dilabench.spec import Workload
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+CPU = Machine(device="cpu", no_cuda="test")
+ANY = Capabilities(patterns=frozenset({"dense", "dilated"}), max_world_size=None)
+SHAPE = {"batch_size": 1, "seq_len": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+
+
+class Keeper:
+    def __init__(self):
+        self.kept = []
+
+    def start(self, header):
+        pass
+
+    def row(self, row):
+        self.kept.append(row)
+
+    def finish(self, record):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def lock_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+
+
+def rows_of(names, ranks=2, **workload):
+    catalogue = discover().catalogue
+    for name in ("killed", "raising", "slow", "wrong"):
+        target = f"failing:build_{name}"
+        catalogue.implementations.add(Implementation(name, "", target, supports=ANY, uses_backend=True), f"test-{name}")
+    one = Workload.model_validate({"pattern": {"kind": "dense"}, "mode": "both", **SHAPE, **workload})
+    planned = [
+        PlannedCase(case=Case(implementation=name, backend="math", workload=one, world_size=ranks)) for name in names
+    ]
+    header = RunHeader(
+        tool_version="0", run_id="r", suite="ring", started_at="2026-01-01T00:00:00", environment=snapshot(CPU)
+    )
+    request = RunRequest(suite="ring", timing="simple", nproc=ranks, budget_s=40.0)
+    keeper = Keeper()
+    run(planned, request, catalogue, CPU, header, keeper)
+    return {row.case.implementation: row.outcome for row in keeper.kept}
+
+
+def test_rows_over_ranks_are_verified_timed_and_counted():
+    rows = rows_of(["ring", "zigzag-ring", "ring-multihead"])
+    for outcome in rows.values():
+        assert isinstance(outcome, Measured), outcome
+        assert outcome.verification.passed
+        assert outcome.timings[0].samples_ns
+        assert outcome.memory.peak_bytes > 0
+    counters = rows["zigzag-ring"].counters
+    assert counters["slowest_rank_ns"] >= counters["fastest_rank_ns"] > 0
+    # Rank 0 needs all of rank 1's K and V, forward and backward.
+    assert counters["received_keys_bytes"] == 2 * 2 * 48 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "why"),
+    [
+        ("raising", "build", "rank 1: ArithmeticError: the root cause"),
+        ("killed", "build", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
+        ("wrong", "verify", "out: error"),
+    ],
+)
+def test_what_goes_wrong_on_a_rank_is_the_rows_reason(name, stage, why):
+    rows = rows_of([name, "ring"])
+    assert rows[name].status == "failed"
+    assert rows[name].stage == stage
+    assert why in rows[name].why
+    # The next case gets ranks of its own.
+    assert isinstance(rows["ring"], Measured)

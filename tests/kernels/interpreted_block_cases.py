@@ -1,0 +1,83 @@
+"""Run by test_block_sparse.py under TRITON_INTERPRET=1; prints errors of every case as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilabench.impls.block_sparse import tiles_backward, tiles_forward
+from dilabench.kernels.block_plan import BlockPlan
+from dilabench.kernels.block_sparse_backward import block_sparse_backward
+from dilabench.kernels.block_sparse_forward import block_sparse_forward
+from dilabench.kernels.tuning import TileConfig
+
+# name: (B, N, H, K, D, block, causal, window, mask heads, tiles)
+CASES = {
+    "full tiles": (1, 96, 2, 2, 16, 32, False, (-1, -1), 1, None),
+    "causal, shared keys, mask per head": (2, 75, 4, 2, 16, 16, True, (-1, -1), 4, None),
+    "window, wide query tile": (1, 75, 2, 1, 32, 32, False, (20, 5), 1, TileConfig(32, 16, 4, 1)),
+    "causal window, wide key tile": (1, 130, 3, 3, 16, 64, True, (40, -1), 3, TileConfig(16, 32, 4, 1)),
+    "ragged end": (1, 131, 5, 5, 32, 16, False, (-1, -1), 1, None),
+    "padded head dim": (1, 49, 2, 1, 24, 16, True, (-1, -1), 1, None),
+    "one block": (1, 13, 1, 1, 16, 16, True, (-1, -1), 1, None),
+    "tiles inside blocks of 48": (1, 97, 2, 2, 16, 48, True, (-1, -1), 2, None),
+}
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    at = torch.arange(plan.rows)
+    block = at // plan.block_size
+    seen = torch.from_numpy(plan.mask)[:, block[:, None], block[None]]
+    if plan.left >= 0:
+        seen = seen & (at[None] >= at[:, None] - plan.left)
+    if plan.right >= 0:
+        seen = seen & (at[None] <= at[:, None] + plan.right)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def errors(case: tuple, dtype: torch.dtype) -> dict[str, float]:
+    batch, rows, heads, kv_heads, dim, block, causal, window, mask_heads, tiles = case
+    blocks = -(-rows // block)
+    mask = np.random.default_rng(1).random((mask_heads, blocks, blocks)) < 0.6
+    mask[:, blocks // 2] = False
+    mask[:, :, -1] = False
+    mask[:, 0, 0] = True
+    plan = BlockPlan(mask, block, rows, causal, window)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, rows, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = expected(*wide, plan)
+    gradients = torch.autograd.grad(out, wide, dout.double())
+    scale = dim**-0.5
+    forward, backward = tiles_forward, tiles_backward
+    if tiles:
+        forward = partial(block_sparse_forward, config=tiles)
+        backward = partial(block_sparse_backward, query_config=tiles, key_config=tiles)
+    # Unwritten rows would show: results come from memory that held NaN before.
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    got_out, got_lse = forward(q, k, v, plan, scale=scale)
+    got = backward(dout, q, k, v, got_out, got_lse, plan, scale=scale)
+    torch.use_deterministic_algorithms(False)
+    seen = torch.isfinite(lse)
+    found = {"out": (got_out - out).abs().max(), "lse": (got_lse - lse)[seen].abs().max()}
+    found |= {name: (a - b).abs().max() for name, a, b in zip(("dq", "dk", "dv"), got, gradients, strict=True)}
+    found["empty rows"] = got_out.transpose(1, 2)[~seen].abs().sum() + (torch.isfinite(got_lse) != seen).sum()
+    return {name: float(value) for name, value in found.items()} | {"number of empty rows": float((~seen).sum())}
+
+
+if __name__ == "__main__":
+    results = {name: errors(case, torch.float32) for name, case in CASES.items()}
+    results["half"] = errors(CASES["causal, shared keys, mask per head"], torch.float16)
+    print(json.dumps(results))  # noqa: T201 - the parent process reads it

@@ -1,0 +1,132 @@
+"""Suite `block-sparse`: its cases, and the break-even density that it reports."""
+
+import numpy as np
+import pytest
+
+from dilabench.analysis.density import analyse, break_even, steps_of
+from dilabench.config import run_request
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.results import (
+    CpuInfo,
+    Environment,
+    GpuInfo,
+    Measured,
+    Memory,
+    PlannedCase,
+    Row,
+    RunRecord,
+    Slot,
+    Timing,
+    Verification,
+)
+from dilabench.suites.planner import expand
+
+CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
+HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
+SMALL = {"seq_len": 1024, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return discover().catalogue
+
+
+def plan(catalogue, machine=CPU, workload=None, **run):
+    run.setdefault("implementations", ["dense", "block-sparse"])
+    request = run_request(catalogue, suite="block-sparse", workload=workload or {}, run=run)
+    return expand(catalogue, machine, request)
+
+
+def test_one_yardstick_and_every_density_and_block_size(catalogue):
+    planned = plan(catalogue, HOPPER)
+    assert [p.labels.get("role") for p in planned] == ["yardstick", *[None] * 15]
+    assert planned[0].case.workload.pattern.kind == "dense"
+    points = [(p.case.workload.pattern.block_size, p.case.workload.pattern.sparsity) for p in planned[1:]]
+    assert points == [(block, s) for block in (64, 128, 256) for s in (0.5, 0.75, 0.9, 0.95, 0.98)]
+
+
+def test_what_is_named_is_the_only_one(catalogue):
+    planned = plan(catalogue, workload={"sparsity": "0.8", "mask": "random", "block_size": "32", **SMALL})
+    (point,) = [p for p in planned if p.labels.get("role") is None]
+    pattern = point.case.workload.pattern
+    assert (pattern.mask, pattern.sparsity, pattern.block_size) == ("random", 0.8, 32)
+    assert abs(float(point.labels["sparsity_reached"]) - 0.8) < 0.05
+
+
+def test_branches_of_a_preset_get_the_mask_over_their_rows(catalogue):
+    request = run_request(
+        catalogue, suite="block-sparse", configs=["seed_small"], run={"implementations": ["block-sparse"]}
+    )
+    patterns = [p.case.workload.pattern for p in expand(catalogue, CPU, request)]
+    assert {pattern.kind for pattern in patterns} == {"block_sparse"}
+    assert {pattern.branches.segment_lengths for pattern in patterns} == {(1024, 2048)}
+
+
+def test_a_mask_file_is_the_only_point_and_must_fit(catalogue, tmp_path):
+    path = tmp_path / "mask.npy"
+    np.save(path, np.eye(8, dtype=bool))
+    (point,) = plan(catalogue, workload={"mask_file": str(path), **SMALL}, implementations=["block-sparse"])
+    assert point.case.workload.pattern.mask == "custom"
+    assert float(point.labels["sparsity_reached"]) == pytest.approx(1 - 8 / 36, abs=1e-4)
+    with pytest.raises(ConfigError, match="the workload needs 16x16 blocks of 128"):
+        plan(catalogue, workload={"mask_file": str(path), **SMALL, "seq_len": 2048}, implementations=["block-sparse"])
+
+
+def test_kernels_say_what_they_cannot_do(catalogue):
+    reasons = {
+        p.case.implementation: p.skip
+        for p in plan(
+            catalogue,
+            HOPPER,
+            workload={"sparsity": 0.9, "block_size": 40, **SMALL},
+            implementations=["block-sparse", "block-sparse-flex", "block-sparse-flash4"],
+        )
+    }
+    assert "block_size 40 is not a multiple of 16" in reasons["block-sparse"]
+    assert "block_size 40 is not a multiple of 128" in reasons["block-sparse-flex"]
+    assert "block_size 40 is not a multiple of 128" in reasons["block-sparse-flash4"]
+
+
+def record(planned: tuple[PlannedCase, ...], times_ms: list[float]) -> RunRecord:
+    rows = []
+    for case, ms in zip(planned, times_ms, strict=True):
+        slots = tuple(Slot(round=r, samples_ns=(int(ms * 1e6),) * 4) for r in range(4))
+        timing = Timing(timer="wall", proves="", slots=slots)
+        memory = Memory(peak_bytes=1 << 20)
+        outcome = Measured(verification=Verification(checks=()), timings=(timing,), memory=memory)
+        rows.append(Row(planned=case, outcome=outcome))
+    environment = Environment(os="Linux", python="3.12", cpu=CpuInfo(model="a processor", cores=2, threads=2))
+    header = {"tool_version": "1", "run_id": "r", "suite": "block-sparse", "started_at": "2026-01-01T00:00:00+00:00"}
+    return RunRecord(**header, environment=environment, rows=tuple(rows))
+
+
+def test_the_break_even_density_lies_between_the_points_beside_it(catalogue):
+    planned = plan(catalogue, workload={**SMALL, "seq_len": 8192})
+    found = record(planned, [10.0, 12.0, 6.0, 2.4, 1.2, 0.6])
+    assert [round(step.speedup, 2) for step in steps_of(found)] == [0.83, 1.67, 4.17, 8.33, 16.67]
+    (section,) = analyse(found)
+    assert "block-sparse block 128 breaks even with dense attention at a density of about 42%" in section.sentence
+    assert section.rows[2][2:7] == ("90.0%", "90.0%", "2.400 ms", "24.0%", "4.17x")
+    (plot,) = section.plots
+    assert [point.y for point in plot.curves[0].points] == pytest.approx(
+        [10 / 0.6, 10 / 1.2, 10 / 2.4, 10 / 6, 10 / 12]
+    )
+
+
+def test_without_a_crossing_the_sentence_says_which_side(catalogue):
+    planned = plan(catalogue, workload=SMALL)
+    (faster,) = analyse(record(planned, [10.0, 9.0, 5.0, 3.0, 2.0, 1.0]))
+    assert "beats dense attention at every density measured" in faster.sentence
+    (slower,) = analyse(record(planned, [1.0, 9.0, 5.0, 3.0, 2.0, 1.5]))
+    assert "is slower than dense attention at every density measured" in slower.sentence
+    (alone,) = analyse(record(planned[1:], [9.0, 5.0, 3.0, 2.0, 1.0]))
+    assert "no dense row was measured" in alone.sentence
+    assert analyse(record(planned[:1], [1.0])) == ()
+
+
+def test_break_even_is_where_times_are_equal():
+    assert break_even([(0.5, 0.8), (0.25, 1.6)]) == pytest.approx(0.4)
+    assert break_even([(0.5, 1.2), (0.25, 2.0)]) is None
+    assert break_even([]) is None

@@ -1,0 +1,60 @@
+import pytest
+
+from dilabench.config import RunRequest
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.results import GpuInfo
+from dilabench.suites import ring
+from dilabench.suites.planner import Planner
+
+CPU = Machine(device="cpu", no_cuda="test")
+ONE_GPU = Machine(device="cuda", gpus=(GpuInfo(name="a", compute_capability="9.0"),))
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return discover().catalogue
+
+
+def cases_of(catalogue, machine=CPU, **fields):
+    request = RunRequest(suite="ring", **fields)
+    return ring.expand(request, Planner(catalogue, machine, request))
+
+
+def test_single_and_parallel_rows_stand_side_by_side_in_every_mode(catalogue):
+    cases = cases_of(catalogue, presets=("qwen3_32b",), nproc=4)
+    single = [one for one in cases if one.labels["role"] == "single"]
+    parallel = [one for one in cases if one.labels["role"] == "parallel"]
+    assert [one.case.workload.mode for one in single] == ["forward", "backward", "both"]
+    assert {one.case.world_size for one in single} == {1}
+    assert {one.case.world_size for one in parallel} == {4}
+    assert {one.case.implementation for one in parallel} == set(ring.DENSE)
+    # Grouped heads stay grouped.
+    assert {one.case.workload.num_kv_heads for one in cases} == {8}
+
+
+def test_a_mode_that_the_user_set_is_the_only_one(catalogue):
+    cases = cases_of(catalogue, presets=("tiny",), overrides={"mode": "both"}, implementations=("zigzag",))
+    assert [(one.case.implementation, one.case.workload.mode) for one in cases] == [
+        ("dense", "both"),
+        ("zigzag-ring", "both"),
+    ]
+
+
+def test_packed_presets_run_the_packed_ring(catalogue):
+    overrides = {"layout": "packed", "batch_size": 1, "mode": "forward"}
+    cases = cases_of(catalogue, presets=("tiny",), overrides=overrides)
+    assert [one.case.implementation for one in cases] == ["ring-varlen", "ring-varlen", "ulysses"]
+    assert all(one.skip is None for one in cases)
+
+
+def test_more_ranks_than_gpus_is_a_skipped_row_that_says_so(catalogue):
+    cases = cases_of(catalogue, ONE_GPU, presets=("tiny",), nproc=4)
+    skips = {one.case.world_size: one.skip for one in cases}
+    assert skips[1] is None
+    assert "4 ranks need as many GPUs, have 1" in skips[4]
+
+
+def test_dilated_presets_compare_the_gather_with_the_rings(catalogue):
+    cases = cases_of(catalogue, presets=("longnet_32k",), overrides={"mode": "forward"})
+    assert [one.case.implementation for one in cases] == ["strided", *ring.DILATED]

@@ -1,0 +1,102 @@
+"""Whole runs of the suites on a CPU at small sizes: what they find, write and redraw, and too small a budget."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dilabench
+from dilabench.store.run_files import read_record
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("--num-heads", "2", "--head-dim", "16", "--device", "cpu", "--timing", "simple"),
+    *("--set", "segment_lengths=64,128", "--set", "dilation_rates=1,2"),
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A command in a process of its own, where no compiler is on the path: compiling takes minutes."""
+
+    def call(*arguments):
+        environment = {
+            **os.environ,
+            "PATH": str(tmp_path),
+            "PYTHONPATH": str(Path(dilabench.__file__).parents[1]),
+            "OMP_NUM_THREADS": "1",
+            "DILABENCH_DISABLE_PLUGINS": "1",
+            "DILABENCH_LOCK_DIR": str(tmp_path),
+            "TERMINAL_WIDTH": "160",
+        }
+        command = [sys.executable, "-m", "dilabench", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+
+    return call
+
+
+def folder_of(tmp_path, suite):
+    (folder,) = (tmp_path / "benchmark_results").glob(f"*-{suite}-*")
+    return folder
+
+
+def stems(folder):
+    return {path.name for path in (folder / "plots").iterdir()}
+
+
+def test_range_finds_exponents_and_leaves_plots_that_can_be_redrawn(run, tmp_path):
+    done = run("run", "range", "--lengths", "97,192,256", "-i", "dense,gather,strided", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Time per sequence grows as N^" in done.stdout
+    assert "Crossover lengths" in done.stdout
+    folder = folder_of(tmp_path, "range")
+    assert [row.case.workload.batch_size for row in read_record(folder).rows[::3]] == [168, 85, 64]
+    names = {f"{name}.{form}" for name in ("latency", "throughput", "memory", "scaling") for form in ("png", "svg")}
+    assert stems(folder) == names
+    report = (folder / "report.md").read_text()
+    assert report.index("9 of 9 rows verified and measured") < report.index("![") < report.index("## Results")
+    for path in (folder / "plots").iterdir():
+        path.unlink()
+    redrawn = run("report", str(folder), "-f", "plots")
+    assert (redrawn.returncode, redrawn.stdout) == (0, "")
+    assert stems(folder) == names
+
+
+def test_backends_recommends_from_what_it_measured(run, tmp_path):
+    done = run("run", "backends", "--seq-length", "130", "-b", "math,sdpa-flash", "-i", "strided", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Recommendation for this device" in done.stdout
+    assert "scaled_dot_product_flash_attention_for_cpu" in done.stdout
+    assert stems(folder_of(tmp_path, "backends")) == {"backends.png", "backends.svg"}
+
+
+def test_optimization_counts_real_hits_and_requests(run, tmp_path):
+    done = run("run", "optimization", "--lengths", "130", "-i", "gather", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.planned.labels["switched on"]: row for row in read_record(folder_of(tmp_path, "optimization")).rows}
+    assert {name for name, row in rows.items() if row.outcome.status == "skipped"} == {"CUDA graph", "torch.compile"}
+    counted = {name: row.outcome.counters for name, row in rows.items() if row.outcome.status == "measured"}
+    assert counted["nothing"]["pattern_cache_hits"] == 0
+    assert counted["nothing"]["pattern_cache_misses"] > 5
+    assert counted["pattern cache"]["pattern_cache_misses"] == 1
+    assert counted["pattern cache"]["pattern_cache_bytes"] > 0
+    pool = counted["buffer pool"]
+    assert pool["buffer_pool_requests"] > pool["buffer_pool_reuses"] > 0
+    assert pool["buffer_pool_held_bytes"] <= pool["buffer_pool_peak_bytes"]
+    held = pool["buffer_pool_held_bytes"] + pool["pattern_cache_bytes"]
+    assert rows["buffer pool"].outcome.memory.workspace_bytes >= held
+    assert "What the buffer pool did" in done.stdout
+
+
+def test_a_budget_that_measures_nothing_ends_with_its_code_and_says_what_would_do(run):
+    done = run("run", "range", "--lengths", "97,192", "-i", "strided", "--budget", "10ms", *SMALL)
+    assert done.returncode == 8, done.stdout + done.stderr
+    assert "budget of 10 ms used up before its turn" in done.stdout
+    assert re.search(r"--budget \d+s should suffice to measure at least one case", done.stdout)
+    assert "NOTHING MEASURED" in done.stdout
