@@ -76,12 +76,15 @@ ON_CPU = {"sdpa-flash": KernelMemory(repeats=True)}
 class Call:
     """The largest kernel call of a branch: its share of all (query head, position) rows, and how it takes them.
 
-    whole: it gives all of the output and becomes it. views: its rows are not contiguous.
+    whole: it gives all of the output and becomes it. views: its rows are not contiguous. readers: query heads that read
+    the same key rows. one_key: all of them read one head's keys, which needs no copies.
     """
 
     share: float
     whole: bool
     views: bool
+    readers: int
+    one_key: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,7 @@ class _Passes:
         fullest = earlier = 0.0
         for index, call in enumerate(self.calls):
             own = call.share * result
-            taken = call.share * ((sizes.gradients if self.name == "gather" else 0) + self._repeated())
+            taken = call.share * ((sizes.gradients if self.name == "gather" else 0) + self._repeated(call))
             fullest = max(fullest, earlier + self._before(index, result) + own + taken)
             if not call.whole or self._detached:
                 merging = call.share * (3 * sizes.lse + (result if self.name == "gather" and index else 0))
@@ -237,10 +240,10 @@ class _Passes:
         sizes, kernel = self.sizes, self.kernel
         if self.name == "planned":
             return sizes.gradients + 2 * sizes.rows_float32
-        inner = self._repeated() + self._expanded() + kernel.accumulators * sizes.q_float32
-        inner += kernel.stats * sizes.rows_float32
         fullest = 0.0
         for index, call in enumerate(self.calls):
+            inner = self._repeated(call) + self._expanded(call)
+            inner += kernel.accumulators * sizes.q_float32 + kernel.stats * sizes.rows_float32
             copies = kernel.view_copies * sizes.q if call.views else 0
             if self.name == "gather":
                 copies = sizes.gradients + 2 * sizes.q + sizes.lse
@@ -277,15 +280,14 @@ class _Passes:
         pattern = self.workload.pattern
         return isinstance(pattern, DilatedPattern) and pattern.merge_grad == "detached" and self.name == "gather"
 
-    def _repeated(self) -> int:
+    def _repeated(self, call: Call) -> int:
         """K and V per query head, where the kernel cannot share them; a single K/V head is expanded in place."""
-        grouped = 1 < self.workload.num_kv_heads < self.workload.num_heads
-        return 2 * self.sizes.q if self.kernel.repeats and grouped else 0
+        return 2 * self.sizes.q if self.kernel.repeats and call.readers > 1 and not call.one_key else 0
 
-    def _expanded(self) -> int:
+    def _expanded(self, call: Call) -> int:
         """dk and dv per query head, before they are summed."""
-        grouped = self.workload.num_kv_heads < self.workload.num_heads
-        return 2 * self.sizes.q if (self.kernel.repeats or self.kernel.expands_gradients) and grouped else 0
+        expands = self.kernel.repeats or self.kernel.expands_gradients
+        return 2 * self.sizes.q if expands and call.readers > 1 else 0
 
 
 def _calls(workload: Workload, gathered: bool) -> tuple[Call, ...]:
@@ -306,8 +308,17 @@ def _calls(workload: Workload, gathered: bool) -> tuple[Call, ...]:
             if rest and workload.batch_size > 1 and count > 1:
                 parts *= min(workload.batch_size, count)
             share = _halved(share / parts)
-        calls.append(Call(share, whole, views=rate > 1))
+        readers = _readers(workload, rate)
+        one_key = readers == workload.num_heads if gathered else workload.num_kv_heads == 1
+        calls.append(Call(share, whole, views=rate > 1, readers=readers, one_key=one_key))
     return tuple(calls)
+
+
+def _readers(workload: Workload, rate: int) -> int:
+    """Query heads that share key rows in a branch: a K/V head's group, but for those on other residues."""
+    pattern, group = workload.pattern, workload.group_size
+    spread = isinstance(pattern, DilatedPattern) and (pattern.offset, pattern.offset_by) == ("modulo", "head")
+    return max(1, group // min(rate, group)) if spread else group
 
 
 def _halved(share: float) -> float:

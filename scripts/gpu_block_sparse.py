@@ -186,7 +186,7 @@ def others(w: Workload, flex: bool) -> dict[str, Callable[..., Tensor]]:
     """FlexAttention and, where installed, FlashAttention 4 over the same blocks."""
     context = BuildContext(device=DEVICE)
     found: dict[str, Callable[..., Tensor]] = {}
-    if flex:
+    if flex and w.pattern.block_size % 128 == 0:
         found["flex"] = block_sparse_flex.build(w, context)
     if flash4(w.causal) is not None and w.pattern.block_size == 128:
         found["flash4"] = block_sparse_flash4.build(w, context)

@@ -48,6 +48,31 @@ SHAPES = {
         "head_dim": 24,
         "causal": True,
     },
+    "blocks": {
+        "pattern": {
+            "kind": "block_sparse",
+            "mask": "random",
+            "block_size": 16,
+            "sparsity": 0.5,
+            "per_head": True,
+            "branches": {"kind": "dilated", "segment_lengths": (64, 120), "dilation_rates": (1, 3)},
+        },
+        "batch_size": 2,
+        "seq_len": 131,
+        "num_heads": 5,
+        "num_kv_heads": 5,
+        "head_dim": 24,
+        "causal": True,
+    },
+    "large blocks": {
+        "pattern": {"kind": "block_sparse", "mask": "strided", "block_size": 128, "sparsity": 0.5},
+        "batch_size": 1,
+        "seq_len": 384,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "causal": True,
+    },
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
