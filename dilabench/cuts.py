@@ -23,7 +23,9 @@ def why_uncut(workload: Workload) -> str:
     if workload.layout != "padded":
         return "packed sequences are not cut"
     needed = lcm(*workload.pattern.segment_lengths)
-    return f"{workload.seq_len} tokens have no cut: segments {list(workload.pattern.segment_lengths)} end every {needed}"
+    return (
+        f"{workload.seq_len} tokens have no cut: segments {list(workload.pattern.segment_lengths)} end every {needed}"
+    )
 
 
 def cut_into(workload: Workload, tokens: int) -> tuple[int, ...]:
@@ -35,6 +37,8 @@ def cut_into(workload: Workload, tokens: int) -> tuple[int, ...]:
     if tokens >= workload.seq_len:
         return (workload.seq_len,)
     if cut is None or tokens % cut:
-        raise ValueError(f"pieces of {tokens} tokens: {why_uncut(workload) if cut is None else f'cuts lie every {cut}'}")
+        raise ValueError(
+            f"pieces of {tokens} tokens: {why_uncut(workload) if cut is None else f'cuts lie every {cut}'}"
+        )
     whole, rest = divmod(workload.seq_len, tokens)
     return (*[tokens] * whole, *([rest] if rest else []))

@@ -1,9 +1,9 @@
 """How much device memory a call needs, by formula: what fits, before anything runs. No tensors.
 
 Bytes follow from what the implementations keep alive at one time. Units of a formula are the tensors themselves: q and
-out are [B, N, H, D], k and v [B, N, K, D], lse is [B, H, N] in float32 (float64 for float64). The largest kernel call of
-a branch decides its workspace. Tests hold every formula to measured peaks within 10 %; what has no formula is None, never
-a guess. Constants that do not grow with the length (a kernel's buffers per thread, tile tables) are left out.
+out are [B, N, H, D], k and v [B, N, K, D], lse is [B, H, N] in float32 (float64 for float64). The largest kernel call
+of a branch decides its workspace. Tests hold the formulas to measured peaks within 10 %; what has no formula is None,
+never a guess. Constants that do not grow with the length (a kernel's buffers per thread, tile tables) are left out.
 """
 
 from collections.abc import Iterator
@@ -163,7 +163,9 @@ def _plan(case: Case, device: str, checkpointed: bool = False) -> MemoryPlan | N
         return None
     name, embedded = case.implementation.removesuffix("-multihead"), case.implementation.endswith("-multihead")
     if name == "fused":
-        name, kernel = ("planned", ON_CUDA["dense-tiles"]) if _is_planned(workload) else ("strided", ON_CUDA["dense-tiles"])
+        name, kernel = (
+            ("planned", ON_CUDA["dense-tiles"]) if _is_planned(workload) else ("strided", ON_CUDA["dense-tiles"])
+        )
     else:
         found = (ON_CUDA if device == "cuda" else ON_CPU).get(case.backend or "")
         if found is None or name not in {"dense", "strided", "gather"}:
@@ -189,7 +191,7 @@ def _plan(case: Case, device: str, checkpointed: bool = False) -> MemoryPlan | N
 
 
 def _embedded(core: MemoryPlan, sizes: _Sizes, workload: Workload) -> MemoryPlan:
-    """The same inside a module: embeddings instead of q, k, v, which are projected from them, and a projected result."""
+    """The same inside a module: q, k and v are projected from embeddings, and the result is projected, too."""
     item = DTYPE_BYTES[workload.dtype]
     width, key_width = workload.num_heads * workload.head_dim, workload.num_kv_heads * workload.head_dim
     output_weights = width * width * item

@@ -163,7 +163,10 @@ def test_what_has_no_formula_is_not_guessed():
     workload = workload_of("strided")
     assert plan_memory(Case(implementation="reference", workload=workload), "cpu") is None
     assert plan_memory(Case(implementation="strided", backend="math", workload=workload), "cpu") is None
-    assert plan_memory(Case(implementation="strided", backend="sdpa-flash", workload=workload, world_size=2), "cpu") is None
+    assert (
+        plan_memory(Case(implementation="strided", backend="sdpa-flash", workload=workload, world_size=2), "cpu")
+        is None
+    )
     assert longest_that_fits(Case(implementation="reference", workload=workload), "cpu", 2**40) is None
 
 

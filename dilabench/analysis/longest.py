@@ -1,4 +1,4 @@
-"""Suite `extreme`: the longest sequence of each implementation, what it took, and how that compares with the formula."""
+"""Suite `extreme`: the longest sequence of each implementation, what it took, and what the formula says."""
 
 from collections.abc import Sequence
 

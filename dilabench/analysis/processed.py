@@ -34,9 +34,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     how = "Streamed, {} tokens processed" if _pieces(row) else "Resident, {} tokens as one sequence in memory"
     sentence = how.format(format_count(tokens)) + f": {tokens / BILLION:.3g} of a billion (2^30)."
     lines = tuple(_line(row) for row in rows)
-    return (
-        Section(title="Tokens computed", sentence=sentence, columns=COLUMNS, rows=lines, numeric=NUMERIC),
-    )
+    return (Section(title="Tokens computed", sentence=sentence, columns=COLUMNS, rows=lines, numeric=NUMERIC),)
 
 
 def project(record: RunRecord) -> tuple[dict[str, Any], ...]:

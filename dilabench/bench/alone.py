@@ -1,4 +1,4 @@
-"""One case in a process of its own, from planned to row: as long a sequence as fits, or a stream of pieces. No torch."""
+"""One case in a process of its own, from planned to row: a sequence that may not fit, or a stream. No torch."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,7 @@ from dilabench.bench.workers import Worker, WorkerFailure
 from dilabench.memory_plan import plan_memory
 from dilabench.registry import Timer
 from dilabench.results import (
+    Check,
     Failed,
     Measured,
     Memory,
@@ -87,13 +88,16 @@ class AloneRun:
         case, budget = self._planned.case, self._station.budget
         pieces = -(-case.optimizations.stream_tokens // case.workload.tokens)
         slots: list[Slot] = []
-        checks, sampled, counters, count = [], 0, dict[str, int](), 1
+        checks: list[Check] = []
+        counters: dict[str, int] = {}
+        sampled, count = 0, 1
         found: AloneResult | None = None
         done = 0
         while done < pieces and (found is None or not budget.exhausted):
             count = min(count, pieces - done)
             found = self._ask(worker, "stream", pieces=pieces, start=done, count=count)
-            assert found.slot is not None and found.verification is not None
+            assert found.slot is not None
+            assert found.verification is not None
             if not all(check.passed for check in found.verification.checks):
                 return Failed(stage="verify", why=found.why, verification=found.verification)
             slots.append(found.slot.model_copy(update={"round": len(slots)}))
@@ -157,7 +161,6 @@ class AloneRun:
             return None
         tokens = self._planned.case.workload.tokens
         total = format_seconds(self._station.budget.total_s or 0.0)
-        message = (
-            f"the budget of {total} ended after {done} of {pieces} pieces: {format_count(done * tokens)} tokens processed"
-        )
+        processed = f"{format_count(done * tokens)} tokens processed"
+        message = f"the budget of {total} ended after {done} of {pieces} pieces: {processed}"
         return Note(code="stream_cut_short", message=message, observed=done, threshold=pieces)

@@ -1,4 +1,4 @@
-"""What a worker does with a case that is measured alone: call, weigh, time, verify, and nothing else in memory (torch)."""
+"""What a worker does with a case that is measured alone: call, weigh, time, verify, with nothing else in memory."""
 
 import gc
 import time

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from dilabench.contracts import AttentionFn, Build, BuildContext
 from dilabench.cuts import cut_into
@@ -74,7 +74,7 @@ class _Chunks(torch.autograd.Function):
             leaves = [tensor.requires_grad_() for tensor in chunked.taken(at, *inputs)]
             with torch.enable_grad():
                 out = function(*leaves)
-            parts = torch.autograd.grad(out, leaves, *chunked.taken(at, dout))
+            parts = torch.autograd.grad([out], leaves, chunked.taken(at, dout))
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient[:, at] = part
         return None, *gradients

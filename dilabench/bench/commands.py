@@ -9,7 +9,9 @@ from dilabench.registry import Catalogue, Timer
 from dilabench.results import Case, KernelUse, Memory, Note, Slot, Verification
 from dilabench.spec import Model, content_hash
 
-CommandName = Literal["prepare", "verify", "kernels", "warm_up", "slot", "memory", "ceilings", "release", "alone", "stream"]
+CommandName = Literal[
+    "prepare", "verify", "kernels", "warm_up", "slot", "memory", "ceilings", "release", "alone", "stream"
+]
 
 
 class BackendSpec(Model):

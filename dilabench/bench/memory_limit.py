@@ -1,4 +1,4 @@
-"""A ceiling on what a worker may allocate, so that a search for the longest sequence ends in an error, not in a kill."""
+"""A ceiling on what a worker may allocate, so that a search for the longest sequence ends in an error, not a kill."""
 
 import contextlib
 import resource

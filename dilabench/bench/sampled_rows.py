@@ -1,4 +1,4 @@
-"""Verification that fits beside a call which fills the device: sampled rows against the oracle, no second set of inputs.
+"""Verification that fits beside a call which fills the device: sampled rows against the oracle, no second inputs.
 
 It holds out, dq, dk and dv of one call to float64 on the rows of `bench.verify.sample`. The other probes of
 semantics.md §4 need more memory than such a call leaves; shorter rows of the same implementation go through them.

@@ -22,9 +22,7 @@ Facts = Iterator[tuple[str, str]]
 
 
 def describe(
-    name: Annotated[
-        str, typer.Argument(help="Name or alias of what `dilabench list` shows, of a range or a mask.")
-    ],
+    name: Annotated[str, typer.Argument(help="Name or alias of what `dilabench list` shows, of a range or a mask.")],
 ) -> None:
     """Show everything known about a name; a name that stands for several things shows all of them."""
     catalogue, machine = discover().catalogue, detect()

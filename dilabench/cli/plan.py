@@ -104,10 +104,11 @@ def show_predictions(planned: Sequence[PlannedCase], machine: Machine) -> None:
     print_table(None, TIME_COLUMNS, rows, right=("memory", "time"))
     rates = sorted({plan_time(one.case, machine, cores).assumed_flops_per_s for one in planned})
     assumed = ", ".join(f"{rate:.3g}" for rate in rates)
+    duration = format_seconds(max(total_s, 1e-9))
     there = "unknown" if capacity is None else format_bytes(capacity)
     typer.echo(
-        f"Predicted, not measured: memory by formula (there is {there}), one call of each case (all pieces of a stream) "
-        f"in about {format_seconds(max(total_s, 1e-9))} at an assumed {assumed} FLOP/s. Nothing was run (--plan)."
+        f"Predicted, not measured: memory by formula (there is {there}); one call of each case, or all pieces of a "
+        f"stream, in about {duration} at an assumed {assumed} FLOP/s. Nothing was run (--plan)."
     )
 
 
@@ -124,7 +125,7 @@ def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
 
 
 def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None) -> None:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one in planned:
         found = plan_memory(one.case, machine.device)
         workload = one.case.workload
@@ -145,7 +146,9 @@ def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None
         if key not in longest and (length := longest_that_fits(one.case, machine.device, capacity)) is not None:
             longest[key] = f"{length:,}".replace(",", "_")
     typer.echo()
-    print_table(f"Into {format_bytes(capacity)}", LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
+    print_table(
+        f"Into {format_bytes(capacity)}", LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",)
+    )
     typer.echo("Predicted by formula, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 
 

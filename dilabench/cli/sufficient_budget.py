@@ -11,8 +11,10 @@ ROUND_TO_S = 10
 
 
 def sufficient_budget(record: RunRecord, machine: Machine) -> str | None:
-    """A hint with a budget that should measure the cheapest case that was skipped for lack of time; None without one."""
-    skipped = [row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.why.startswith("budget of ")]
+    """A hint with a budget that should measure the cheapest of the cases that time ran out for; None without one."""
+    skipped = [
+        row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.why.startswith("budget of ")
+    ]
     if not skipped:
         return None
     cores = record.environment.cpu.cores

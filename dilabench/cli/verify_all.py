@@ -80,7 +80,9 @@ def planner_order(planner: Planner, trial: Trial) -> tuple[int, str, int]:
 
 def _planned(planner: Planner, implementation: Implementation, family: str, asked: WorkloadRequest) -> list[Trial]:
     planned = planner.plan(implementation, asked)
-    forward_only = [one for one in planned if one.skip and asked.mode == "both" and _only_backward_is_missing(planner, one)]
+    forward_only = [
+        one for one in planned if one.skip and asked.mode == "both" and _only_backward_is_missing(planner, one)
+    ]
     if forward_only:
         planned = tuple(
             planner_case

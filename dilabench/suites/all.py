@@ -22,7 +22,7 @@ OPTIONS = {"extreme": extreme.OPTIONS, "billion": billion.OPTIONS}
 def suites(planner: Planner) -> tuple[str, ...]:
     """The other suites: ours in the order of what they tell, then everything else that is installed."""
     installed = [name for name in planner.catalogue.suites.names if name != NAME]
-    return tuple([*(name for name in ORDER if name in installed), *(name for name in installed if name not in ORDER)])
+    return (*(name for name in ORDER if name in installed), *(name for name in installed if name not in ORDER))
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:

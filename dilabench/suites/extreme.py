@@ -153,12 +153,12 @@ def searches(rows: Sequence[Row]) -> tuple[Search, ...]:
 def _search_key(case: Case) -> str:
     workload = case.workload.model_dump_json(exclude={"seq_len"})
     chunked = str(case.optimizations.query_chunk > 0)
-    return "|".join([case.model_dump_json(exclude={"workload": True, "optimizations": {"query_chunk"}}), workload, chunked])
+    return "|".join(
+        [case.model_dump_json(exclude={"workload": True, "optimizations": {"query_chunk"}}), workload, chunked]
+    )
 
 
-def _probe(
-    planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way
-) -> Iterator[PlannedCase]:
+def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way) -> Iterator[PlannedCase]:
     """The case of one length, measured alone; with a reason to skip it where the way does not go there."""
     if implementation.supports.patterns == {"dense"}:
         asked = as_dense(asked)

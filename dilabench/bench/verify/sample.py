@@ -50,7 +50,7 @@ def choose_sample(workload: Workload, seed: int) -> Sample:
 
 
 def segment_edges(workload: Workload) -> Tensor:
-    """Positions at which a segment of any branch, a block of a mask or a packed sequence begins, ascending, without 0."""
+    """Where a segment of any branch, a block of a mask or a packed sequence begins: positions, rising, without 0."""
     edges = []
     for start, end in workload.sequences:
         edges.append(torch.tensor([start]))

@@ -1,0 +1,123 @@
+"""`dilabench plan`, `run --plan`, `verify --all` and the budget that would suffice, as a user meets them."""
+
+import json
+import os
+
+import pytest
+
+
+def test_plan_predicts_by_length_batch_and_implementation(cli):
+    result = cli(
+        "plan", "-i", "strided,gather", "--lengths", "16K,1M", "--batch-size", "1,2", "--device", "cpu", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert len(rows) == 2 * 2 * 2 * 2
+    found = {(r["implementation"], r["mode"], r["batch_size"], r["seq_len"]): r["predicted_peak_bytes"] for r in rows}
+    assert found["strided", "forward", 2, 2**20] == 2 * found["strided", "forward", 1, 2**20]
+    assert (
+        found["gather", "both", 1, 2**20] > found["strided", "both", 1, 2**20] > found["strided", "forward", 1, 2**20]
+    )
+
+
+def test_plan_says_what_fits_and_how_long_it_could_get(cli):
+    result = cli(
+        "plan", "-i", "strided", "--lengths", "4K,1M", "--memory", "1G", "--mode", "forward", "--device", "cpu"
+    )
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    (small,) = [line for line in lines if line[4:5] == ["4K"]]
+    (large,) = [line for line in lines if line[4:5] == ["1M"]]
+    assert (small[-1], large[-1]) == ("yes", "NO")
+    assert "Into 1.0 GiB" in result.stdout
+    assert "not measured" in result.stdout
+
+
+def test_plan_says_where_it_knows_nothing(cli):
+    result = cli("plan", "-i", "reference", "--lengths", "4K", "--device", "cpu")
+    assert result.exit_code == 8
+    assert "no formula" in result.stdout
+
+
+@pytest.mark.parametrize("length", ["0", "-5", "abc", "1.5", "9" * 20])
+def test_bad_lengths_are_refused_with_the_value(cli, length):
+    result = cli("plan", f"--lengths={length}")
+    assert result.exit_code == 2
+    assert length in result.stderr
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("16k", 16384), ("1M", 2**20), ("1_000_000", 10**6), ("1e6", 10**6)])
+def test_lengths_as_people_write_them(cli, text, tokens):
+    result = cli("plan", "-i", "strided", "--mode", "forward", "--lengths", text, "--device", "cpu", "--json")
+    assert [row["seq_len"] for row in json.loads(result.stdout)] == [tokens]
+
+
+def test_run_plan_predicts_memory_and_time_and_runs_nothing(cli, tmp_path):
+    result = cli("run", "billion", "--plan", "--tokens", "1M", "--form", "streamed", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "streamed, 1M tokens processed" in result.stdout
+    assert "Predicted, not measured" in result.stdout
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_budget_too_small_says_what_would_suffice(fresh, tmp_path):
+    result = fresh(
+        *("-m", "dilabench", "run", "extreme", "-i", "strided", "--budget", "1ms", "--device", "cpu"),
+        DILABENCH_LOCK_DIR=str(tmp_path),
+    )
+    assert result.returncode == 8, result.stdout + result.stderr
+    assert "should suffice to measure at least one case" in result.stdout
+    assert "NOTHING MEASURED" in result.stdout
+
+
+@pytest.mark.slow
+def test_verify_all_marks_every_family(fresh):
+    result = fresh(
+        "-m", "dilabench", "verify", "strided", "--all", "--dtype", "float32", "-b", "sdpa-flash", "--device", "cpu"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    marks = dict(zip(lines[0].split(), lines[1].split(), strict=True))
+    assert (marks["implementation"], marks["backend"], marks["dtype"]) == ("strided", "sdpa-flash", "float32")
+    assert {marks[family] for family in ("causal", "full", "window", "blocked", "grouped", "scale")} == {"✓"}
+    assert (marks["detached"], marks["dense"], marks["sparse"]) == ("✓fwd", "-", "-")
+    assert "skipped: pattern dense is not supported (has dilated)" in result.stdout
+    assert lines[-1].endswith("0 wrong, 4 skipped")
+
+
+WRONG = """
+import torch
+from dilabench.plugins import Implementation, hookimpl
+
+def build(workload, context):
+    return lambda q, k, v: torch.zeros_like(q) + (q + k.sum() + v.sum()) * 0
+
+@hookimpl
+def dilabench_register_implementations():
+    return [Implementation("zeros", "wrong on purpose", "theirs:build")]
+"""
+
+
+@pytest.mark.slow
+def test_verify_all_ends_with_5_on_any_wrong_result(fresh, tmp_path, monkeypatch):
+    info = tmp_path / "site" / "theirs-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info.parent / "theirs.py").write_text(WRONG)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dilabench]\ntheirs = theirs\n")
+    monkeypatch.delenv("DILABENCH_DISABLE_PLUGINS")
+    monkeypatch.setenv("PYTHONPATH", str(info.parent))
+    result = fresh("-m", "dilabench", "verify", "zeros", "--all", "--dtype", "float32", "--device", "cpu")
+    assert result.returncode == 5, result.stdout + result.stderr
+    assert "✗" in result.stdout
+    assert "WRONG: out" in result.stdout
+
+
+def test_verify_all_brings_its_own_workloads(cli):
+    result = cli("verify", "--all", "--config", "tiny")
+    assert result.exit_code == 2
+    assert "leave --config out" in result.stderr
+    result = cli("verify", "--all", "--set", "causal=false")
+    assert result.exit_code == 2
+    assert "every value of causal" in result.stderr

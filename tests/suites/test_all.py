@@ -1,0 +1,56 @@
+"""`all`: everything, each case once, the telling ones first, what takes all the time last."""
+
+import pytest
+
+from dilabench.config import run_request
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.results import GpuInfo, Row, Skipped
+from dilabench.suites.all import LAST, ORDER, follow_up
+from dilabench.suites.measured_alone import DOES_NOT_FIT
+from dilabench.suites.planner import Planner, expand
+
+CPU = Machine(device="cpu", no_cuda="test")
+H200 = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=143771 * 2**20),))
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return discover().catalogue
+
+
+@pytest.mark.parametrize("machine", [CPU, H200], ids=["cpu", "cuda"])
+def test_every_suite_is_there_in_order_and_every_case_once(catalogue, machine):
+    planned = expand(catalogue, machine, run_request(catalogue, suite="all"))
+    assert len({one.case.case_id for one in planned}) == len(planned)
+    suites = list(dict.fromkeys(one.labels["suite"] for one in planned))
+    assert suites[: len(ORDER)] == list(ORDER)
+    assert set(suites) >= set(catalogue.suites.names) - {"all", LAST, "ring", "distributed"}
+    assert LAST not in suites
+
+
+def test_follow_ups_go_to_their_own_suite_and_the_last_one_waits(catalogue):
+    request = run_request(catalogue, suite="all", run={"options": {"tokens": "64K", "memory_limit": "256M"}})
+    planner = Planner(catalogue, CPU, request)
+    planned = expand(catalogue, CPU, request)
+    rows = [Row(planned=one, outcome=Skipped(why=one.skip or f"{DOES_NOT_FIT}: out of memory")) for one in planned]
+    more = follow_up(rows, request, planner)
+    assert {one.labels["suite"] for one in more} == {"extreme"}
+    assert {one.case.workload.seq_len for one in more} == {4096}
+    late = [Row(planned=one, outcome=Skipped(why="budget of 1 s used up")) for one in [*planned, *more]]
+    last = follow_up(late, request, planner)
+    assert {one.labels["suite"] for one in last} == {LAST}
+    assert {one.labels["part"] for one in last} == {"64K tokens, 6.1e-05 of 2^30"}
+    ended = [*late, *(Row(planned=one, outcome=Skipped(why="no")) for one in last)]
+    known = {row.case.case_id for row in ended}
+    assert {one.case.case_id for one in follow_up(ended, request, planner)} <= known
+
+
+def test_options_of_no_suite_are_refused(catalogue):
+    with pytest.raises(ConfigError, match="no option 'speed'"):
+        expand(catalogue, CPU, run_request(catalogue, suite="all", run={"options": {"speed": 1}}))
+
+
+def test_it_has_a_budget_of_its_own(catalogue):
+    assert run_request(catalogue, suite="all").budget_s == 900

@@ -1,0 +1,115 @@
+"""`billion`: the form that fits, pieces of whole segments, what was really computed, and projections apart from it."""
+
+import pytest
+
+from dilabench.analysis.processed import analyse, computed_tokens, project
+from dilabench.bench.environment import snapshot
+from dilabench.bench.runner import run
+from dilabench.config import run_request
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.results import GpuInfo, RunHeader
+from dilabench.suites.billion import BILLION
+from dilabench.suites.planner import expand
+
+CPU = Machine(device="cpu", no_cuda="test")
+H200 = Machine(
+    device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capability="9.0", memory_bytes=143771 * 2**20),)
+)
+SMALL = {"segment_lengths": (256, 512), "dilation_rates": (1, 2), "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return discover().catalogue
+
+
+def asked(catalogue, names=("strided",), budget_s=None, workload=SMALL, **options):
+    fields = {"implementations": list(names), "options": options, "timing": "simple", "budget_s": budget_s}
+    return run_request(
+        catalogue,
+        suite="billion",
+        workload=workload,
+        run={name: value for name, value in fields.items() if value is not None},
+    )
+
+
+def test_a_billion_is_streamed_on_one_gpu_and_a_quarter_of_it_is_resident(catalogue):
+    (whole,) = expand(catalogue, H200, asked(catalogue, ("fused",), workload={}))
+    assert whole.labels["form"] == "streamed, 1G tokens processed"
+    assert whole.case.optimizations.stream_tokens == BILLION == 2**30
+    assert whole.case.workload.seq_len % 32768 == 0
+    assert BILLION % whole.case.workload.seq_len == 0
+    (part,) = expand(catalogue, H200, asked(catalogue, ("fused",), workload={}, tokens="256M"))
+    assert part.labels["form"].startswith("resident")
+    assert part.labels["part"] == "256M tokens, 0.25 of 2^30"
+    assert (part.case.workload.seq_len, part.case.optimizations.stream_tokens) == (2**28, 0)
+
+
+def test_pieces_are_whole_segments_that_fit_into_the_limit(catalogue):
+    (one,) = expand(catalogue, CPU, asked(catalogue, tokens="1M", form="streamed", memory_limit="4M"))
+    assert one.case.workload.seq_len == 1024
+    (one,) = expand(catalogue, CPU, asked(catalogue, tokens="1M", form="streamed", memory_limit="64M"))
+    assert one.case.workload.seq_len == 16384
+
+
+def test_what_cannot_be_cut_is_skipped_with_the_reason(catalogue):
+    (one,) = expand(
+        catalogue,
+        CPU,
+        asked(catalogue, workload={**SMALL, "pattern": "dense"}, names=["dense"], tokens="64K", form="streamed"),
+    )
+    assert "has no cut" in one.skip
+
+
+@pytest.mark.parametrize(("option", "value"), [("tokens", "0"), ("tokens", "-5"), ("tokens", "abc"), ("form", "both")])
+def test_bad_options_are_refused(catalogue, option, value):
+    with pytest.raises(ConfigError, match=option):
+        expand(catalogue, CPU, asked(catalogue, **{option: value}))
+
+
+class Sink:
+    def start(self, header): ...
+    def row(self, row): ...
+    def finish(self, record): ...
+
+
+def recorded(catalogue, request, tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    header = RunHeader(tool_version="0", run_id="t", suite="billion", started_at="now", environment=snapshot(CPU))
+    return run(expand(catalogue, CPU, request), request, catalogue, CPU, header, Sink())
+
+
+@pytest.mark.slow
+def test_a_small_stream_processes_every_token_and_verifies_some_pieces(catalogue, tmp_path, monkeypatch):
+    request = asked(catalogue, tokens="15K", form="streamed", memory_limit="8M")
+    record = recorded(catalogue, request, tmp_path, monkeypatch)
+    (row,) = record.rows
+    assert row.outcome.status == "measured", row.outcome
+    piece = row.case.workload.seq_len
+    pieces = -(-15 * 1024 // piece)
+    assert pieces > 3
+    assert row.outcome.counters["stream_pieces"] == pieces == len(row.outcome.timings[0].samples_ns)
+    assert computed_tokens(row) == pieces * piece == row.outcome.counters["stream_tokens"]
+    places = {check.where.partition(",")[0] for check in row.outcome.verification.checks if check.where}
+    assert {"piece 0", f"piece {pieces - 1}"} <= places
+    assert row.outcome.memory.peak_bytes > 4 * piece * 32 * 4
+    (section,) = analyse(record)
+    assert section.sentence.startswith("Streamed, ")
+    assert "tokens processed" in section.sentence
+    assert "sequence" not in section.sentence
+    (projection,) = project(record)
+    assert projection["kind"] == "projection"
+    calls_s = sum(row.outcome.timings[0].samples_ns) * 1e-9
+    assert projection["seconds"] == pytest.approx(calls_s * BILLION / computed_tokens(row))
+
+
+@pytest.mark.slow
+def test_a_small_resident_sequence_is_one_sequence_and_has_no_projection(catalogue, tmp_path, monkeypatch):
+    record = recorded(catalogue, asked(catalogue, tokens="4000", form="resident"), tmp_path, monkeypatch)
+    (row,) = record.rows
+    assert row.outcome.verification.passed
+    (section,) = analyse(record)
+    assert section.sentence.startswith("Resident, 4000 tokens as one sequence")
+    assert project(record) == ()

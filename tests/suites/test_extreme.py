@@ -1,0 +1,197 @@
+"""The search of `extreme`: doubling, bisection, ways, and one real search in worker processes."""
+
+import sys
+
+import pytest
+
+from dilabench import results
+from dilabench.analysis.longest import analyse
+from dilabench.bench.environment import snapshot
+from dilabench.bench.runner import run
+from dilabench.config import run_request
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.suites.extreme import follow_up, searches
+from dilabench.suites.measured_alone import DOES_NOT_FIT, memory_limit_bytes
+from dilabench.suites.planner import Planner, expand
+
+CPU = Machine(device="cpu", no_cuda="test")
+SHAPE = {"num_heads": 2, "head_dim": 32, "segment_lengths": (256, 512), "dilation_rates": (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return discover().catalogue
+
+
+def asked(catalogue, names=("strided",), mode="forward", **options):
+    run_fields = {"implementations": list(names), "options": options, "device": "cpu"}
+    workload = {**SHAPE, **({"mode": mode} if mode else {})}
+    return run_request(catalogue, suite="extreme", workload=workload, run=run_fields)
+
+
+def measured(planned, bytes_per_token=1000):
+    tokens = planned.case.workload.tokens
+    return results.Row(
+        planned=planned,
+        outcome=results.Measured(
+            verification=results.Verification(checks=(results.Check(name="out", passed=True),), sampled_rows=24),
+            timings=(results.Timing(timer="wall", proves="", slots=(results.Slot(samples_ns=(tokens * 10,) * 5),)),),
+            memory=results.Memory(peak_bytes=5000 + tokens * bytes_per_token),
+        ),
+    )
+
+
+def searched(catalogue, request, fits):
+    """All rows of a search in which `fits(length)` decides."""
+    planner = Planner(catalogue, CPU, request)
+    rows, waiting = [], list(expand(catalogue, CPU, request))
+    while waiting:
+        for one in waiting:
+            length = one.case.workload.seq_len
+            outcome = results.Skipped(why=one.skip) if one.skip else None
+            outcome = outcome or (None if fits(length) else results.Skipped(why=f"{DOES_NOT_FIT}: out of memory"))
+            rows.append(results.Row(planned=one, outcome=outcome) if outcome else measured(one))
+        known = {row.case.case_id for row in rows}
+        waiting = [one for one in follow_up(rows, request, planner) if one.case.case_id not in known]
+    return rows
+
+
+@pytest.mark.parametrize("limit", [100_000, 9000, 8192, 8191, 300, 777_777])
+def test_the_search_closes_in_on_the_longest_length(catalogue, limit):
+    rows = searched(catalogue, asked(catalogue), lambda length: length <= limit)
+    (search,) = searches(rows)
+    assert search.longest <= limit < search.too_long
+    assert search.too_long - search.longest <= max(1, limit // 16)
+    lengths = [row.case.workload.seq_len for row in rows]
+    assert len(lengths) == len(set(lengths)) < 20
+
+
+@pytest.mark.parametrize("longest", [1 << 20, 3_000_000, 5000])
+def test_doubling_ends_exactly_at_the_longest_length_asked_for(catalogue, longest):
+    rows = searched(catalogue, asked(catalogue, max_seq_length=longest), lambda _: True)
+    assert max(row.case.workload.seq_len for row in rows) == longest
+
+
+def test_a_search_ends_where_nothing_fits(catalogue):
+    rows = searched(catalogue, asked(catalogue), lambda _: False)
+    (search,) = searches(rows)
+    assert search.longest == 0
+    assert min(row.case.workload.seq_len for row in rows) == 256
+
+
+def test_a_wrong_or_late_row_stops_its_search_only(catalogue):
+    request = asked(catalogue, ("strided", "gather"))
+    first, second = expand(catalogue, CPU, request)
+    rows = [results.Row(planned=first, outcome=results.Failed(stage="verify", why="wrong")), measured(second)]
+    more = follow_up(rows, request, Planner(catalogue, CPU, request))
+    assert [one.case.implementation for one in more] == ["gather"]
+    assert [one.case.workload.seq_len for one in more] == [16384]
+
+
+def test_both_modes_and_every_way_are_rows_of_their_own(catalogue):
+    request = asked(catalogue, mode=None, chunked=True, offload=True, gradient_checkpointing=True)
+    planned = expand(catalogue, CPU, request)
+    ways = [(one.case.workload.mode, one.labels["way"], one.skip) for one in planned]
+    on_the_host = "inputs are in host memory already"
+    assert ways == [
+        ("forward", "as it is", None),
+        ("forward", "gradient checkpointing", "gradient checkpointing saves nothing in a forward pass"),
+        ("forward", "chunked queries", None),
+        ("forward", "chunked queries, inputs on the host", on_the_host),
+        ("both", "as it is", None),
+        ("both", "gradient checkpointing", None),
+        ("both", "chunked queries", None),
+        ("both", "chunked queries, inputs on the host", on_the_host),
+    ]
+    assert len({one.case.case_id for one in planned}) == len(planned)
+    assert [one.case.optimizations.query_chunk for one in planned if "chunked" in one.labels["way"]] == [512] * 4
+
+
+def test_chunks_need_a_cut_and_heads(catalogue):
+    request = asked(catalogue, ("dense", "gather-multihead"), chunked=True)
+    planned = expand(catalogue, CPU, request)
+    reasons = {(one.case.implementation, one.labels["way"]): one.skip for one in planned}
+    assert "has no cut" in reasons["dense", "chunked queries"]
+    assert reasons["dense", "as it is"] is None
+    assert "takes embeddings" in reasons["gather-multihead", "as it is"]
+
+
+def test_the_memory_limit_is_written_on_every_case(catalogue):
+    request = asked(catalogue, memory_limit="256M")
+    planned = expand(catalogue, CPU, request)
+    assert {memory_limit_bytes(one) for one in planned} == {256 * 2**20}
+    more = follow_up([measured(one) for one in planned], request, Planner(catalogue, CPU, request))
+    assert {memory_limit_bytes(one) for one in more} == {256 * 2**20}
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "abc", "1.5"])
+def test_lengths_that_are_none_are_refused(catalogue, value):
+    with pytest.raises(ConfigError, match="max_seq_length"):
+        expand(catalogue, CPU, asked(catalogue, max_seq_length=value))
+
+
+@pytest.mark.parametrize(("value", "tokens"), [("16k", 16384), ("1M", 2**20), ("1_000_000", 10**6), ("1e6", 10**6)])
+def test_lengths_are_read_as_people_write_them(catalogue, value, tokens):
+    rows = searched(catalogue, asked(catalogue, max_seq_length=value), lambda _: True)
+    assert max(row.case.workload.seq_len for row in rows) == tokens
+
+
+def test_unknown_options_are_refused(catalogue):
+    with pytest.raises(ConfigError, match="no option 'tokens'"):
+        expand(catalogue, CPU, asked(catalogue, tokens=5))
+
+
+def record_of(rows):
+    header = results.RunHeader(
+        tool_version="0", run_id="t", suite="extreme", started_at="now", environment=snapshot(CPU)
+    )
+    return results.RunRecord.model_validate({**header.model_dump(), "rows": [row.model_dump() for row in rows]})
+
+
+def test_the_analysis_names_the_longest_and_its_slope(catalogue):
+    rows = searched(catalogue, asked(catalogue), lambda length: length <= 20000)
+    (section,) = analyse(record_of(rows))
+    (line,) = section.rows
+    cells = dict(zip(section.columns, line, strict=True))
+    assert cells["longest that ran"] in {"19968", "19.5K"}
+    assert cells["slope, bytes/token"] == "1000"
+    assert cells["search ended"].startswith("between the two")
+    assert section.sentence.startswith("Longest sequence that ran")
+    assert len(section.plots[0].curves[0].points) == len(searches(rows)[0].fitting)
+
+
+class Sink:
+    def start(self, header): ...
+    def row(self, row): ...
+    def finish(self, record): ...
+
+
+@pytest.mark.slow
+def test_a_real_search_finds_the_end_of_a_small_memory(catalogue, tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    if sys.platform != "linux":
+        pytest.skip("the memory limit of a CPU worker is RLIMIT_DATA, which counts mappings on Linux only")
+    request = asked(catalogue, memory_limit="64M").model_copy(update={"timing": "simple"})
+    header = results.RunHeader(
+        tool_version="0", run_id="t", suite="extreme", started_at="now", environment=snapshot(CPU)
+    )
+    planner = Planner(catalogue, CPU, request)
+    record = run(
+        expand(catalogue, CPU, request),
+        request,
+        catalogue,
+        CPU,
+        header,
+        Sink(),
+        follow_up=lambda rows: follow_up(rows, request, planner),
+    )
+    (search,) = searches(record.rows)
+    assert search.interrupted is None, search.interrupted
+    # q, k, v and out of 1024 bytes a token, at most 64 MiB.
+    assert 16384 <= search.longest < search.too_long <= 65536
+    longest = max(search.fitting, key=lambda row: row.case.workload.seq_len)
+    assert longest.outcome.verification.passed
+    assert {check.name for check in longest.outcome.verification.checks} >= {"finite", "out"}
+    assert "64.0 MiB by --memory-limit" in "".join(note.message for note in longest.outcome.notes)
