@@ -9,8 +9,8 @@ row of zeros is far beyond it.
 
 plain is the largest error of the plain same-dtype computation of the formula on the same rows; exact is the oracle's
 own, the same number scaled from that dtype's eps to float64's. The floor is for where plain rounds nothing (one key,
-say): two ulp for a softmax, and half an ulp, one rounding, for each further branch that is merged into it. For lse it is
-four: GPU kernels take exp2 and log2 from approximations that are right to two ulp each (CUDA C++ Programming Guide,
+say): two ulp for a softmax, and half an ulp, one rounding, for each further branch that is merged into it. For lse it
+is four: GPU kernels take exp2 and log2 from approximations that are right to two ulp each (CUDA C++ Programming Guide,
 intrinsic functions), and nothing after them averages that out.
 """
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from dilabench.spec import Workload
-
 
 # exp2 and log2, two ulp each.
 LSE_FLOOR_ULPS = 4.0
@@ -37,7 +36,9 @@ class Expected:
     tolerance: float
 
 
-def expect(value: Tensor, size: Tensor, plain: Tensor, dtype: torch.dtype, merges: int, floor_ulps: float = 2.0) -> Expected:
+def expect(
+    value: Tensor, size: Tensor, plain: Tensor, dtype: torch.dtype, merges: int, floor_ulps: float = 2.0
+) -> Expected:
     """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`.
 
     merges: as `branch_merges` says.
