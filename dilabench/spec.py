@@ -132,7 +132,6 @@ class BlockSparsePattern(Model):
 
 
 Pattern = Annotated[DensePattern | DilatedPattern | BlockSparsePattern, Field(discriminator="kind")]
-PATTERN_KINDS = ("dense", "dilated", "block_sparse")
 
 
 class Workload(Model):

@@ -10,7 +10,6 @@ DILATED = frozenset({"dilated"})
 HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
-FORWARD_ONLY = frozenset({"forward"})
 DENSE = frozenset({"dense"})
 BLOCK_SPARSE = frozenset({"block_sparse"})
 
