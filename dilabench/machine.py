@@ -42,18 +42,36 @@ def detect(device: str = "auto") -> Machine:
 
     Raises EnvironmentNotReady when CUDA is asked for by name and cannot be used.
     """
-    gpus = _nvml_gpus()
-    no_cuda = _why_no_cuda(gpus)
+    installed = _nvml_gpus()
+    gpus = _visible(installed)
+    no_cuda = _why_no_cuda(installed, gpus)
     if device == "cuda" and no_cuda:
         raise EnvironmentNotReady(f"device 'cuda' cannot be used: {no_cuda}; use --device cpu or auto")
     kind: DeviceKind = "cpu" if device == "cpu" or no_cuda else "cuda"
     return Machine(device=kind, gpus=gpus, no_cuda="device cpu was asked for" if device == "cpu" else no_cuda)
 
 
-def _why_no_cuda(gpus: tuple[GpuInfo, ...]) -> str | None:
-    if not gpus:
+def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; as for CUDA, the list ends at the first unknown entry.
+
+    Entries are numbers in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID; the same for equal GPUs). NVML does not know the
+    variable. Lists of UUIDs leave all GPUs: records keep no UUID to compare with.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or chosen.startswith(("GPU-", "MIG-")):
+        return installed
+    found: list[GpuInfo] = []
+    for entry in chosen.split(","):
+        if not entry.strip().isdigit() or int(entry) >= len(installed):
+            break
+        found.append(installed[int(entry)])
+    return tuple(found)
+
+
+def _why_no_cuda(installed: tuple[GpuInfo, ...], gpus: tuple[GpuInfo, ...]) -> str | None:
+    if not installed:
         return "no NVIDIA GPU is visible"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+    if not gpus:
         return "CUDA_VISIBLE_DEVICES hides every GPU"
     version = torch_cuda_version()
     return None if version else "the installed torch is a CPU build"

@@ -51,6 +51,20 @@ def test_hidden_gpus_are_not_used(monkeypatch, hidden):
     assert detect().no_cuda == "CUDA_VISIBLE_DEVICES hides every GPU"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [("2", "c"), ("3,1", "db"), ("0, 1", "ab"), ("1,9,2", "b"), ("GPU-5f3", "abcd"), (None, "abcd")],
+)
+def test_a_run_sees_the_gpus_that_cuda_will_see(monkeypatch, chosen, names):
+    installed = tuple(GpuInfo(name=name, compute_capability="9.0") for name in "abcd")
+    monkeypatch.setattr(machine, "_nvml_gpus", lambda: installed)
+    monkeypatch.setattr(machine, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert "".join(one.name for one in detect().gpus) == names
+
+
 def test_a_cpu_build_of_torch_is_named(monkeypatch):
     monkeypatch.setattr(machine, "_nvml_gpus", lambda: (gpu("9.0"),))
     monkeypatch.setattr(machine, "torch_cuda_version", lambda: None)

@@ -12,7 +12,15 @@ from dilabench.bench.inputs import TORCH_DTYPE, input_shapes
 from dilabench.bench.verify.planes import Planes, make_planes
 from dilabench.bench.verify.rounding import gradient_sizes, out_size
 from dilabench.bench.verify.sample import choose_sample
-from dilabench.bench.verify.tolerance import LSE_FLOOR_ULPS, Expected, branch_merges, eps, expect, plain_dtype
+from dilabench.bench.verify.tolerance import (
+    GRADIENT_FLOOR_ULPS,
+    LSE_FLOOR_ULPS,
+    Expected,
+    branch_merges,
+    eps,
+    expect,
+    plain_dtype,
+)
 from dilabench.impls.reference import accumulation_dtype, attend_rows, attend_rows_backward
 from dilabench.spec import Workload
 
@@ -113,7 +121,8 @@ class Oracle:
         plain_out, plain_lse = attend_rows(*self._heads, self.workload, rows, dtype)
         plain = attend_rows_backward(dout, *self._heads, plain_out, plain_lse, self.workload, rows, keys, dtype)
         merges = branch_merges(self.workload)
-        dq, dk, dv = (expect(*parts, self.dtype, merges) for parts in zip(exact, sizes, plain, strict=True))
+        floor = max(2.0, GRADIENT_FLOOR_ULPS * eps(accumulation_dtype(self.dtype)) / eps(self.dtype))
+        dq, dk, dv = (expect(*parts, self.dtype, merges, floor) for parts in zip(exact, sizes, plain, strict=True))
         return dq, dk, dv
 
     @cached_property

@@ -11,7 +11,8 @@ plain is the largest error of the plain same-dtype computation of the formula on
 own, the same number scaled from that dtype's eps to float64's. The floor is for where plain rounds nothing (one key,
 say): two ulp for a softmax, and half an ulp, one rounding, for each further branch that is merged into it. For lse it
 is four: GPU kernels take exp2 and log2 from approximations that are right to two ulp each (CUDA C++ Programming Guide,
-intrinsic functions), and nothing after them averages that out.
+intrinsic functions), and nothing after them averages that out. Gradients take P from that lse by one more exp2: six
+ulp of the accumulation dtype, which for half precision is less than two of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from dilabench.spec import Workload
 
 # exp2 and log2, two ulp each.
 LSE_FLOOR_ULPS = 4.0
+# The lse, and exp2 once more.
+GRADIENT_FLOOR_ULPS = 6.0
 
 
 @dataclass(frozen=True, slots=True)
