@@ -1,6 +1,7 @@
 """The run record behind docs/results/h200-dilated.md: issue targets of dilated attention, interleaved in one run.
 
-    python scripts/gpu_records.py FOLDER [--backends flash4,sdpa-cudnn] [--budget 200s] [--only NAME]
+    python scripts/gpu_records.py FOLDER [--backends flash4,sdpa-cudnn] [--implementations strided,fused]
+                                  [--budget 200s] [--only NAME] [--except NAME] [--modes forward,backward]
 
 Every row is verified before it is timed, as in any `dilabench run`.
 """
@@ -44,6 +45,8 @@ SHORT = {
     "dilation_rates": (1, 2, 4),
 }
 MILLION = {**LONGNET_128K, "seq_len": 1048576, "num_heads": 8, "head_dim": 64}
+# Offsets of its last rows do not fit 32 bits: N·H·D is 2^32.
+HUGE = {**LONGNET_128K, "seq_len": 2097152, "head_dim": 128}
 DENSE = {"pattern": "dense", "batch_size": 4, "seq_len": 8192, "num_heads": 24, "head_dim": 128}
 DENSE_64 = {"pattern": "dense", "batch_size": 2, "seq_len": 16384, "num_heads": 16, "head_dim": 64}
 
@@ -60,11 +63,13 @@ def workloads() -> list[tuple[str, dict[str, Any]]]:
                 for causal in BOTH_WAYS
             ]
         if mode == "forward":
-            cells += [("short", {**SHORT, "causal": causal}) for causal in BOTH_WAYS]
-            cells += [("longnet_32k", {**LONGNET_32K, "causal": causal}) for causal in BOTH_WAYS]
+            cells += [("short", {**SHORT, "mode": mode, "causal": causal}) for causal in BOTH_WAYS]
+            cells += [("longnet_32k", {**LONGNET_32K, "mode": mode, "causal": causal}) for causal in BOTH_WAYS]
     cells += [("million", {**MILLION, "mode": mode, "causal": True}) for mode in ("forward", "backward")]
+    cells += [("huge", {**HUGE, "mode": mode, "causal": True}) for mode in ("forward", "backward")]
     for mode in ("forward", "backward"):
-        cells += [("dense", {**shape, "mode": mode, "causal": True}) for shape in (DENSE, DENSE_64)]
+        cells += [("dense_d128", {**DENSE, "mode": mode, "causal": True})]
+        cells += [("dense_d64", {**DENSE_64, "mode": mode, "causal": True})]
     return cells
 
 
@@ -72,8 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backends", default="flash4,sdpa-cudnn")
+    parser.add_argument("--implementations", default="strided,fused")
+    parser.add_argument("--modes", default="forward,backward")
     parser.add_argument("--budget", default="200s")
     parser.add_argument("--only", action="append")
+    parser.add_argument("--except", dest="left_out", action="append", default=[])
     arguments = parser.parse_args()
     found = discover()
     request = run_request(
@@ -90,10 +98,12 @@ def main() -> None:
     planner = Planner(found.catalogue, machine, request)
     planned: list[PlannedCase] = []
     for name, fields in workloads():
+        if fields["mode"] not in arguments.modes.split(",") or name in arguments.left_out:
+            continue
         if arguments.only and name not in arguments.only:
             continue
         asked = validated(WorkloadRequest, {**fields, "dtype": "bfloat16"})
-        implementations = ["dense"] if name == "dense" else ["strided", "fused"]
+        implementations = ["dense"] if name.startswith("dense") else arguments.implementations.split(",")
         for implementation in implementations:
             labels = {"workload": name}
             planned += planner.plan(found.catalogue.implementations.get(implementation), asked, labels)

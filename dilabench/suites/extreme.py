@@ -1,16 +1,22 @@
-"""Suite `extreme`: how long can a sequence get? Real runs, doubled until one does not fit, then bisected."""
+"""Suite `extreme`: how long can a sequence get? Real runs, doubled (or more, where the formulas promise room) until one
+does not fit, then bisected."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from dilabench.config import RunRequest
 from dilabench.cuts import cut_length, why_uncut
+from dilabench.memory_plan import plan_memory
 from dilabench.registry import Implementation
 from dilabench.results import Case, Measured, PlannedCase, Row
 from dilabench.spec import WorkloadRequest
 from dilabench.suites.measured_alone import alone_labels, did_not_fit
 from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
+from dilabench.suites.room import memory_bytes
+from dilabench.time_plan import plan_time
 from dilabench.units import parse_count
 
 OPTIONS = ("max_seq_length", "memory_limit", "gradient_checkpointing", "chunked", "offload")
@@ -22,6 +28,9 @@ FIRST_LENGTH = 2**13
 SHORTEST = 2**8
 # A search ends when the shortest length that did not fit is within this part of the longest that did.
 RESOLUTION = 32
+# A leap over lengths goes only where a call should take seconds and plenty of memory should be left.
+LEAP_SHARE = {"cuda": 0.8, "cpu": 0.4}
+LEAP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +83,8 @@ def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tup
     for search in searches(rows):
         length = search.next_length(_longest(request))
         if length is not None:
+            if search.too_long is None:
+                length = _leap(search, length, planner, request)
             planned += search.at(length, planner, request)
     return tuple(planned)
 
@@ -118,7 +129,8 @@ class Search:
         if low == 0:
             return high // 2 if high // 2 >= SHORTEST else None
         step = self.step(low)
-        middle = (low + high) // 2 // step * step
+        # After a leap that was too long the gap is wide, and lengths differ by factors.
+        middle = (isqrt(low * high) if high > 4 * low else (low + high) // 2) // step * step
         return middle if low < middle < high and high - low > step else None
 
     @staticmethod
@@ -135,6 +147,24 @@ class Search:
         way = next(way for way in ways(request) if way.label == row.planned.labels["way"])
         planned = _probe(planner, implementation, asked.model_copy(update={"seq_len": length}), way)
         return tuple(one for one in planned if one.case.backend == row.case.backend)
+
+
+def _leap(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
+    """The length to try instead of a doubled one: doubled on while the formulas say that it fits easily."""
+    device = planner.machine.device
+    limit = request.options.get("memory_limit")
+    available = memory_bytes(planner.machine) if limit is None else parse_count(limit, "memory_limit")
+    longest = _longest(request)
+    while length < longest and available is not None:
+        further = min(2 * length, longest)
+        cases = [one.case for one in search.at(further, planner, request) if not one.skip]
+        plans = [plan_memory(case, device) for case in cases]
+        if not plans or any(plan is None or plan.peak_bytes > LEAP_SHARE[device] * available for plan in plans):
+            break
+        if any(plan_time(case, planner.machine, os.cpu_count() or 1).seconds > LEAP_S for case in cases):
+            break
+        length = further
+    return length
 
 
 def searches(rows: Sequence[Row]) -> tuple[Search, ...]:

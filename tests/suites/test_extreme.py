@@ -74,6 +74,24 @@ def test_doubling_ends_exactly_at_the_longest_length_asked_for(catalogue, longes
     assert max(row.case.workload.seq_len for row in rows) == longest
 
 
+def test_the_search_leaps_over_lengths_that_fit_easily(catalogue):
+    def probed(**options):
+        rows = searched(catalogue, asked(catalogue, **options), lambda length: length <= 1 << 20)
+        return [row.case.workload.seq_len for row in rows]
+
+    assert probed(max_seq_length="1M", memory_limit="64G") == [8192, 1 << 20]
+    # Little memory: the formula sees its end coming, and from there on lengths are doubled.
+    assert probed(max_seq_length="1M", memory_limit="1G")[-2:] == [1 << 19, 1 << 20]
+
+
+def test_no_leap_goes_where_a_call_takes_minutes(catalogue):
+    request = asked(catalogue, ("dense",), max_seq_length="64M", memory_limit="64G")
+    more = follow_up(
+        [measured(one) for one in expand(catalogue, CPU, request)], request, Planner(catalogue, CPU, request)
+    )
+    assert [one.case.workload.seq_len < 1 << 20 for one in more] == [True]
+
+
 def test_a_search_ends_where_nothing_fits(catalogue):
     rows = searched(catalogue, asked(catalogue), lambda _: False)
     (search,) = searches(rows)
@@ -87,7 +105,7 @@ def test_a_wrong_or_late_row_stops_its_search_only(catalogue):
     rows = [results.Row(planned=first, outcome=results.Failed(stage="verify", why="wrong")), measured(second)]
     more = follow_up(rows, request, Planner(catalogue, CPU, request))
     assert [one.case.implementation for one in more] == ["gather"]
-    assert [one.case.workload.seq_len for one in more] == [16384]
+    assert [one.case.workload.seq_len > 8192 for one in more] == [True]
 
 
 def test_both_modes_and_every_way_are_rows_of_their_own(catalogue):
