@@ -42,9 +42,15 @@ class Step:
         return None if self.dense_ns is None else self.dense_ns / self.median_ns
 
     @property
+    def who(self) -> str:
+        """The implementation, with its ranks where it has several."""
+        case = self.row.case
+        return case.implementation if case.world_size == 1 else f"{case.implementation} on {case.world_size} ranks"
+
+    @property
     def name(self) -> str:
         """What a curve is called: implementation and block size."""
-        return f"{self.row.case.implementation} block {self.pattern.block_size}"
+        return f"{self.who} block {self.pattern.block_size}"
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
@@ -83,8 +89,9 @@ def break_even(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _shape(row: Row) -> str:
-    """Equal for rows that differ only in their pattern."""
-    return row.case.model_copy(update={"workload": row.case.workload.replace(pattern={"kind": "dense"})}).cell_id
+    """Equal for rows that differ only in their pattern, or in the ranks that they run on."""
+    dense = row.case.workload.replace(pattern={"kind": "dense"})
+    return row.case.model_copy(update={"workload": dense, "world_size": 1}).cell_id
 
 
 def _section(steps: Sequence[Step]) -> Section:
@@ -120,7 +127,7 @@ def _figures(step: Step) -> tuple[str, ...]:
     assert isinstance(outcome, Measured)
     rate = tflops_per_second(flops(step.row.case.workload), step.median_ns)
     return (
-        step.row.case.implementation,
+        step.who,
         str(step.pattern.block_size),
         f"{step.pattern.sparsity:.1%}" if step.pattern.mask != "custom" else "from file",
         f"{1 - step.density:.1%}",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_union import BlockUnion, block_union
+from dilabench.impls.block_union import BlockBackward, BlockForward, BlockUnion, block_union
 from dilabench.impls.blocked_attention import blocked_backward, blocked_forward
 from dilabench.kernels.block_plan import BlockPlan
 from dilabench.spec import Workload
@@ -21,9 +21,14 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 def build(workload: Workload, context: BuildContext) -> BlockUnion:
     """Kernels by the kind of device. Raises ConfigError when a mask file does not fit."""
-    if context.device.type == "cuda":
-        return block_union(workload, context, "block-sparse tiles", tiles_forward, tiles_backward)
-    return block_union(workload, context, "blocked", blocked_forward, blocked_backward)
+    return block_union(workload, context, *kernels_for(context.device))
+
+
+def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]:
+    """Name, forward and backward of the kernels for a kind of device."""
+    if device.type == "cuda":
+        return "block-sparse tiles", tiles_forward, tiles_backward
+    return "blocked", blocked_forward, blocked_backward
 
 
 def tiles_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,8 @@ class QueryBlock:
 def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N] (float32; float64 for float64) over the blocks of the plan.
 
-    q [B, N, H, D]; k, v [B, N, K, D] with H a multiple of K. Raises ValueError on shapes that do not fit the plan.
+    q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. Raises ValueError
+    on shapes that do not fit the plan.
     """
     plan.check(q, k, v)
     out = torch.zeros(q.shape, dtype=q.dtype)
@@ -91,7 +92,7 @@ def _make_query_blocks(plan: BlockPlan, group: int) -> Iterator[QueryBlock]:
             seen = np.sort(lists.entries[first : first + full + partly])
             if len(seen):
                 queries = slice(index * size, min(rows, (index + 1) * size))
-                yield QueryBlock(heads, kv_heads, queries, _key_rows(seen, size, rows), partly > 0)
+                yield QueryBlock(heads, kv_heads, queries, _key_rows(seen, size, plan.keys), partly > 0)
 
 
 def _key_rows(blocks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], size: int, rows: int) -> slice | Tensor:

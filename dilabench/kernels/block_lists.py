@@ -28,12 +28,21 @@ class TileLists:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What hides pairs inside the mask's blocks: the causal edge, a window in rows (-1: unbounded), the ragged end."""
+    """What hides pairs inside the mask's blocks: the causal edge, a window in rows (-1: unbounded), the ragged end.
+
+    ``key_rows``: how many keys there are where they are not the rows of the queries (None: they are).
+    """
 
     rows: int
     causal: bool
     left: int = -1
     right: int = -1
+    key_rows: int | None = None
+
+    @property
+    def keys(self) -> int:
+        """Rows of keys."""
+        return self.rows if self.key_rows is None else self.key_rows
 
 
 def largest_tile(block_size: int) -> int:
@@ -47,13 +56,12 @@ def tile_lists(
 ) -> TileLists:
     """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists for key tiles.
 
-    ``mask`` [heads, n, n] over blocks of ``block_size`` rows, which both tile sizes must divide. Tiles in which no pair
-    is visible are left out.
+    ``mask`` [heads, blocks of queries, blocks of keys] over blocks of ``block_size`` rows, which both tile sizes must
+    divide. Tiles in which no pair is visible are left out.
     """
     if block_size % block_m or block_size % block_n:
         raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
-    rows = visibility.rows
-    queries, keys = -(-rows // block_m), -(-rows // block_n)
+    queries, keys = -(-visibility.rows // block_m), -(-visibility.keys // block_n)
     tiles = mask.repeat(block_size // block_m, axis=1).repeat(block_size // block_n, axis=2)[:, :queries, :keys]
     some, whole = _visible(visibility, block_m, block_n, queries, keys)
     listed, full = tiles & some, tiles & whole
@@ -77,9 +85,9 @@ def _visible(seen: Visibility, block_m: int, block_n: int, queries: int, keys: i
     q_low = (np.arange(queries) * block_m)[:, None]
     q_high = np.minimum(q_low + block_m, seen.rows) - 1
     k_low = (np.arange(keys) * block_n)[None, :]
-    k_high = np.minimum(k_low + block_n, seen.rows) - 1
+    k_high = np.minimum(k_low + block_n, seen.keys) - 1
     some = np.ones((queries, keys), bool)
-    whole = np.broadcast_to(k_low + block_n <= seen.rows, (queries, keys)).copy()
+    whole = np.broadcast_to(k_low + block_n <= seen.keys, (queries, keys)).copy()
     right = 0 if seen.causal else seen.right
     if right >= 0:
         some &= k_low <= q_high + right

@@ -35,8 +35,10 @@ def shipped() -> tuple[tuple[int, Direction, TileConfig], ...]:
 class BlockPlan:
     """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
 
-    The heads of the mask are query heads; 1 means that all of them share it. Lists and device tables are made once per
-    tile shape and kept in the plan.
+    The heads of the mask are query heads; 1 means that all of them share it. With ``key_rows`` the keys are other rows
+    than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries, blocks of keys], and
+    neither causal edge nor window can hide a pair inside its blocks (ValueError). Lists and device tables are made once
+    per tile shape and kept in the plan.
     """
 
     mask: BoolArray
@@ -44,7 +46,20 @@ class BlockPlan:
     rows: int
     causal: bool
     window: tuple[int, int] = (-1, -1)
+    key_rows: int | None = None
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.key_rows is not None and (self.causal or self.window != (-1, -1)):
+            raise ValueError(
+                f"causal={self.causal} and window {self.window} measure distances between rows, which keys of their "
+                "own rows do not have: leave them out, or leave key_rows out"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Rows of keys."""
+        return self.rows if self.key_rows is None else self.key_rows
 
     @property
     def mask_heads(self) -> int:
@@ -64,11 +79,12 @@ class BlockPlan:
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raises ValueError when the shapes do not fit each other or the plan."""
         batch, rows, heads, dim = q.shape
-        if k.shape != v.shape or k.shape[:2] != (batch, rows) or k.shape[3] != dim or heads % k.shape[2]:
+        if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != dim or heads % k.shape[2]:
             raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
-        if rows != self.rows or self.mask_heads not in (1, heads):
+        if (rows, k.shape[1]) != (self.rows, self.keys) or self.mask_heads not in (1, heads):
             raise ValueError(
-                f"q {tuple(q.shape)} does not fit a plan of {self.rows} rows and {self.mask_heads} mask heads"
+                f"q {tuple(q.shape)} and k {tuple(k.shape)} do not fit a plan of {self.rows} query rows, {self.keys} "
+                f"key rows and {self.mask_heads} mask heads"
             )
 
     def config(self, dim: int, direction: Direction, itemsize: int, given: TileConfig | None) -> TileConfig:
@@ -91,7 +107,7 @@ class BlockPlan:
 
     def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
         """The tile lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows."""
-        seen = Visibility(self.rows, self.causal, *self.window)
+        seen = Visibility(self.rows, self.causal, *self.window, self.key_rows)
         return self.keep(
             ("lists", block_m, block_n, by_key),
             lambda: tile_lists(self.mask, self.block_size, seen, block_m, block_n, by_key),

@@ -40,6 +40,7 @@ def _block_query_kernel(
     mask_heads,
     n_tiles,
     rows,
+    key_rows,
     left,
     right,
     DIM: tl.constexpr,
@@ -86,7 +87,9 @@ def _block_query_kernel(
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         key_row = key + tl.arange(0, BLOCK_N)
-        seen = (key_row < rows)[None, :] & visible_pairs(query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT)
+        seen = (key_row < key_rows)[None, :] & visible_pairs(
+            query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT
+        )
         p = tl.where(seen, tl.math.exp2(logits * scale_log2 - log2_lse[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -262,7 +265,8 @@ def block_sparse_backward(
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` in the shapes and dtypes of q [B, N, H, D] and k, v [B, N, K, D]; lse [B, H, N] float32.
+    """``(dq, dk, dv)`` in the shapes and dtypes of q [B, N, H, D] and k, v [B, N, K, D] (or as many rows as the plan
+    has keys); lse [B, H, N] float32.
 
     A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
     """
@@ -282,7 +286,7 @@ def block_sparse_backward(
         by_key = direction == "backward_key"
         config = plan.config(dim, "backward_key" if by_key else "backward_query", q.element_size(), given)
         own = config.block_n if by_key else config.block_m
-        tiles = -(-rows // own)
+        tiles = -(-(plan.keys if by_key else rows) // own)
         operands = (
             head_rows(q, config.block_m),
             head_rows(k, config.block_n),
@@ -290,7 +294,7 @@ def block_sparse_backward(
             head_rows(dout, config.block_m),
         )
         common = (log2_lse, delta, *plan.tables(config, by_key, q.device), scale, scale * _LOG2E, num_heads)
-        limits = (plan.mask_heads, tiles, rows, plan.left, plan.right)
+        limits, group = (plan.left, plan.right), num_heads // num_kv_heads
         shape = {
             **shared,
             "BLOCK_M": config.block_m,
@@ -302,10 +306,10 @@ def block_sparse_backward(
         if by_key:
             gradients = (head_rows(dk, own), head_rows(dv, own))
             grid = (batch * num_kv_heads * tiles,)
-            _block_key_kernel[grid](*operands, *gradients, *common, *limits, GROUP=num_heads // num_kv_heads, **shape)
+            counts = (plan.mask_heads, tiles, rows, *limits)
+            _block_key_kernel[grid](*operands, *gradients, *common, *counts, GROUP=group, **shape)
         else:
             grid = (batch * num_heads * tiles,)
-            _block_query_kernel[grid](
-                *operands, head_rows(dq, own), *common, num_heads // num_kv_heads, *limits, **shape
-            )
+            sizes = (group, plan.mask_heads, tiles, rows, plan.keys, *limits)
+            _block_query_kernel[grid](*operands, head_rows(dq, own), *common, *sizes, **shape)
     return dq, dk, dv

@@ -44,6 +44,7 @@ def _block_forward_kernel(
     mask_heads,
     n_tiles,
     rows,
+    key_rows,
     left,
     right,
     DIM: tl.constexpr,
@@ -91,7 +92,9 @@ def _block_forward_kernel(
         k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         key_row = key + tl.arange(0, BLOCK_N)
-        seen = (key_row < rows)[None, :] & visible_pairs(query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT)
+        seen = (key_row < key_rows)[None, :] & visible_pairs(
+            query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT
+        )
         logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
         # A row may see nothing yet; -inf - (-inf) must not reach exp2.
@@ -117,8 +120,9 @@ def block_sparse_forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``.
 
-    q [B, N, H, D]; k, v [B, N, K, D] with H a multiple of K. ``config`` asks for this kernel with that tile shape;
-    without it the Hopper kernel runs where it can. Raises ValueError on shapes that do not fit the plan.
+    q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. ``config`` asks for
+    this kernel with that tile shape; without it the Hopper kernel runs where it can. Raises ValueError on shapes that
+    do not fit the plan.
     """
     plan.check(q, k, v)
     check_head_dim(q.shape[-1])
@@ -143,6 +147,7 @@ def block_sparse_forward(
         plan.mask_heads,
         tiles,
         rows,
+        plan.keys,
         plan.left,
         plan.right,
         DIM=dim,

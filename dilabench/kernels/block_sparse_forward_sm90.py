@@ -25,10 +25,11 @@ _LOG2E = 1.4426950408889634
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> bool:
     """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides,
-    on sm_90.
+    on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries' rows.
     """
     size = TILES.block_m
-    fits = plan.block_size % size == 0 and plan.rows % size == 0 and plan.rows // size <= 1 << TILE_BITS
+    whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))
+    fits = whole and plan.keys // size <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
     unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
     regular = all(is_row_addressable(x) for x in (q, k, v))
     return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and _hopper(q.device)

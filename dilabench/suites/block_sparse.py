@@ -5,7 +5,7 @@ from dilabench.results import PlannedCase
 from dilabench.spec import WorkloadRequest
 from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
 
-IMPLEMENTATIONS = ("dense", "block-sparse", "block-sparse-flex", "block-sparse-flash4")
+IMPLEMENTATIONS = ("dense", "block-sparse", "block-sparse-flex", "block-sparse-flash4", "block-sparse-ring")
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.98)
 BLOCK_SIZES = {"cpu": (128,), "cuda": (64, 128, 256)}
 SHAPE = {
@@ -18,7 +18,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Every sparsity and block size of one shape, with full attention through a flash kernel as the yardstick.
 
     A sparsity, block size or mask file that is named is the only one. Shapes with branches get the mask laid over each
-    branch's rows.
+    branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
     """
     refuse_unknown_options(request, ())
     device = planner.machine.device
@@ -27,11 +27,13 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     for base in planner.workload_requests([SHAPE[device]]):
         masked = base.model_copy(update={"pattern": "block_sparse"})
         for implementation in implementations:
+            on_one = implementation.supports.max_world_size == 1
+            there = planner.asking(nproc=1) if on_one else planner
             if implementation.supports.patterns == {"dense"}:
-                cases += planner.plan(implementation, as_dense(base), {"role": "yardstick"})
+                cases += there.plan(implementation, as_dense(base), {"role": "yardstick"})
                 continue
             for point in _points(masked, BLOCK_SIZES[device]):
-                cases += planner.plan(implementation, point)
+                cases += there.plan(implementation, point)
     return tuple(cases)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dilabench.impls.block_sparse import tiles_backward, tiles_forward
+from dilabench.impls.merging import merge_rows_
 from dilabench.kernels.block_plan import BlockPlan
 from dilabench.kernels.block_sparse_backward import block_sparse_backward
 from dilabench.kernels.block_sparse_forward import block_sparse_forward
@@ -26,18 +29,25 @@ CASES = {
     "one block": (1, 13, 1, 1, 16, 16, True, (-1, -1), 1, None),
     "tiles inside blocks of 48": (1, 97, 2, 2, 16, 48, True, (-1, -1), 2, None),
 }
+# name: (B, query rows, key rows of the first and of the second call, H, K, D, block, mask heads, tiles)
+RECTANGLES = {
+    "more keys than queries": (1, 48, 64, 96, 2, 2, 16, 16, 1, None),
+    "more queries than keys, ragged ends": (2, 75, 16, 37, 4, 2, 16, 16, 4, None),
+    "wide query tile, one key row": (1, 70, 64, 33, 2, 1, 32, 32, 1, TileConfig(32, 16, 4, 1)),
+    "wide key tile": (1, 33, 128, 70, 3, 3, 16, 32, 3, TileConfig(16, 32, 4, 1)),
+    "padded head dim": (1, 31, 32, 18, 2, 1, 24, 16, 1, None),
+}
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    at = torch.arange(plan.rows)
-    block = at // plan.block_size
-    seen = torch.from_numpy(plan.mask)[:, block[:, None], block[None]]
+    at, key = torch.arange(plan.rows), torch.arange(plan.keys)
+    seen = torch.from_numpy(plan.mask)[:, (at // plan.block_size)[:, None], (key // plan.block_size)[None]]
     if plan.left >= 0:
-        seen = seen & (at[None] >= at[:, None] - plan.left)
+        seen = seen & (key[None] >= at[:, None] - plan.left)
     if plan.right >= 0:
-        seen = seen & (at[None] <= at[:, None] + plan.right)
+        seen = seen & (key[None] <= at[:, None] + plan.right)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
@@ -64,12 +74,24 @@ def errors(case: tuple, dtype: torch.dtype) -> dict[str, float]:
     if tiles:
         forward = partial(block_sparse_forward, config=tiles)
         backward = partial(block_sparse_backward, query_config=tiles, key_config=tiles)
-    # Unwritten rows would show: results come from memory that held NaN before.
+    with poisoned():
+        got_out, got_lse = forward(q, k, v, plan, scale=scale)
+        got = backward(dout, q, k, v, got_out, got_lse, plan, scale=scale)
+    return compared((out, lse, *gradients), (got_out, got_lse, *got))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Unwritten rows show: results come from memory that held NaN before."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
-    got_out, got_lse = forward(q, k, v, plan, scale=scale)
-    got = backward(dout, q, k, v, got_out, got_lse, plan, scale=scale)
+    yield
     torch.use_deterministic_algorithms(False)
+
+
+def compared(wanted: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> dict[str, float]:
+    """Largest differences of out, lse, dq, dk and dv."""
+    (out, lse, *gradients), (got_out, got_lse, *got) = wanted, found
     seen = torch.isfinite(lse)
     found = {"out": (got_out - out).abs().max(), "lse": (got_lse - lse)[seen].abs().max()}
     found |= {name: (a - b).abs().max() for name, a, b in zip(("dq", "dk", "dv"), got, gradients, strict=True)}
@@ -77,7 +99,40 @@ def errors(case: tuple, dtype: torch.dtype) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()} | {"number of empty rows": float((~seen).sum())}
 
 
+def two_calls(case: tuple) -> dict[str, float]:
+    """Queries on keys of other rows, in two calls as a rank of a ring makes them: merged, with the lse of both."""
+    batch, rows, first, second, heads, kv_heads, dim, block, mask_heads, tiles = case
+    at = -(-first // block)
+    mask = np.random.default_rng(1).random((mask_heads, -(-rows // block), at - (-second // block))) < 0.5
+    mask[:, -1], mask[:, :, 0], mask[:, 0, -1] = False, False, True
+    plan = BlockPlan(mask, block, rows, False, key_rows=first + second)
+    parts = [
+        BlockPlan(m, block, rows, False, key_rows=n) for m, n in ((mask[:, :, :at], first), (mask[:, :, at:], second))
+    ]
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(batch, rows, heads, dim, generator=generator) for _ in range(2))
+    # As they arrive: rows first, K and V in turns.
+    packed = torch.randn(first + second, 2, batch, kv_heads, dim, generator=generator)
+    k, v = (packed[:, side].transpose(0, 1) for side in (0, 1))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = expected(*wide, plan)
+    gradients = torch.autograd.grad(out, wide, dout.double())
+    forward, backward = tiles_forward, tiles_backward
+    if tiles:
+        forward = partial(block_sparse_forward, config=tiles)
+        backward = partial(block_sparse_backward, query_config=tiles, key_config=tiles)
+    keys = list(zip(k.split([first, second], 1), v.split([first, second], 1), parts, strict=True))
+    with poisoned():
+        (got_out, got_lse), other = (forward(q, *one, scale=dim**-0.5) for one in keys)
+        merge_rows_(got_out, got_lse, *other)
+        dq, dk, dv = zip(
+            *(backward(dout, q, *one[:2], got_out, got_lse, one[2], scale=dim**-0.5) for one in keys), strict=True
+        )
+    return compared((out, lse, *gradients), (got_out, got_lse, sum(dq), torch.cat(dk, 1), torch.cat(dv, 1)))
+
+
 if __name__ == "__main__":
     results = {name: errors(case, torch.float32) for name, case in CASES.items()}
+    results |= {f"two calls: {name}": two_calls(case) for name, case in RECTANGLES.items()}
     results["half"] = errors(CASES["causal, shared keys, mask per head"], torch.float16)
     print(json.dumps(results))  # noqa: T201 - the parent process reads it

@@ -24,6 +24,11 @@ CASES = [
     "ragged end",
     "tiles inside blocks of 48",
     "padded head dim",
+    "two calls: more keys than queries",
+    "two calls: more queries than keys, ragged ends",
+    "two calls: wide query tile, one key row",
+    "two calls: wide key tile",
+    "two calls: padded head dim",
 ]
 
 
@@ -59,13 +64,16 @@ def test_half_precision_stays_within_twice_its_rounding(errors: dict[str, dict[s
 @st.composite
 def lists_to_make(draw: st.DrawFn) -> tuple[np.ndarray, int, Visibility, int, int]:
     block = draw(st.sampled_from([16, 32, 48, 64]))
-    blocks = draw(st.integers(1, 4))
-    rows = draw(st.integers((blocks - 1) * block + 1, blocks * block))
+    blocks, key_blocks = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rows, key_rows = (draw(st.integers((n - 1) * block + 1, n * block)) for n in (blocks, key_blocks))
+    if draw(st.booleans()):
+        key_blocks, key_rows = blocks, None
     heads = draw(st.integers(1, 2))
-    bits = draw(st.lists(st.booleans(), min_size=heads * blocks**2, max_size=heads * blocks**2))
-    seen = Visibility(rows, draw(st.booleans()), draw(st.integers(-1, 40)), draw(st.integers(-1, 40)))
+    size = heads * blocks * key_blocks
+    bits = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    seen = Visibility(rows, draw(st.booleans()), draw(st.integers(-1, 40)), draw(st.integers(-1, 40)), key_rows)
     tiles = [tile for tile in (16, 32, 64) if tile <= largest_tile(block)]
-    mask = np.array(bits).reshape(heads, blocks, blocks)
+    mask = np.array(bits).reshape(heads, blocks, key_blocks)
     return mask, block, seen, draw(st.sampled_from(tiles)), draw(st.sampled_from(tiles))
 
 
@@ -73,11 +81,11 @@ def lists_to_make(draw: st.DrawFn) -> tuple[np.ndarray, int, Visibility, int, in
 @given(case=lists_to_make(), by_key=st.booleans())
 def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibility, int, int], by_key: bool) -> None:
     mask, block, seen, block_m, block_n = case
-    row = np.arange(seen.rows)
-    pairs = mask[:, (row // block)[:, None], (row // block)[None]]
+    row, key_row = np.arange(seen.rows), np.arange(seen.keys)
+    pairs = mask[:, (row // block)[:, None], (key_row // block)[None]]
     right = 0 if seen.causal else seen.right
-    pairs = pairs & ((row[None] >= row[:, None] - seen.left) | (seen.left < 0))
-    pairs = pairs & ((row[None] <= row[:, None] + right) | (right < 0))
+    pairs = pairs & ((key_row[None] >= row[:, None] - seen.left) | (seen.left < 0))
+    pairs = pairs & ((key_row[None] <= row[:, None] + right) | (right < 0))
     lists = tile_lists(mask, block, seen, block_m, block_n, by_key)
     padded = padded_lists(lists)
     for head in range(mask.shape[0]):
@@ -91,7 +99,7 @@ def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibil
             assert padded.full[0, head, own, :n_full].tolist() == full.tolist()
             assert padded.partly[0, head, own, :n_partly].tolist() == partly.tolist()
             assert (padded.full_count[0, head, own], padded.partly_count[0, head, own]) == (n_full, n_partly)
-            for other in range(-(-seen.rows // (block_m if by_key else block_n))):
+            for other in range(-(-seen.rows // block_m) if by_key else -(-seen.keys // block_n)):
                 query, key = (other, own) if by_key else (own, other)
                 tile = pairs[head, query * block_m : (query + 1) * block_m, key * block_n : (key + 1) * block_n]
                 whole = tile.all() and tile.shape[1] == block_n
@@ -124,3 +132,57 @@ def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
             assert (found >> 15 == 1 << 10).all(), "class 0, counted once"
             assert partly == (tile in seen)
             assert not partly or found[-1] & 0x7FFF == tile
+
+
+def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from dilabench.kernels.block_plan import BlockPlan
+    from dilabench.kernels.block_sparse_forward_sm90 import work_lists
+
+    mask = np.random.default_rng(2).random((2, 3, 7)) < 0.5
+    mask[1, 2] = False
+    items, entries, all_work = work_lists(BlockPlan(mask, 128, 384, causal=False, key_rows=896))
+    assert not all_work
+    for head in range(2):
+        for residue, tile, first, full, partly in items[0, head]:
+            assert (residue, partly) == (0, 0)
+            assert (entries[first : first + full] & 0x7FFF).tolist() == np.flatnonzero(mask[head, tile]).tolist()
+
+
+def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(monkeypatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    import torch
+
+    from dilabench.kernels import block_sparse_forward_sm90 as hopper
+    from dilabench.kernels.block_plan import BlockPlan
+
+    monkeypatch.setattr(hopper, "_hopper", lambda device: True)
+
+    def runs(batch: int, keys: int, causal: bool = False) -> bool:
+        q = torch.zeros(batch, 256, 2, 128, dtype=torch.bfloat16)
+        packed = torch.zeros(keys, 2, batch, 2, 128, dtype=torch.bfloat16)
+        k, v = (packed[:, side].transpose(0, 1) for side in (0, 1))
+        square = keys == 256
+        mask = np.ones((1, 2, -(-keys // 128)), bool)
+        return hopper.can_run(q, k, v, BlockPlan(mask, 128, 256, causal, key_rows=None if square else keys))
+
+    assert runs(1, 384)
+    assert runs(1, 128)
+    assert runs(1, 256, causal=True)
+    assert not runs(2, 384), "the second item's keys would be looked for at the queries' distance"
+    assert not runs(1, 300), "keys past the end would count as zeros"
+
+
+def test_keys_of_other_rows_have_no_causal_edge_or_window_and_must_fit() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    import torch
+
+    from dilabench.kernels.block_plan import BlockPlan
+
+    mask = np.ones((1, 2, 3), bool)
+    for hidden in ({"causal": True}, {"causal": False, "window": (4, 0)}):
+        with pytest.raises(ValueError, match="leave key_rows out"):
+            BlockPlan(mask, 16, 32, key_rows=48, **hidden)
+    q, k = torch.zeros(1, 32, 2, 16), torch.zeros(1, 32, 2, 16)
+    with pytest.raises(ValueError, match="32 query rows, 48 key rows and 1 mask heads"):
+        BlockPlan(mask, 16, 32, False, key_rows=48).check(q, k, k)

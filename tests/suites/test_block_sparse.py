@@ -47,6 +47,36 @@ def test_one_yardstick_and_every_density_and_block_size(catalogue):
     assert points == [(block, s) for block in (64, 128, 256) for s in (0.5, 0.75, 0.9, 0.95, 0.98)]
 
 
+def test_over_ranks_the_ring_stands_beside_one_device(catalogue):
+    alone = plan(catalogue, HOPPER, workload=SMALL, implementations=[])
+    assert "block-sparse-ring" not in {p.case.implementation for p in alone}
+    planned = plan(catalogue, workload={**SMALL, "sparsity": 0.9}, implementations=[], nproc=2)
+    ranks = {p.case.implementation: (p.case.world_size, p.skip is None) for p in planned}
+    assert ranks["dense"] == ranks["block-sparse"] == (1, True)
+    assert ranks["block-sparse-ring"] == (2, True)
+
+
+def test_the_ring_is_held_against_dense_attention_on_one_device(catalogue):
+    names = ["dense", "block-sparse-ring"]
+    planned = plan(catalogue, workload={**SMALL, "sparsity": 0.5}, implementations=names, nproc=2)
+    (section,) = analyse(record(planned, [10.0, 4.0]))
+    assert section.rows[0][0] == "block-sparse-ring on 2 ranks"
+    assert section.rows[0][6] == "2.50x"
+
+
+def test_what_ranks_cannot_do_says_why(catalogue):
+    reasons = [
+        plan(catalogue, workload={**SMALL, "sparsity": 0.5, **fields}, implementations=["block-sparse-ring"], nproc=2)[
+            0
+        ].skip
+        for fields in ({"window": (64, 0)}, {"segment_lengths": (512,), "dilation_rates": (2,)})
+    ]
+    assert reasons == [
+        "window (64, 0) is not supported",
+        "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole",
+    ]
+
+
 def test_what_is_named_is_the_only_one(catalogue):
     planned = plan(catalogue, workload={"sparsity": "0.8", "mask": "random", "block_size": "32", **SMALL})
     (point,) = [p for p in planned if p.labels.get("role") is None]

@@ -70,7 +70,13 @@ class _SummedGradients(torch.autograd.Function):
 def build(workload: Workload, context: BuildContext) -> ShardedProjection | ProjectedAttention:
     """Causal dense attention on zigzag shards, everything else in order; on one rank the plain module."""
     algorithm = zigzag if workload.causal and workload.pattern.kind == "dense" else overlap
-    attention = algorithm.build(workload, context)
+    return projected(workload, context, algorithm.build(workload, context))
+
+
+def projected(
+    workload: Workload, context: BuildContext, attention: ShardedAttention
+) -> ShardedProjection | ProjectedAttention:
+    """Projections around a rank's attention; on one rank the plain module."""
     module = ProjectedAttention(
         workload.num_heads * workload.head_dim, workload.num_heads, attention, num_kv_heads=workload.num_kv_heads
     )

@@ -1,0 +1,215 @@
+"""`block-sparse-ring`: key blocks that some local query sees travel, each once, while the own part is computed.
+
+Two kernel calls per pass: own queries on own keys, and on all gathered blocks. The second is a rectangle without causal
+edge, for ranks hold whole blocks; it costs one merge by lse, and only what the first call does not hide of the exchange
+is waited for. Gathered blocks are kept for the backward pass, which makes their dK and dV first and gives them back,
+once, while the own gradients are computed; their owner sums in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.distributed.block_deal import BlockDeal
+from dilabench.distributed.sharding import Shards, Span
+from dilabench.distributed.world import Pending, World
+from dilabench.impls.block_plans import pattern_of
+from dilabench.impls.block_sparse import kernels_for
+from dilabench.impls.block_union import BlockBackward, BlockForward
+from dilabench.impls.merging import merge_rows_
+from dilabench.impls.ring.function import ShardedAttention
+from dilabench.impls.ring.sums import Sum
+from dilabench.kernels.block_plan import BlockPlan
+from dilabench.spec import UNBOUNDED, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExchange:
+    """`function.Algorithm` of one rank, which holds some rows.
+
+    own: its queries on its own keys. gathered: the same queries on the blocks of others, holder by holder (None: it
+    needs none). needs: rows that come from each holder. gives: local rows that each reader needs, or None for all.
+    """
+
+    world: World
+    attend: BlockForward
+    attend_backward: BlockBackward
+    scale: float
+    own: BlockPlan
+    gathered: BlockPlan | None
+    needs: dict[int, int]
+    gives: dict[int, Tensor | None]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """out, lse, and the gathered K and V."""
+        arriving, pending = self._gather(k, v)
+        out, lse = self.attend(q, k, v, self.own, scale=self.scale)
+        pending.wait()
+        if self.gathered is not None:
+            far_out, far_lse = self.attend(q, *_apart(arriving), self.gathered, scale=self.scale)
+            merge_rows_(out, lse, far_out, far_lse)
+        return out, lse, (arriving,)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's shards."""
+        sums = Sum.like(q), Sum.like(k), Sum.like(v)
+        gradients = kept[0]
+        if self.gathered is not None:
+            keys, values = _apart(kept[0])
+            far = self.attend_backward(dout, q, keys, values, out, lse, self.gathered, scale=self.scale)
+            sums[0].put(far[0])
+            gradients = _together(*far[1:])
+        returning, pending = self._give_back(gradients, k)
+        own = self.attend_backward(dout, q, k, v, out, lse, self.own, scale=self.scale)
+        for total, part in zip(sums, own, strict=True):
+            total.put(part)
+        pending.wait()
+        for reader, packed in returning.items():
+            for total, part in zip(sums[1:], _apart(packed), strict=True):
+                _add_rows(total.total(), self.gives[reader], part)
+        dq, dk, dv = (total.finish() for total in sums)
+        return dq, dk, dv
+
+    def _gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
+        """Send what others need, receive what this rank needs: [rows, 2, B, K, D], holder by holder."""
+        everything = _together(k, v) if None in self.gives.values() else k
+        sends = {
+            reader: [everything if rows is None else _together(k.index_select(1, rows), v.index_select(1, rows))]
+            for reader, rows in self.gives.items()
+        }
+        arriving = k.new_empty(sum(self.needs.values()), 2, k.shape[0], *k.shape[2:])
+        return arriving, self.world.swap(sends, self._by_holder(arriving), "keys")
+
+    def _give_back(self, gradients: Tensor, k: Tensor) -> tuple[dict[int, Tensor], Pending]:
+        """Send dK and dV of gathered blocks to their holders, receive those that readers have made of own ones."""
+        returning = {
+            reader: k.new_empty(k.shape[1] if rows is None else len(rows), 2, k.shape[0], *k.shape[2:])
+            for reader, rows in self.gives.items()
+        }
+        receives = {reader: [packed] for reader, packed in returning.items()}
+        return returning, self.world.swap(self._by_holder(gradients), receives, "gradients")
+
+    def _by_holder(self, packed: Tensor) -> dict[int, list[Tensor]]:
+        parts = packed.split(list(self.needs.values())) if self.needs else ()
+        return {holder: [part] for holder, part in zip(self.needs, parts, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class NoRows:
+    """`function.Algorithm` of a rank that holds no block: it needs nothing, and nobody needs anything of it."""
+
+    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Empty results."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], 0), dtype=dtype), ()
+
+    def backward(
+        self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, _kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Empty gradients."""
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def build(workload: Workload, context: BuildContext) -> ShardedAttention:
+    """Rank r holds the r-th part of the blocks, or, behind a causal mask, chunks r and 2P-1-r of 2P.
+
+    Raises ConfigError when a mask file does not fit, ValueError for windows and for masks over dilated branches.
+    """
+    _refuse(workload)
+    world = context.world or World.alone(context.device)
+    deal = BlockDeal.of(workload, world.size)
+    shards = _shards(deal)
+    algorithm = _exchange(workload, world, deal) if shards.rows[world.rank] else NoRows()
+    return ShardedAttention(workload, shards, world, algorithm)
+
+
+def _refuse(workload: Workload) -> None:
+    if workload.window != UNBOUNDED:
+        raise ValueError(
+            f"window {workload.window} on a block mask over ranks: gathered blocks have no distance in rows; use a "
+            "local_window mask, or block-sparse on one device"
+        )
+    if pattern_of(workload).branches is not None:
+        raise ValueError(
+            "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole; use "
+            "block-sparse on one device, or ring-allgather without the mask"
+        )
+
+
+def _shards(deal: BlockDeal) -> Shards:
+    parts = []
+    for runs in deal.held:
+        spans: list[Span] = []
+        for run in runs:
+            start, stop = run.start * deal.block_size, min(deal.rows, run.stop * deal.block_size)
+            spans.append(Span(start, stop, 1, spans[-1].row + spans[-1].length if spans else 0))
+        parts.append(tuple(spans))
+    return Shards(tuple(parts))
+
+
+def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchange:
+    """What this rank computes and trades.
+
+    The last block may be short, and comes last among gathered ones: behind a causal mask only its holder sees it,
+    otherwise the last rank holds it.
+    """
+    rank, own = world.rank, deal.own(world.rank)
+    others = [other for other in range(world.size) if other != rank]
+    needed = {holder: deal.sent(holder, rank) for holder in others}
+    given = {reader: deal.sent(rank, reader) for reader in others}
+    coming = np.concatenate([*needed.values(), own[:0]])
+    queries = deal.mask[:, own]
+    rows = deal.rows_of(own)
+    _, attend, attend_backward = kernels_for(world.device)
+    return BlockExchange(
+        world,
+        attend,
+        attend_backward,
+        workload.softmax_scale,
+        own=BlockPlan(queries[:, :, own], deal.block_size, rows, workload.causal),
+        gathered=BlockPlan(queries[:, :, coming], deal.block_size, rows, causal=False, key_rows=deal.rows_of(coming))
+        if len(coming)
+        else None,
+        needs={holder: deal.rows_of(blocks) for holder, blocks in needed.items() if len(blocks)},
+        gives={
+            reader: None if len(blocks) == len(own) else _local_rows(deal, own, blocks).to(world.device)
+            for reader, blocks in given.items()
+            if len(blocks)
+        },
+    )
+
+
+def _local_rows(deal: BlockDeal, own: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> Tensor:
+    """Local rows of some own blocks."""
+    places = np.searchsorted(own, blocks)
+    rows = (places[:, None] * deal.block_size + np.arange(deal.block_size)).ravel()
+    return torch.from_numpy(rows[rows < deal.rows_of(own)])
+
+
+def _together(k: Tensor, v: Tensor) -> Tensor:
+    """k and v [B, N, K, D] as one contiguous [N, 2, B, K, D]: rows first, so that holders' parts follow each other."""
+    packed = k.new_empty(k.shape[1], 2, k.shape[0], *k.shape[2:])
+    for side, x in enumerate((k, v)):
+        packed[:, side] = x.transpose(0, 1)
+    return packed
+
+
+def _apart(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Views [B, N, K, D] of both."""
+    return packed[:, 0].transpose(0, 1), packed[:, 1].transpose(0, 1)
+
+
+def _add_rows(total: Tensor, rows: Tensor | None, part: Tensor) -> None:
+    """Add to some rows of total [B, N, K, D], or to all."""
+    if rows is None:
+        total.add_(part)
+    else:
+        total.index_add_(1, rows, part.to(total.dtype))

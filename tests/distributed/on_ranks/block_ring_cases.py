@@ -1,0 +1,146 @@
+"""What ranks run in the tests of `block-sparse-ring`: against one device, in float64, under a random dout."""
+
+import numpy as np
+import torch
+from ring_cases import TOLERANCE, difference, random_inputs, results
+
+from dilabench.contracts import BuildContext
+from dilabench.distributed.whole import Whole
+from dilabench.distributed.world import World
+from dilabench.impls import block_sparse as one_device
+from dilabench.impls.ring import block_sparse, block_sparse_multihead
+from dilabench.impls.ring.block_sparse import BlockExchange
+from dilabench.spec import Workload
+
+BASE = {
+    "batch_size": 2,
+    "seq_len": 61,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "dtype": "float64",
+    "mode": "both",
+}
+
+
+def workload(pattern=None, **fields):
+    """Blocks of 5: the last of 13 holds one row."""
+    asked = {"kind": "block_sparse", "mask": "random", "block_size": 5, "sparsity": 0.6, **(pattern or {})}
+    return Workload.model_validate({**BASE, **fields, "pattern": asked})
+
+
+KINDS = {
+    f"{mask}{', full' * (not causal)}": workload({"mask": mask}, causal=causal)
+    for mask in ("local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random")
+    for causal in (True, False)
+}
+CASES = {
+    **KINDS,
+    "a mask per head": workload({"per_head": True}),
+    "a mask per head, full": workload({"per_head": True}, causal=False, num_heads=6, num_kv_heads=3),
+    "one key head, N prime": workload(seq_len=97, num_heads=5, num_kv_heads=1, causal=False),
+    "whole blocks": workload({"block_size": 8}, seq_len=64, num_kv_heads=4, batch_size=1),
+    "fewer blocks than ranks": workload({"block_size": 16}, seq_len=30),
+    "fewer blocks than ranks, full": workload({"block_size": 16}, seq_len=30, causal=False),
+    "one block": workload({"block_size": 64}, seq_len=7, causal=False),
+    "everything": workload({"sparsity": 0.0}, causal=False),
+    "almost nothing": workload({"mask": "local_window", "sparsity": 0.98}),
+}
+
+
+def custom(path, mask, block, seq_len, **fields):
+    """A workload with a mask from a file."""
+    np.save(path, mask)
+    return workload(
+        {"mask": "custom", "mask_file": str(path), "block_size": block, "sparsity": 0.0}, seq_len=seq_len, **fields
+    )
+
+
+def exact(world, cases):
+    """(case, part, error) of everything that is off, after every case."""
+    wrong = []
+    for case, one in cases.items():
+        inputs = random_inputs(one)
+        wanted = results(one_device.build(one, BuildContext(device=world.device)), inputs)
+        for part, value in results(Whole(built(one, world)), inputs).items():
+            error = difference(value, wanted[part])
+            if not error <= TOLERANCE:
+                wrong.append((case, part, error))
+    return wrong
+
+
+def without_returned_gradients(world, cases):
+    """What `exact` finds when a rank keeps the dK and dV that it has made of others' blocks."""
+    give_back = BlockExchange._give_back
+
+    def forget(self, gradients, k):
+        returning, pending = give_back(self, gradients, k)
+        pending.wait()
+        return {reader: torch.zeros_like(packed) for reader, packed in returning.items()}, pending
+
+    BlockExchange._give_back = forget
+    return exact(world, cases)
+
+
+def without_a_needed_block(world, cases):
+    """What `exact` finds when the first gathered block never arrives."""
+    gather = BlockExchange._gather
+
+    def lose(self, k, v):
+        arriving, pending = gather(self, k, v)
+        pending.wait()
+        arriving[:1] = 0
+        return arriving, pending
+
+    BlockExchange._gather = lose
+    return exact(world, cases)
+
+
+def counted(world, cases):
+    """By case: the positions of every rank, and bytes of keys, of gradients and of all that a call brought this one."""
+    found = {}
+    for case, one in cases.items():
+        function = built(one, world)
+        q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        world.traffic.clear()
+        torch.autograd.grad(function(*leaves), leaves, dout)
+        counters = world.traffic.counters()
+        kinds = ("received_keys_bytes", "received_gradients_bytes", "received_bytes")
+        parts = [[at for span in part for at in range(span.start, span.stop)] for part in function.shards.parts]
+        found[case] = parts, [counters.get(kind, 0) for kind in kinds]
+    return found
+
+
+def half_precision(world):
+    """(part, error over ranks, error on one device) of bfloat16 against float64."""
+    one = workload({"block_size": 16}, seq_len=509, dtype="bfloat16")
+    inputs = [x.bfloat16() for x in random_inputs(one)]
+    exactly = results(
+        one_device.build(one.replace(dtype="float64"), BuildContext(device=world.device)), [x.double() for x in inputs]
+    )
+    alone = results(one_device.build(one, BuildContext(device=world.device)), inputs)
+    ours = results(Whole(built(one, world)), inputs)
+    return [(part, difference(ours[part], exactly[part]), difference(alone[part], exactly[part])) for part in exactly]
+
+
+def projected(world):
+    """Largest differences of the sharded module from one device: out, dx, and every parameter's gradient."""
+    one = workload(seq_len=61, num_heads=4, num_kv_heads=2)
+    generator = torch.Generator().manual_seed(3)
+    x, dout = (torch.randn(2, 61, 24, generator=generator, dtype=torch.float64) for _ in range(2))
+    shards = built(one, world).shards
+    found = []
+    for ranks in (world, World.alone()):
+        module = block_sparse_multihead.build(one, BuildContext(device=world.device, world=ranks))
+        own_x, own_dout = (shards.take(t, world.rank) if ranks is world else t for t in (x, dout))
+        own_x = own_x.clone().requires_grad_()
+        out = module(own_x)
+        found.append([out.detach(), *torch.autograd.grad(out, [own_x, *module.parameters()], own_dout)])
+    ours, theirs = found
+    wanted = [shards.take(t, world.rank) for t in theirs[:2]] + theirs[2:]
+    return [difference(a, b) for a, b in zip(ours, wanted, strict=True)]
+
+
+def built(one, world):
+    return block_sparse.build(one, BuildContext(device=world.device, world=world))

@@ -1,0 +1,93 @@
+"""What a block mask makes ranks hold, send and compute, counted by hand and pair by pair. No rank is started."""
+
+import numpy as np
+import pytest
+import torch
+
+from dilabench.blockmask import block_mask
+from dilabench.contracts import BuildContext
+from dilabench.distributed.block_deal import BlockDeal, hop_pairs
+from dilabench.distributed.model import load_balance, overlapping_share, received_bytes
+from dilabench.impls.ring import block_sparse
+from dilabench.spec import Workload
+
+RING = "block-sparse-ring"
+
+
+def workload(pattern=None, **fields):
+    shape = {"batch_size": 1, "seq_len": 93, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "bfloat16"}
+    asked = {"kind": "block_sparse", "block_size": 8, **(pattern or {})}
+    return Workload.model_validate({**shape, "mode": "forward", **fields, "pattern": asked})
+
+
+def from_file(folder, mask, **fields):
+    np.save(folder / "mask.npy", mask)
+    pattern = {"mask": "custom", "mask_file": str(folder / "mask.npy"), "sparsity": 0.0}
+    return workload(pattern, causal=False, **fields)
+
+
+def test_a_band_moves_its_reach_and_a_full_mask_everything(tmp_path):
+    # 12 blocks of 8 rows, the last of 5, in order on 4 ranks: 24, 24, 24 and 21 rows. K and V: 2·2·8·2 bytes a row.
+    beside = from_file(tmp_path, np.eye(12, dtype=bool) | np.eye(12, k=1, dtype=bool))
+    assert received_bytes(beside, RING, 4) == 8 * 64
+    one_rank_on = from_file(tmp_path, np.eye(12, k=3, dtype=bool))
+    assert [BlockDeal.of(one_rank_on, 4).rows_of(BlockDeal.of(one_rank_on, 4).sent(r + 1, r)) for r in range(3)] == [
+        24,
+        24,
+        21,
+    ]
+    full = workload({"sparsity": 0.0}, causal=False)
+    assert received_bytes(full, RING, 4) == 72 * 64
+    assert received_bytes(full.replace(mode="backward"), RING, 4) == 72 * 64
+    assert received_bytes(full.replace(mode="both"), RING, 4) == (69 + 72) * 64
+    assert received_bytes(full, RING, 1) == 0
+
+
+def test_nothing_moves_where_nothing_is_seen_elsewhere(tmp_path):
+    assert received_bytes(from_file(tmp_path, np.eye(12, dtype=bool)), RING, 4) == 0
+    empty = from_file(tmp_path, np.zeros((12, 12), dtype=bool))
+    assert received_bytes(empty, RING, 4) == 0
+    assert load_balance(empty, RING, 4) is None
+    assert overlapping_share(empty, RING, 4) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("per_head", [True, False])
+def test_work_is_counted_pair_by_pair(ranks, causal, per_head):
+    one = workload({"mask": "random", "sparsity": 0.5, "per_head": per_head}, causal=causal)
+    deal = BlockDeal.of(one, ranks)
+    at = np.arange(one.seq_len)
+    mask = block_mask(one.pattern, one.seq_len, causal, one.num_heads)
+    pairs = mask[:, (at // 8)[:, None], at // 8] & ((at[None] <= at[:, None]) | (not causal))
+    rows = [np.flatnonzero(np.isin(at // 8, deal.own(rank))) for rank in range(ranks)]
+    times = one.num_heads // mask.shape[0]
+    wanted = [
+        [times * int(pairs[:, rows[rank]][:, :, rows[(rank - hop) % ranks]].sum()) for hop in range(ranks)]
+        for rank in range(ranks)
+    ]
+    assert hop_pairs(one, ranks) == tuple(map(tuple, wanted))
+    work = [sum(hops) for hops in wanted]
+    assert load_balance(one, RING, ranks) == pytest.approx(sum(work) / ranks / max(work))
+    slowest = work.index(max(work))
+    assert overlapping_share(one, RING, ranks) == pytest.approx(wanted[slowest][0] / work[slowest])
+
+
+def test_causal_work_is_balanced_to_within_a_block():
+    one = workload({"mask": "local_window", "sparsity": 0.9, "block_size": 16}, seq_len=16384)
+    assert load_balance(one, RING, 4) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"window": (9, 0)}, r"window \(9, 0\) on a block mask over ranks.*use a local_window mask"),
+        (
+            {"pattern": {"branches": {"kind": "dilated", "segment_lengths": [64], "dilation_rates": [2]}}},
+            "a block mask over dilated branches.*use block-sparse on one device",
+        ),
+    ],
+)
+def test_what_ranks_cannot_compute_is_refused_with_a_way_out(fields, why):
+    with pytest.raises(ValueError, match=why):
+        block_sparse.build(workload(**fields), BuildContext(device=torch.device("cpu")))

@@ -1,0 +1,93 @@
+"""`block-sparse-ring` against one device, and its counted bytes against the mask; one spawn per number of ranks."""
+
+import numpy as np
+import pytest
+
+from dilabench.blockmask import block_mask
+from dilabench.distributed.launch import launch
+from dilabench.distributed.model import received_bytes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def any_masks(folder, count):
+    """Random custom masks: any density, empty rows and columns, one or several heads, ragged last blocks."""
+    import block_ring_cases
+
+    random = np.random.default_rng(7)
+    cases = {}
+    for number in range(count):
+        block, blocks = int(random.integers(1, 8)), int(random.integers(1, 14))
+        length = int(random.integers((blocks - 1) * block + 1, blocks * block + 1))
+        kv_heads, group = int(random.integers(1, 4)), int(random.integers(1, 3))
+        heads = int(random.choice([1, kv_heads * group]))
+        mask = random.random((heads, blocks, blocks)) < random.choice([0.05, 0.3, 0.8])
+        mask[:, random.integers(blocks)] &= bool(random.integers(2))
+        mask[:, :, random.integers(blocks)] &= bool(random.integers(2))
+        shape = {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "causal": bool(random.integers(2))}
+        one = block_ring_cases.custom(folder / f"{number}.npy", mask, block, length, **shape)
+        cases[f"{number}: {blocks} blocks of {block}, {shape}"] = one
+    return cases
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_out_lse_and_gradients_are_those_of_one_device(ranks, tmp_path):
+    import block_ring_cases
+
+    cases = block_ring_cases.CASES | any_masks(tmp_path, 40)
+    assert launch(block_ring_cases.exact, ranks, [cases]) == [[]] * ranks
+
+
+@pytest.mark.parametrize("mutation", ["without_returned_gradients", "without_a_needed_block"])
+def test_what_is_lost_on_the_way_is_caught(mutation):
+    import block_ring_cases
+
+    cases = {"full": block_ring_cases.CASES["random, full"]}
+    wrong = {part for _, part, _ in launch(getattr(block_ring_cases, mutation), 2, [cases])[0]}
+    assert wrong == ({"dk", "dv"} if mutation == "without_returned_gradients" else {"out", "lse", "dq", "dk", "dv"})
+
+
+def rows_to_move(one, parts):
+    """[holder, reader] rows of keys that some query of the reader sees, position by position."""
+    mask = block_mask(one.pattern, one.seq_len, one.causal, one.num_heads).any(0)
+    size, ranks = one.pattern.block_size, len(parts)
+    holder_of = {position: rank for rank, part in enumerate(parts) for position in part}
+    assert sorted(holder_of) == list(range(one.seq_len))
+    rows = np.zeros((ranks, ranks), dtype=int)
+    for reader, part in enumerate(parts):
+        seen = mask[sorted({position // size for position in part})].any(0)
+        for key in range(one.seq_len):
+            rows[holder_of[key], reader] += seen[key // size] and holder_of[key] != reader
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path):
+    import block_ring_cases
+
+    cases = block_ring_cases.CASES | any_masks(tmp_path, 12)
+    found = launch(block_ring_cases.counted, ranks, [cases])
+    for case, one in cases.items():
+        rows = rows_to_move(one, found[0][case][0])
+        vector = 2 * one.batch_size * one.num_kv_heads * one.head_dim * 8
+        keys, gradients, everything = np.array([rank[case][1] for rank in found]).T
+        assert keys.tolist() == (vector * rows.sum(0)).tolist(), case
+        assert gradients.tolist() == (vector * rows.sum(1)).tolist(), case
+        assert everything.tolist() == (keys + gradients).tolist(), case
+        for mode, counted in (("forward", keys), ("backward", gradients), ("both", everything)):
+            for name in ("block-sparse-ring", "block-sparse-ring-multihead"):
+                assert received_bytes(one.replace(mode=mode), name, ranks) == counted.max(), (case, mode)
+
+
+def test_half_precision_errs_at_most_twice_as_much_as_one_device():
+    import block_ring_cases
+
+    for part, ours, alone in launch(block_ring_cases.half_precision, 2)[0]:
+        assert ours <= 2 * alone, part
+
+
+def test_the_projected_ring_has_the_gradients_of_one_device():
+    import block_ring_cases
+
+    for differences in launch(block_ring_cases.projected, 3):
+        assert max(differences) < 1e-12
