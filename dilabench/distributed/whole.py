@@ -5,6 +5,7 @@ Every rank has the same whole q, k, v (from the same seed), computes its shards,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +38,17 @@ class Whole:
         parameters = self.function.parameters() if isinstance(self.function, torch.nn.Module) else ()
         return _Whole.apply(self, q, k, v, *parameters)
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole out and lse; without gradient. Raises AttributeError where the function gives no lse."""
-        with torch.no_grad():
-            out, lse = self.function.with_lse(*self.shards_of(q, k, v))  # type: ignore[attr-defined]
-        return self.joined(out), self.joined(lse, -1)
+    @property
+    def with_lse(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(q, k, v) -> the whole out and lse, without gradient. No such attribute where the function gives no lse."""
+        local = self.function.with_lse  # type: ignore[attr-defined]
+
+        def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                out, lse = local(*self.shards_of(q, k, v))
+            return self.joined(out), self.joined(lse, -1)
+
+        return whole
 
     def shards_of(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's part of each."""

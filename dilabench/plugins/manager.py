@@ -14,7 +14,7 @@ from typing import Any
 import pluggy
 
 from dilabench.errors import DilabenchError, PluginError
-from dilabench.plugins import NAME, builtin, hookspecs
+from dilabench.plugins import NAME, builtin, hookspecs, peers
 from dilabench.registry import Backend, Catalogue, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.results import PluginInfo
 
@@ -55,7 +55,8 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
     With `strict`, any problem raises PluginError. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
     """
     found = Found(Catalogue())
-    _admit(found, "builtin", builtin, PluginInfo(name="builtin", distribution=NAME))
+    for name, ours in (("builtin", builtin), ("peers", peers)):
+        _admit(found, name, ours, PluginInfo(name=name, distribution=NAME))
     for index, module in enumerate(extra):
         name = getattr(module, "__name__", f"extra-{index}")
         _guarded(found, name, module, PluginInfo(name=name))

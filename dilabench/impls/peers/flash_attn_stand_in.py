@@ -1,0 +1,77 @@
+"""flash-attn 2's two low-level functions over one of our backends, for projects that import them where it is missing.
+
+Over `sdpa-flash` on CUDA this is FlashAttention 2 all the same, as built into torch. torch's operators return new
+gradients, where flash-attn writes into given ones: that copy is the stand-in's cost.
+"""
+
+# ruff: noqa: ARG001 (what stands in for something takes what that takes)
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from dilabench.contracts import LoadedBackend
+
+NAME = "flash_attn.flash_attn_interface"
+
+
+def stand_in(backend: LoadedBackend) -> ModuleType:
+    """A module like flash_attn.flash_attn_interface (2.7 to 2.8), with `_flash_attn_forward` and `_backward`."""
+
+    def _flash_attn_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor, Tensor, None, None]:
+        _refuse(dropout_p, softcap, alibi_slopes)
+        window = (window_size_left, window_size_right)
+        out, lse = backend.attend(q, k, v, causal=causal, window=window, scale=softmax_scale)
+        return out, lse, None, None
+
+    def _flash_attn_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+    ) -> None:
+        _refuse(dropout_p, softcap, alibi_slopes)
+        if backend.attend_backward is None:
+            raise ValueError(f"backend {backend.name} has no backward pass; use mode=forward or another backend")
+        window = (window_size_left, window_size_right)
+        gradients = backend.attend_backward(
+            dout, q, k, v, out, softmax_lse, causal=causal, window=window, scale=softmax_scale
+        )
+        for given, gradient in zip((dq, dk, dv), gradients, strict=True):
+            given.copy_(gradient)
+
+    module = ModuleType(NAME)
+    module.__dict__.update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+    return module
+
+
+def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
+    if dropout_p or softcap or alibi_slopes is not None:
+        raise ValueError(f"dropout {dropout_p}, softcap {softcap} and ALiBi slopes are not computed by the stand-in")
