@@ -77,6 +77,7 @@ class World:
             world_size=size,
             timeout=timeout,
             device_id=device if cuda else None,
+            pg_options=_prompt_nccl(timeout) if cuda else None,
         )
         try:
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
@@ -187,6 +188,18 @@ class World:
             self.swap({peers[0]: [token]}, {peers[1]: [inbox]}, "warm up").wait()
         self.barrier()
         self.traffic.clear()
+
+
+def _prompt_nccl(timeout: timedelta) -> Any:
+    """NCCL on a stream of high priority.
+
+    An attention kernel has more thread blocks than the GPU holds at once. On a stream of equal priority a transfer
+    waits until the last of them has started, and so overlaps with nothing.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    return options
 
 
 def _nbytes(tensors: Mapping[int, Sequence[Tensor]]) -> int:

@@ -15,6 +15,14 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks):
     assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_deferred_sums_are_as_exact(ranks):
+    pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")
+    import ring_cases
+
+    assert launch(ring_cases.with_deferred_sums, ranks, [ALGORITHMS]) == [[]] * ranks
+
+
 def test_a_ring_that_forgets_returned_gradients_is_caught():
     import ring_cases
 

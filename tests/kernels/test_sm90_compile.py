@@ -27,6 +27,7 @@ from dilabench.kernels import (
     fused_forward,
     fused_forward_sm90,
     merge,
+    sum_parts,
 )
 from dilabench.kernels.tuning import TileConfig, shipped, specialized_config
 
@@ -58,6 +59,7 @@ NOT_ALIGNED = {
     "mask_heads",
     "n_tiles",
     "rows",
+    "key_rows",
     "left",
     "right",
 }
@@ -243,3 +245,45 @@ def test_merge_kernel_reads_and_writes_sixteen_bytes_at_a_time(tmp_path: Path) -
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "0 bytes spill stores" in assembler_report(ptx, tmp_path)
+
+
+@pytest.mark.parametrize(("parts", "result"), [("*bf16", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*bf16")])
+@pytest.mark.parametrize("kernel", [sum_parts._sum_kernel, sum_parts._softmax_kernel], ids=["sum", "softmax"])
+def test_kernels_of_four_parts_read_and_write_sixteen_bytes_at_a_time(
+    kernel, parts: str, result: str, tmp_path: Path
+) -> None:
+    ints = ("i32",) * 4
+    tile = {"DIM": 128, "ROWS": 16, "COLUMNS": 128}
+    types = {
+        **dict.fromkeys(tile, "constexpr"),
+        **dict.fromkeys(("total_ptr", "out_ptr"), result),
+        "lse_ptr": "*fp32",
+        "parts": (parts,) * 4,
+        "lses": ("*fp32",) * 4,
+        **dict.fromkeys(("total_strides", "out_strides"), ints[:3]),
+        "part_strides": (ints[:3],) * 4,
+        "lse_strides": ("i32", "i32", "constexpr"),
+        **dict.fromkeys(("firsts", "counts"), ints),
+        **dict.fromkeys(("n_rows", "n_heads"), "i32"),
+    }
+    values, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        for path, kind in leaves(types[name], (place,)):
+            if kind == "constexpr":
+                values[path] = tile.get(name, 1)
+            elif name not in NOT_ALIGNED:
+                attributes[path] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, values, attributes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    # A tile is 16 * 128 elements for 128 threads.
+    for access, kind, tiles in (("ld", parts, 4), ("st", result, 1)):
+        vectors = len(re.findall(rf"\b{access}\.global\.\S*v4\.b32", ptx))
+        assert vectors == tiles * (2 if kind == "*bf16" else 4)
+    assert "0 bytes spill stores" in assembler_report(ptx, tmp_path)
+
+
+def leaves(types, path):
+    """Each single argument of nested tuples, with its path."""
+    if isinstance(types, str):
+        return [(path, types)]
+    return [leaf for place, inner in enumerate(types) for leaf in leaves(inner, (*path, place))]

@@ -58,8 +58,8 @@ class AllGather:
         share.attend_own_backward((dq, dk, dv), dout, q, k, v, out, lse)
         pending.wait()
         for reader, packed_dk, packed_dv in self._split(returned, share.gives, k):
-            share.gives[reader].add_to(dk.total(), packed_dk)
-            share.gives[reader].add_to(dv.total(), packed_dv)
+            dk.add_parcel(share.gives[reader], packed_dk)
+            dv.add_parcel(share.gives[reader], packed_dv)
         return dq.finish(), dk.finish(), dv.finish()
 
     def _exchange(

@@ -128,5 +128,5 @@ class Ring:
             pending.wait()
             if packed:
                 parcel = self.share.gives[reader]
-                parcel.add_to(dk.total(), packed[0])
-                parcel.add_to(dv.total(), packed[1])
+                dk.add_parcel(parcel, packed[0])
+                dv.add_parcel(parcel, packed[1])

@@ -50,15 +50,12 @@ class Parcel:
         """The packed form of [B, stop - first, K, D]."""
         return rows if self.index is None else rows.flatten(1, 2).index_select(1, self.index)
 
-    def add_to(self, total: Tensor, packed: Tensor) -> None:
-        """Add the packed form to its place in total [B, N, K, D]."""
-        rows = total[:, self.first : self.stop]
-        if self.index is None:
-            rows.add_(packed)
-        else:
-            # Two steps, for the rows of several batch items are no flat view of the total.
-            for item, vectors in zip(rows, packed, strict=True):
-                item.flatten(0, 1).index_add_(0, self.index, vectors.to(total.dtype))
+    def add_vectors(self, total: Tensor, packed: Tensor) -> None:
+        """Add packed single vectors to their places in total [B, N, K, D]."""
+        assert self.index is not None
+        # Two steps, for the rows of several batch items are no flat view of the total.
+        for item, vectors in zip(total[:, self.first : self.stop], packed, strict=True):
+            item.flatten(0, 1).index_add_(0, self.index, vectors.to(total.dtype))
 
 
 def parcel_for(pieces: Sequence[Piece], rows: int, num_kv_heads: int, device: torch.device) -> Parcel | None:

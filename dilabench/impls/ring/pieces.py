@@ -69,19 +69,21 @@ class Piece:
         """[B·G, ...] -> [B, G, ...]."""
         return rows.unflatten(0, (-1, self.stack.count))
 
-    def is_whole(self, x: Tensor) -> bool:
-        """The queries are all rows of x [B, N, H, D] in their own order."""
-        run, H = self.run, x.shape[2]
-        every_head = run.heads.count == H and (H == 1 or run.heads.step[:2] == (0, 1))
-        in_order = (self.stack.count, self.step, self.query, run.start.position) == (1, 1, 0, 0)
-        return every_head and in_order and self.queries == x.shape[1]
+    def query_rows(self, num_heads: int) -> int | None:
+        """The first row of x [B, N, H, D], where the queries are successive rows of it with all heads in order."""
+        run = self.run
+        every_head = run.heads.count == num_heads and (num_heads == 1 or run.heads.step[:2] == (0, 1))
+        return self.query + run.start.position if every_head and self._is_range else None
 
-    def keys_are_whole(self, x: Tensor, first_row: int = 0) -> bool:
-        """The keys are all rows of x [B, N', K, D] in their own order, where x begins at the holder's `first_row`."""
-        run, K = self.run, x.shape[2]
-        every_head = run.keys.count == K and (K == 1 or (run.keys.step.position, run.keys.step.kv_head) == (0, 1))
-        in_order = (self.stack.count, self.step, self.key, run.start.position) == (1, 1, first_row, 0)
-        return every_head and in_order and self.keys == x.shape[1]
+    def key_rows(self, num_kv_heads: int, first_row: int = 0) -> int | None:
+        """The same of x [B, N', K, D], which begins at the holder's `first_row`, and the keys."""
+        run, step = self.run, self.run.keys.step
+        every_head = run.keys.count == num_kv_heads and (num_kv_heads == 1 or (step.position, step.kv_head) == (0, 1))
+        return self.key - first_row + run.start.position if every_head and self._is_range else None
+
+    @property
+    def _is_range(self) -> bool:
+        return (self.stack.count, self.step) == (1, 1)
 
     def _queries(self, x: Tensor) -> Tensor:
         return self._view(x, self.query, self.queries, self.run.start.head, self.run.heads, self.stack.step.head)

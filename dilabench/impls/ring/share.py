@@ -104,15 +104,9 @@ class Share:
                 window=piece.window,
                 scale=scale,
             )
-            if piece.is_whole(q):
-                sums[0].put(dq)
-            else:
-                piece.add_queries(sums[0].total(), dq)
-            for total, part, like in ((sums[1], dk, k), (sums[2], dv, v)):
-                if piece.keys_are_whole(like, first_row):
-                    total.put(part)
-                else:
-                    piece.add_keys(total.total(), part, first_row)
+            sums[0].add_queries(piece, dq)
+            sums[1].add_keys(piece, dk, first_row)
+            sums[2].add_keys(piece, dv, first_row)
 
     def remote_backward(
         self, holder: int, dq: Sum, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor

@@ -13,7 +13,7 @@ from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.ring import allgather, multihead, overlap, ring, ulysses, varlen, zigzag
+from dilabench.impls.ring import allgather, multihead, overlap, ring, sums, ulysses, varlen, zigzag
 from dilabench.impls.ring.hops import Ring
 from dilabench.spec import Workload
 
@@ -102,6 +102,12 @@ def without_returned_gradients(world):
     """What `exact` finds when the ring forgets the dK and dV that other ranks have made."""
     Ring._add = lambda self, returns, dk, dv: [pending.wait() for _, pending, _ in returns]
     return exact(world, ["ring"])
+
+
+def with_deferred_sums(world, names):
+    """What `exact` finds when parts wait for each other as they do on CUDA, with the kernels' plain form."""
+    sums.defers = lambda dtype, device: True
+    return exact(world, names)
 
 
 def projected(world):

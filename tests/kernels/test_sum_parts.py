@@ -1,0 +1,67 @@
+"""The kernels that combine parts through Triton's interpreter, against their plain form; and that against a formula."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
+
+from dilabench.kernels.sum_parts import softmax_parts_, sum_parts_
+
+HERE = Path(__file__).resolve().parent
+# A unit in the last place: the interpreter cuts bfloat16 off where a GPU rounds.
+ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, dict[str, float]]:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    script = [sys.executable, str(HERE / "interpreted_part_cases.py")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", range(1, 7))
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_kernels_equal_their_plain_form(errors: dict[str, dict[str, float]], dtype: str, count: int) -> None:
+    found = errors[f"{dtype}, {count} parts"]
+    assert found["empty rows"] > 0, "the case must hold rows that are empty in all parts"
+    assert found["wrong empty rows"] == 0.0
+    assert max(found["sum"], found["sum in place"], found["out"], found["lse"]) < 1e-6, found
+    assert max(found["rounded sum"], found["rounded out"]) <= ROUNDED[dtype], found
+
+
+def test_ranges_of_rows_become_the_whole_softmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 7, 9, dtype=torch.float64, generator=generator)
+    values = torch.randn(2, 9, 3, 5, dtype=torch.float64, generator=generator)
+    logits[:, :, :2, 4:] = float("-inf")
+    parts = []
+    for keys, first in ((slice(0, 4), 0), (slice(4, 6), 2), (slice(6, 9), 2)):
+        seen = logits[..., first:, keys]
+        out = torch.einsum("bhij,bjhd->bihd", torch.softmax(seen, -1), values[:, keys])
+        parts.append((out, torch.logsumexp(seen, -1), first))
+    out, lse = torch.empty(2, 7, 3, 5, dtype=torch.float64), torch.empty(2, 3, 7, dtype=torch.float64)
+    softmax_parts_(out, lse, parts)
+    whole = torch.einsum("bhij,bjhd->bihd", torch.softmax(logits, -1), values)
+    torch.testing.assert_close(out, whole, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(lse, torch.logsumexp(logits, -1), rtol=1e-13, atol=1e-14)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    total, part = torch.zeros(1, 4, 2, 8), torch.zeros(1, 3, 2, 8)
+    with pytest.raises(ValueError, match="rows from 2 does not lie in the result"):
+        sum_parts_(total, [(part, 2)])
+    with pytest.raises(ValueError, match="at least one"):
+        sum_parts_(total, [])
+    with pytest.raises(ValueError, match="it must be"):
+        softmax_parts_(total, torch.zeros(1, 2, 4), [(part, torch.zeros(1, 3, 2), 0)])
