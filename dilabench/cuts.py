@@ -1,5 +1,6 @@
 """Where a sequence can be cut so that no query sees a key on the other side. No tensors."""
 
+from itertools import pairwise
 from math import lcm
 
 from dilabench.spec import DilatedPattern, Workload
@@ -25,6 +26,35 @@ def why_uncut(workload: Workload) -> str:
     needed = lcm(*workload.pattern.segment_lengths)
     return (
         f"{workload.seq_len} tokens have no cut: segments {list(workload.pattern.segment_lengths)} end every {needed}"
+    )
+
+
+def cut_apart(workload: Workload, parts: int) -> tuple[int, ...]:
+    """Lengths of successive parts, as equal as cuts allow, of which no query sees a key of another.
+
+    Raises ValueError when the sequence has fewer such parts.
+    """
+    if parts == 1:
+        return (workload.seq_len,)
+    if reason := why_not_apart(workload, parts):
+        raise ValueError(reason)
+    cut = cut_length(workload) or workload.seq_len
+    pieces = -(-workload.seq_len // cut)
+    edges = [min(workload.seq_len, pieces * part // parts * cut) for part in range(parts + 1)]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+def why_not_apart(workload: Workload, parts: int) -> str | None:
+    """Why there are no such parts, None where there are."""
+    cut = cut_length(workload)
+    if cut is None:
+        return f"{parts} parts that need nothing of each other: {why_uncut(workload)}"
+    pieces = -(-workload.seq_len // cut)
+    if pieces >= parts:
+        return None
+    return (
+        f"{workload.seq_len} tokens cannot be cut into {parts} parts that need nothing of each other, only into "
+        f"{pieces}: segments end together every {cut}; ring-allgather sends what crosses"
     )
 
 

@@ -8,7 +8,7 @@ from dilabench.bench.commands import AloneResult, CommandName, case_spec, worker
 from dilabench.bench.contender import Contender
 from dilabench.bench.station import Station
 from dilabench.bench.workers import Worker, WorkerFailure
-from dilabench.memory_plan import plan_memory
+from dilabench.memory_over_ranks import plan_per_rank
 from dilabench.registry import Timer
 from dilabench.results import (
     Check,
@@ -148,13 +148,17 @@ class AloneRun:
             return asked, Note(code="memory_limit", message=message, threshold=asked)
         if self._device == "cuda":
             return None, None
-        limit = int(SHARE_OF_AVAILABLE * psutil.virtual_memory().available)
-        message = f"its process was allowed {format_bytes(limit)}, {SHARE_OF_AVAILABLE:.0%} of what was free"
+        ranks = self._planned.case.world_size
+        limit = int(SHARE_OF_AVAILABLE * psutil.virtual_memory().available) // ranks
+        shared = "" if ranks == 1 else f" over {ranks} ranks"
+        message = f"its process was allowed {format_bytes(limit)}, {SHARE_OF_AVAILABLE:.0%} of what was free{shared}"
         return limit, Note(code="memory_limit", message=message, threshold=limit)
 
     def _needed(self) -> str:
-        plan = plan_memory(self._planned.case, self._device)
-        return "" if plan is None else f"it needs {format_bytes(plan.peak_bytes)} by formula; "
+        case = self._planned.case
+        plan = plan_per_rank(case, self._device)
+        who = "it needs" if case.world_size == 1 else "each rank needs"
+        return "" if plan is None else f"{who} {format_bytes(plan.peak_bytes)} by formula; "
 
     def _stream_note(self, done: int, pieces: int) -> Note | None:
         if done == pieces:

@@ -15,6 +15,7 @@ from dilabench.bench.memory_limit import memory_limited
 from dilabench.bench.sampled_rows import verify_sampled_rows
 from dilabench.bench.timing.wall import Wall
 from dilabench.bench.verify import summary
+from dilabench.distributed.world import World
 from dilabench.registry import load_target
 from dilabench.results import Check, Note, Slot, Verification
 from dilabench.spec import Workload
@@ -23,14 +24,17 @@ MAX_SAMPLES = 20
 VERIFIED_PIECES = 4
 
 
-def measure_alone(spec: CaseSpec, device: torch.device, limit_bytes: int | None, seconds: float) -> AloneResult:
+def measure_alone(
+    spec: CaseSpec, device: torch.device, limit_bytes: int | None, seconds: float, world: World | None = None
+) -> AloneResult:
     """Inputs, a first call, its peak, then samples for about `seconds`, all within the limit; sampled rows after it.
 
-    Raises whatever the call raises, out of memory above all. The oracle works outside the limit.
+    With a world, one rank's part of that. Raises whatever the call raises, out of memory above all. The oracle works
+    outside the limit.
     """
     load_target(spec.target)
     with memory_limited(device, limit_bytes):
-        call = PreparedCall(spec, device, InputShelf(device))
+        call = PreparedCall(spec, device, InputShelf(device), world)
         memory = measure_memory(call, isolated=True)
         count = max(1, min(MAX_SAMPLES, int(seconds * 1e9 / call.call_ns)))
         timer = Wall(call)

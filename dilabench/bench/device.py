@@ -8,9 +8,9 @@ import torch
 from dilabench.machine import DeviceKind
 
 
-def torch_device(kind: DeviceKind, rank: int = 0) -> torch.device:
-    """The device that a worker computes on: the CPU, or the visible GPU of its rank."""
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+def torch_device(kind: DeviceKind, gpu: int = 0) -> torch.device:
+    """The device that a worker computes on: the CPU, or one of the visible GPUs."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", gpu)
 
 
 def synchronize(device: torch.device) -> None:

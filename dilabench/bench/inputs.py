@@ -15,9 +15,13 @@ TORCH_DTYPE = {
 }
 
 
+# Far apart among the seeds that torch's CPU generator tells apart, which has only their last 32 bits.
+SEED_STEP, SEEDS = 0x9E3779B1, 2**32
+
+
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """q, k, v (or three times the same embeddings) and the gradient that comes back."""
+    """q, k, v (or three times the same embeddings)."""
 
     q: Tensor
     k: Tensor
@@ -34,11 +38,15 @@ class InputSet:
         return sum(tensor.nbytes for tensor in self.distinct)
 
 
-def input_shapes(workload: Workload, takes: str) -> tuple[tuple[int, ...], ...]:
-    """Shapes of q, k, v: [B, N, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D]."""
-    lead: tuple[int, ...] = (workload.batch_size, workload.seq_len)
+def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Shapes of q, k, v: [B, N, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D].
+
+    `rows`: of the shards of a rank that holds so many positions.
+    """
+    rows = workload.seq_len if rows is None else rows
+    lead: tuple[int, ...] = (workload.batch_size, rows)
     if workload.layout == "packed":
-        lead = (workload.seq_len,)
+        lead = (rows,)
     if takes == "embeddings":
         return ((*lead, workload.num_heads * workload.head_dim),)
     query = (*lead, workload.num_heads, workload.head_dim)
@@ -46,16 +54,24 @@ def input_shapes(workload: Workload, takes: str) -> tuple[tuple[int, ...], ...]:
     return query, key, key
 
 
-def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device) -> InputSet:
-    """Standard normal inputs. The same seed gives the same numbers on the same kind of device."""
+def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device, rows: int | None = None) -> InputSet:
+    """Standard normal inputs. The same seed gives the same numbers on the same kind of device.
+
+    `rows`: the shards of a rank that holds so many positions, drawn by themselves: the whole is nowhere.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = TORCH_DTYPE[workload.dtype]
     wants_grad = workload.mode != "forward"
     made = [
         torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_(wants_grad)
-        for shape in input_shapes(workload, takes)
+        for shape in input_shapes(workload, takes, rows)
     ]
     return InputSet(*made) if len(made) == 3 else InputSet(made[0], made[0], made[0])
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """The seed of a rank's own shards; rank 0 has that of a single device."""
+    return (seed + rank * SEED_STEP) % SEEDS
 
 
 class InputShelf:

@@ -8,62 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dilabench.bench.call import PreparedCall
+from dilabench.bench.lent_oracle import LentOracle
+from dilabench.bench.oracle_over_ranks import RanksOracle
 from dilabench.bench.verify.call import form_checks
 from dilabench.bench.verify.compare import compare
 from dilabench.bench.verify.heads import NO_GRADIENT, how_many, row_axes
-from dilabench.bench.verify.oracle import Oracle
 from dilabench.results import Check, Verification
-from dilabench.spec import Workload
 
 GRADIENTS = ("dq", "dk", "dv")
 SLICE_VALUES = 2**24
-
-
-class LentOracle(Oracle):
-    """The oracle over inputs (and dout) that belong to someone else; nothing of their size is allocated."""
-
-    def __init__(self, workload: Workload, inputs: tuple[Tensor, ...], dout: Tensor | None, seed: int) -> None:
-        self._lent = tuple(tensor.detach() for tensor in inputs)
-        self._dout = dout
-        super().__init__(workload, seed=seed, device=inputs[0].device)
-
-    def _draw_inputs(self) -> tuple[Tensor, ...]:
-        return self._lent
-
-    @property
-    def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        if len(self.sample.batches) < self.workload.batch_size:
-            return super()._heads
-        q, k, v = self._lent
-        return q, k, v
-
-    @cached_property
-    def full_dout(self) -> Tensor:
-        """The dout that was lent."""
-        assert self._dout is not None
-        return self._dout
-
-    @cached_property
-    def sampled_dout(self) -> Tensor:
-        """The lent dout itself, from now on zero outside the sampled rows."""
-        if not self.sample.complete:
-            rows = self.sampled(self.full_dout).clone()
-            self.full_dout.zero_()
-            self.full_dout[self._place()] = rows
-        return self.full_dout
-
-    def keys_of(self, gradient: Tensor) -> Tensor:
-        """A copy of dk or dv at the sampled keys, [b, S, K, D]."""
-        if self.sample.keys is None:
-            return self.sampled_keys(gradient).clone()
-        batches, keys = (index.to(self.device) for index in (self.sample.batches, self.sample.keys))
-        return gradient[batches[:, None], keys[None, :]]
 
 
 def verify_sampled_rows(call: PreparedCall) -> Verification:
@@ -71,7 +29,11 @@ def verify_sampled_rows(call: PreparedCall) -> Verification:
     started = time.perf_counter_ns()
     inputs = call.inputs(0)
     dout = call.output_gradient() if call.workload.mode != "forward" else None
-    oracle = LentOracle(call.workload, (inputs.q, inputs.k, inputs.v), dout, call.spec.seed)
+    lent = (inputs.q, inputs.k, inputs.v)
+    if call.world is None:
+        oracle = LentOracle(call.workload, lent, dout, call.spec.seed)
+    else:
+        oracle = RanksOracle(call.workload, lent, dout, call.spec.seed, call.shards, call.world)
     checks = tuple(_checks(call, oracle))
     duration = max(0, time.perf_counter_ns() - started)
     return Verification(checks=checks, sampled_rows=oracle.sample.row_count, duration_ns=duration)
@@ -84,7 +46,7 @@ def _checks(call: PreparedCall, oracle: LentOracle) -> Iterator[Check]:
         out = call.function(inputs.q, inputs.k, inputs.v)
     form = _form(out, oracle)
     yield from form
-    if not all(check.passed for check in form):
+    if not oracle.together(all(check.passed for check in form)):
         return
     gradients: tuple[Tensor | None, ...] = ()
     if backward:

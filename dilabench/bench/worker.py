@@ -9,9 +9,11 @@ import json
 import os
 import signal
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 from dilabench.bench.commands import Command, Reply, WorkerSettings
+from dilabench.bench.door import connect
 
 LOG_LIMIT_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
@@ -20,6 +22,28 @@ PR_SET_PDEATHSIG = 1
 def serve(connection: Connection, settings_json: str, log_path: str) -> None:
     """Answer commands until the pipe closes. What the process prints goes to the log, never to the user's terminal."""
     _detach(log_path)
+    _answer(connection, settings_json)
+
+
+def serve_at(
+    address: tuple[str, int], key: bytes, name: str, lifeline: Connection, settings_json: str, log_path: str
+) -> None:
+    """The same for a runner on another machine, that knows this worker by its name.
+
+    lifeline: nothing comes through it; it ends with the process that started this one, and then so does this one.
+    """
+    _detach(log_path)
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    _answer(connect(address, key, name), settings_json)
+
+
+def _end_with(lifeline: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _answer(connection: Connection, settings_json: str) -> None:
     from dilabench.bench.desk import Desk
 
     desk = Desk(WorkerSettings.model_validate_json(settings_json))

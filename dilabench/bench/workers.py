@@ -1,26 +1,17 @@
-"""Worker processes as the runner sees them: ask, wait, and learn why one died. No torch.
-
-Workers are forked from a server that has torch loaded (and CUDA untouched), so a fresh process costs milliseconds.
-"""
+"""Worker processes as the runner sees them: ask, wait, and learn why one died. No torch."""
 
 import contextlib
 import json
-import multiprocessing
-import os
-import signal
-import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from dilabench.bench.child import Child, Ending, worker_context
 from dilabench.bench.commands import Command, CommandName, Hello, Reply, WorkerSettings
 from dilabench.bench.worker import serve
 
-SERVER_MODULES = ["__main__", "dilabench.bench.desk"]
 START_TIMEOUT_S = 180.0
-TAIL_CHARACTERS = 2000
+CLOSE_TIMEOUT_S = 2.0
 
 
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
@@ -45,24 +36,81 @@ class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row te
         self.traceback = traceback
 
 
+class Host(Protocol):
+    """A worker's process, wherever it runs.
+
+    sentinels: ready to `wait` when it has ended, where that can be waited for. lost: why it cannot be reached any more.
+    """
+
+    @property
+    def connection(self) -> Connection: ...
+    @property
+    def sentinels(self) -> list[int]: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def lost(self) -> str | None: ...
+    def output(self) -> str: ...
+    def ending(self) -> Ending: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def kill(self) -> None: ...
+
+
+class LocalHost:
+    """A process on this machine, at the other end of a pipe."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.connection, theirs = worker_context().Pipe()
+        self._child = Child(serve, theirs, settings.model_dump_json())
+        try:
+            self._child.start()
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def sentinels(self) -> list[int]:
+        """The process's own."""
+        return [self._child.sentinel]
+
+    @property
+    def alive(self) -> bool:
+        """The process runs."""
+        return self._child.alive
+
+    @property
+    def lost(self) -> str | None:
+        """Never."""
+        return None
+
+    def output(self) -> str:
+        """What it printed last."""
+        return self._child.output
+
+    def ending(self) -> Ending:
+        """How it ended."""
+        return self._child.ending()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended by itself, at most so long."""
+        self._child.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it, and close the pipe."""
+        self._child.kill()
+        self.connection.close()
+
+
 class Worker:
     """One process that prepares cases and answers commands about them, one at a time."""
 
-    def __init__(self, key: str, settings: WorkerSettings) -> None:
+    def __init__(self, key: str, settings: WorkerSettings, start: Callable[[WorkerSettings], Host] = LocalHost) -> None:
         self.key = key
         self.handles: set[str] = set()
-        descriptor, log = tempfile.mkstemp(prefix="dilabench-worker-", suffix=".log")
-        os.close(descriptor)
-        self._log = Path(log)
-        self._oom_kills = _oom_kills()
-        context = worker_context()
-        self._connection, theirs = context.Pipe()
-        self._process: Any = context.Process(  # type: ignore[attr-defined]
-            target=serve, args=(theirs, settings.model_dump_json(), str(self._log)), daemon=False
-        )
+        self._host = start(settings)
         try:
-            self._process.start()
-            theirs.close()
             hello = self._receive("start", START_TIMEOUT_S).hello
         except BaseException:
             self.kill()
@@ -73,7 +121,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """The process exists and its pipe is open."""
-        return self._process.is_alive() and not self._connection.closed
+        return not self._host.connection.closed and self._host.alive
 
     def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
         """Send a command and wait for its answer.
@@ -82,12 +130,13 @@ class Worker:
         """
         command = Command(name=name, handle=handle, arguments=arguments)
         try:
-            self._connection.send_bytes(command.model_dump_json().encode())
+            self._host.connection.send_bytes(command.model_dump_json().encode())
         except (OSError, ValueError):
             raise self._death(name) from None
         reply = self._receive(name, timeout_s)
         if reply.trouble is not None:
             trouble = reply.trouble
+            traceback = _joined(trouble.traceback, self._host.output())
             if trouble.fatal:
                 self.kill()
             raise WorkerFailure(
@@ -95,38 +144,32 @@ class Worker:
                 died=trouble.fatal,
                 out_of_memory=trouble.out_of_memory,
                 unusable=trouble.unusable,
-                traceback=self._with_tail(trouble.traceback),
+                traceback=traceback,
             )
         return reply
 
     def close(self) -> None:
         """Let the process end by itself, or end it."""
         with contextlib.suppress(OSError):
-            self._connection.close()
-        self._process.join(timeout=2.0)
+            self._host.connection.close()
+        self._host.wait(CLOSE_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
         """End the process and everything it started, at once."""
-        process = self._process
-        if process.pid is not None:
-            if process.is_alive():
-                # The worker leads a process group of its own; before it has made it, it is alone.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
-            process.join()
-        self._connection.close()
-        self._log.unlink(missing_ok=True)
+        self._host.kill()
 
     def _receive(self, doing: str, timeout_s: float) -> Reply:
-        connection: Connection = self._connection
-        ready = wait([connection, self._process.sentinel], timeout=max(0.0, timeout_s))
+        connection = self._host.connection
+        ready = wait([connection, *self._host.sentinels], timeout=max(0.0, timeout_s))
         if not ready:
-            tail = self._with_tail(None)
+            output = self._host.output()
+            lost = self._host.lost
             self.kill()
+            if lost is not None:
+                raise WorkerFailure(lost, died=True)
             why = f"no answer to {doing!r} within {timeout_s:.3g} s (a hang, or far too slow); the worker was ended"
-            raise WorkerFailure(why, died=True, timed_out=True, traceback=tail)
+            raise WorkerFailure(why, died=True, timed_out=True, traceback=_joined(None, output))
         try:
             # A dead process may have answered before it died.
             if connection not in ready and not connection.poll():
@@ -136,24 +179,18 @@ class Worker:
             raise self._death(doing) from None
 
     def _death(self, doing: str) -> WorkerFailure:
-        self._process.join(timeout=5.0)
-        exit_code = self._process.exitcode
-        tail = self._with_tail(None)
+        ending = self._host.ending()
         self.kill()
-        if _oom_kills() > self._oom_kills:
+        traceback = _joined(None, ending.output)
+        if ending.out_of_memory:
             why = f"out of memory: the system ended the worker process during {doing!r}"
-            return WorkerFailure(why, died=True, out_of_memory=True, traceback=tail)
-        return WorkerFailure(
-            f"the worker process died during {doing!r}: {describe_exit(exit_code)}", died=True, traceback=tail
-        )
+            return WorkerFailure(why, died=True, out_of_memory=True, traceback=traceback)
+        return WorkerFailure(f"the worker process died during {doing!r}: {ending.how}", died=True, traceback=traceback)
 
-    def _with_tail(self, traceback: str | None) -> str | None:
-        try:
-            output = self._log.read_bytes()[-TAIL_CHARACTERS:].decode(errors="replace").strip()
-        except OSError:
-            output = ""
-        parts = [traceback, f"last output of the worker:\n{output}" if output else None]
-        return "\n".join(part for part in parts if part) or None
+
+def _joined(traceback: str | None, output: str) -> str | None:
+    parts = [traceback, f"last output of the worker:\n{output}" if output else None]
+    return "\n".join(part for part in parts if part) or None
 
 
 class WorkerPool:
@@ -187,44 +224,3 @@ class WorkerPool:
         for worker in self._resident.values():
             worker.kill()
         self._resident.clear()
-
-
-def worker_context() -> BaseContext:
-    """The way processes are made: forked from a server with torch loaded, else started anew."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(SERVER_MODULES)
-    return context
-
-
-def warm_server() -> None:
-    """Start the server that workers are forked from, without waiting for it."""
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        from multiprocessing import forkserver
-
-        worker_context()
-        forkserver.ensure_running()
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words: the signal's name, or what it was."""
-    if code is None:
-        return "it closed its pipe and does not end"
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    meaning = {"SIGKILL": " (kill -9 or the system's out-of-memory killer)", "SIGSEGV": " (segmentation fault)"}
-    return f"killed by {name}{meaning.get(name, '')}"
-
-
-def _oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has struck in this control group; 0 where it is not told."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.events").read_text()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from dilabench.distributed.failures import Failure, RankFailedError, first_cause, pin, pinned
 from dilabench.distributed.world import DEFAULT_TIMEOUT_S, World
 from dilabench.errors import EnvironmentNotReady, ExitCode
 
 GRACE_S = 2.0
+OVER_TCP = "tcp://"
 RankFunction = Callable[..., Any]
 """Called as function(world, *arguments) on every rank; what it returns must be picklable."""
 
@@ -97,9 +98,14 @@ def world_from_environment(device: str = "cpu", timeout_s: float = DEFAULT_TIMEO
     return World.join(store, rank, size, where, timeout_s)
 
 
-def file_store(path: str, size: int) -> Store:
-    """A meeting place of ranks on one machine: a file that none of them has written yet."""
-    return FileStore(path, size)
+def meeting_store(address: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
+    """Where ranks meet: a file that none of them has written yet, or 'tcp://host:port/name', a name at a TCP store."""
+    if not address.startswith(OVER_TCP):
+        return FileStore(address, size)
+    place, _, name = address.removeprefix(OVER_TCP).partition("/")
+    host, _, port = place.rpartition(":")
+    timeout = timedelta(seconds=timeout_s)
+    return PrefixStore(name, TCPStore(host, int(port), timeout=timeout, wait_for_workers=False))
 
 
 def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
@@ -149,7 +155,7 @@ def _rank(
     """One process: join, run, tell."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
-    store = file_store(store_path, size)
+    store = meeting_store(store_path, size)
     where = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     try:
         world = World.join(store, rank, size, where, timeout_s)

@@ -45,6 +45,16 @@ class Shards:
         """Positions that each rank holds."""
         return tuple(sum(span.length for span in part) for part in self.parts)
 
+    def held(self, positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Which of some positions ([R] int64, on the CPU) a rank holds: their indices in `positions`, and its rows."""
+        rows = torch.full_like(positions, -1)
+        for span in self.parts[rank]:
+            row, rest = (positions - span.start) // span.step, (positions - span.start) % span.step
+            inside = (positions >= span.start) & (positions < span.stop) & (rest == 0)
+            rows = torch.where(inside, span.row + row, rows)
+        index = (rows >= 0).nonzero()[:, 0]
+        return index, rows[index]
+
     def take(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's rows of a whole tensor, contiguous."""
         pieces = [_positions(x, span, dim) for span in self.parts[rank]]

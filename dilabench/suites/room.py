@@ -25,6 +25,12 @@ def memory_bytes(machine: Machine) -> int | None:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
+    """What each of several ranks has: a GPU of its own, or its part of the host."""
+    found = memory_bytes(machine)
+    return found if found is None or machine.device == "cuda" else found // ranks
+
+
 def shortage(case: Case, machine: Machine) -> str | None:
     """Why the case cannot fit into the device's memory; None when it may.
 

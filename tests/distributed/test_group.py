@@ -36,14 +36,23 @@ def lock_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
 
 
-def rows_of(names, ranks=2, **workload):
+def rows_of(names, ranks=2, optimizations=None, **workload):
     catalogue = discover().catalogue
-    for name in ("killed", "raising", "slow", "wrong"):
+    for name in ("killed", "raising", "slow", "wrong", "brittle"):
         target = f"failing:build_{name}"
         catalogue.implementations.add(Implementation(name, "", target, supports=ANY, uses_backend=True), f"test-{name}")
     one = Workload.model_validate({"pattern": {"kind": "dense"}, "mode": "both", **SHAPE, **workload})
     planned = [
-        PlannedCase(case=Case(implementation=name, backend="math", workload=one, world_size=ranks)) for name in names
+        PlannedCase(
+            case=Case(
+                implementation=name,
+                backend="math",
+                workload=one,
+                world_size=ranks,
+                optimizations=optimizations or {},
+            )
+        )
+        for name in names
     ]
     header = RunHeader(
         tool_version="0", run_id="r", suite="ring", started_at="2026-01-01T00:00:00", environment=snapshot(CPU)
@@ -61,10 +70,45 @@ def test_rows_over_ranks_are_verified_timed_and_counted():
         assert outcome.verification.passed
         assert outcome.timings[0].samples_ns
         assert outcome.memory.peak_bytes > 0
+        for slot in outcome.timings[0].slots:
+            assert slot.samples_ns == tuple(map(max, *slot.rank_samples_ns))
     counters = rows["zigzag-ring"].counters
-    assert counters["slowest_rank_ns"] >= counters["fastest_rank_ns"] > 0
     # Rank 0 needs all of rank 1's K and V, forward and backward.
     assert counters["received_keys_bytes"] == 2 * 2 * 48 * 2 * 8 * 4
+
+
+def test_parts_of_a_call_are_timed_beside_its_row():
+    rows = rows_of(["zigzag-ring", "ring-multihead", "wrong"])
+    diagnostics = rows["zigzag-ring"].diagnostics
+    assert [one.part for one in diagnostics] == ["whole", "computation", "communication"]
+    assert len({len(one.samples_ns) for one in diagnostics}) == 1
+    for one in diagnostics:
+        assert one.samples_ns == tuple(map(max, *one.rank_samples_ns))
+    # The row's own timings hold the whole call only.
+    assert [timing.timer for timing in rows["zigzag-ring"].timings] == ["wall"]
+    # Without its kernels a projected ring would still project.
+    assert [one.part for one in rows["ring-multihead"].diagnostics] == ["whole", "computation"]
+    assert rows["wrong"].status == "failed"
+
+
+def test_a_part_that_takes_the_ranks_along_costs_no_row():
+    rows = rows_of(["brittle", "ring"])
+    brittle = rows["brittle"]
+    assert isinstance(brittle, Measured), brittle
+    assert brittle.memory is not None
+    assert brittle.diagnostics == ()
+    (note,) = [note for note in brittle.notes if note.code == "undiagnosed"]
+    assert "rank 1: the worker process died during 'diagnose': killed by SIGKILL" in note.message
+    assert isinstance(rows["ring"], Measured)
+
+
+def test_sharding_inside_a_call_gives_whole_tensors():
+    rows = rows_of(["ring"], optimizations={"sharding_inside": True})
+    outcome = rows["ring"]
+    assert isinstance(outcome, Measured), outcome
+    assert outcome.verification.passed
+    # Half of out, and of dq, dk and dv, comes from the other rank.
+    assert outcome.counters["received_whole_bytes"] == 48 * (2 * 4 + 2 * 2) * 8 * 4
 
 
 @pytest.mark.parametrize(

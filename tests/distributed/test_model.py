@@ -2,11 +2,12 @@
 
 import pytest
 
-from dilabench.distributed.model import load_balance, received_bytes
+from dilabench.distributed.balance import hop_pairs
+from dilabench.distributed.model import ideal_efficiency, load_balance, overlapping_share, received_bytes
 from dilabench.distributed.sharding import contiguous, zigzag
 from dilabench.impls.branches import branches_of
 from dilabench.impls.ring.plan import pieces_between
-from dilabench.spec import Workload
+from dilabench.spec import UNBOUNDED, Workload
 from dilabench.work import windowed_pairs
 
 
@@ -15,30 +16,81 @@ def workload(**fields):
     return Workload.model_validate({"pattern": {"kind": "dense"}, "mode": "both", **shape, **fields})
 
 
-def work_of(one, shards, rank):
-    """(query, key) pairs of a rank over all its calls."""
+def planned_pairs(one, shards, rank, hop):
+    """(query, key) pairs of a rank's calls on the keys of the rank `hop` before it, per batch entry."""
     pairs = 0
-    for holder in range(shards.size):
-        for piece in pieces_between(one, shards, rank, holder, branches_of(one)):
-            full = piece.queries * piece.keys
-            seen = windowed_pairs(piece.queries, True, -1, -1) if piece.causal else full
-            pairs += piece.stack.count * piece.run.heads.count * seen
+    for piece in pieces_between(one, shards, rank, (rank - hop) % shards.size, branches_of(one)):
+        masked = piece.causal or piece.window != UNBOUNDED
+        full = piece.queries * piece.keys
+        seen = windowed_pairs(piece.queries, piece.causal, *piece.window) if masked else full
+        pairs += piece.stack.count * piece.run.heads.count * seen
     return pairs
+
+
+DILATED = {"kind": "dilated", "segment_lengths": [64, 256, 1024], "dilation_rates": [1, 2, 4]}
+# Where residues differ in rows, residue 0 stands for all.
+COUNTED = {
+    "dense": ({}, 1e-12),
+    "window": ({"window": (100, 0)}, 1e-12),
+    "dense, full": ({"causal": False}, 1e-12),
+    "dilated": ({"pattern": DILATED}, 6e-3),
+    "dilated, full": ({"pattern": DILATED, "causal": False}, 6e-3),
+    "dilated, a segment that no rate divides": ({"pattern": {**DILATED, "dilation_rates": [1, 2, 6]}}, 8e-3),
+    "dilated, a branch per group of heads": ({"pattern": {**DILATED, "heads": "grouped"}}, 6e-3),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("name", "sharding"), [("ring", contiguous), ("zigzag-ring", zigzag)])
-def test_dense_balance(ranks, name, sharding):
-    one = workload(seq_len=768)
-    work = [work_of(one, sharding(one.sequences, ranks), rank) for rank in range(ranks)]
-    assert load_balance(one, name, ranks) == pytest.approx(sum(work) / ranks / max(work), rel=5e-3)
+@pytest.mark.parametrize(("fields", "tolerance"), COUNTED.values(), ids=COUNTED)
+def test_pairs_hop_by_hop_are_those_of_the_plan(ranks, name, sharding, fields, tolerance):
+    one = workload(seq_len=1024, **fields)
+    shards = sharding(one.sequences, ranks)
+    planned = [[planned_pairs(one, shards, rank, hop) for hop in range(ranks)] for rank in range(ranks)]
+    work = [sum(hops) for hops in planned]
+    for found, wanted in zip(hop_pairs(one, name, ranks), planned, strict=True):
+        assert found == pytest.approx(wanted, rel=0, abs=tolerance * max(work))
+    assert load_balance(one, name, ranks) == pytest.approx(sum(work) / ranks / max(work), rel=tolerance)
 
 
-def test_dilated_balance_in_order():
-    pattern = {"kind": "dilated", "segment_lengths": [64, 256, 1024], "dilation_rates": [1, 2, 4]}
-    one = workload(seq_len=1024, pattern=pattern)
-    work = [work_of(one, contiguous(one.sequences, 4), rank) for rank in range(4)]
-    assert load_balance(one, "ring-allgather", 4) == pytest.approx(sum(work) / 4 / max(work), rel=2e-2)
+def test_packed_sequences_are_cut_one_by_one():
+    one = workload(seq_len=240, layout="packed", cu_seqlens=(0, 48, 240))
+    shards = zigzag(one.sequences, 3)
+    planned = [[planned_pairs(one, shards, rank, hop) for hop in range(3)] for rank in range(3)]
+    assert [list(hops) for hops in hop_pairs(one, "ring-varlen", 3)] == planned
+
+
+def test_a_causal_ring_in_order_is_balanced_as_p_over_2p_minus_1():
+    for ranks in (2, 4, 8):
+        one = workload(seq_len=2**14)
+        assert load_balance(one, "ring", ranks) == pytest.approx(ranks / (2 * ranks - 1), rel=1e-3)
+        assert load_balance(one, "zigzag-ring", ranks) == 1.0
+
+
+def test_whole_heads_are_uneven_where_they_do_not_divide():
+    assert load_balance(workload(num_heads=6, num_kv_heads=6), "ulysses", 4) == 6 / 4 / 2
+
+
+def test_nothing_is_said_of_a_sharding_that_is_not_known():
+    assert load_balance(workload(), "somebody-elses-ring", 4) is None
+    assert overlapping_share(workload(), "somebody-elses-ring", 4) is None
+    assert received_bytes(workload(), "somebody-elses-ring", 4) is None
+
+
+def test_what_can_go_on_while_keys_are_under_way():
+    # Zigzag hops are equal: all but the last one. A gather has only its own keys meanwhile, Ulysses nothing.
+    assert overlapping_share(workload(seq_len=768), "zigzag-ring", 4) == pytest.approx(3 / 4, rel=5e-3)
+    assert overlapping_share(workload(causal=False), "ring-allgather", 4) == 1 / 4
+    assert overlapping_share(workload(), "ulysses", 4) == 0.0
+    # A window that reaches one rank back has its last hop there.
+    near = workload(seq_len=1024, window=(255, 0), causal=True)
+    last, whole = hop_pairs(near, "ring", 4)[3][1], sum(hop_pairs(near, "ring", 4)[3])
+    assert overlapping_share(near, "ring", 4) == 1 - last / whole
+
+
+def test_ideal_efficiency_is_the_balance_less_what_communication_adds():
+    assert ideal_efficiency(0.8, 10.0, 5.0, 5.0) == 0.8
+    assert ideal_efficiency(1.0, 10.0, 15.0, 5.0) == 0.5
 
 
 @pytest.mark.parametrize("name", ["ring", "zigzag-ring"])
@@ -54,5 +106,3 @@ def test_a_causal_ring_brings_every_rank_the_same_number_of_shards(name):
 def test_one_rank_receives_nothing_and_a_window_has_no_formula():
     assert received_bytes(workload(), "ring", 1) == 0
     assert received_bytes(workload(window=(5, 0)), "ring", 4) is None
-    assert load_balance(workload(window=(5, 0)), "ring", 4) is None
-    assert load_balance(workload(causal=False), "ring", 4) == 1.0

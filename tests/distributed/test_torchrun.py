@@ -1,12 +1,16 @@
-"""The same functions under torchrun: on one node, on two nodes of one machine, and when a rank fails."""
+"""The same functions, and the whole command, under torchrun: on one node, on two nodes, and when a rank fails."""
 
+import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dilabench.store.run_files import read_record
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 WORKER = Path(__file__).parent / "on_ranks" / "torchrun_worker.py"
@@ -17,6 +21,12 @@ def torchrun(*options, arguments=()):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(WORKER), *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def ended(process):
@@ -33,10 +43,7 @@ def test_one_node():
 
 
 def test_two_nodes_on_loopback():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port))
+    shared = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port())
     nodes = [torchrun(*shared, "--node-rank", str(node)) for node in range(2)]
     for rank, (text, code) in enumerate([ended(node) for node in nodes]):
         assert code == 0, text
@@ -47,3 +54,87 @@ def test_every_rank_tells_the_first_failure():
     text, code = ended(torchrun("--standalone", "--nproc-per-node", "2", arguments=["fail"]))
     assert code != 0
     assert "the root cause" in text
+
+
+def dilabench(node, port, folder, *arguments):
+    """The command on one of two nodes; a node is (how to get there, address of node 0, network interface, number)."""
+    there, address, interface, number = node
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+        "DILABENCH_LOCK_DIR": str(folder),
+    }
+    shared = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", address, "--master-port", port)
+    command = [*there, sys.executable, "-m", "torch.distributed.run", *shared, "--node-rank", str(number)]
+    command += ["-m", "dilabench", "run", *arguments, "--no-store", "-o", str(folder / "runs")]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ip(*arguments):
+    return subprocess.run(["ip", *arguments], capture_output=True, check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def two_networks():
+    """Two network namespaces with a cable between them; None where they may not be made."""
+    names = [f"dilabench-{os.getpid()}-{side}" for side in "ab"]
+    try:
+        made = shutil.which("ip") is not None and all(ip("netns", "add", name) for name in names)
+        made = made and ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "eth0", "netns", names[1])
+        for number, name in enumerate(names if made else ()):
+            inside = ("-n", name)
+            made &= ip(*inside, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            made &= ip(*inside, "link", "set", "eth0", "up") and ip(*inside, "link", "set", "lo", "up")
+        yield names if made else None
+    finally:
+        if shutil.which("ip"):
+            for name in names:
+                ip("netns", "del", name)
+
+
+@pytest.fixture
+def two_nodes():
+    """Network namespaces where the system permits them, else two nodes that share this machine's loopback."""
+    with two_networks() as names:
+        if names is None:
+            yield [([], "127.0.0.1", "lo", number) for number in range(2)]
+        else:
+            enter = ("ip", "netns", "exec")
+            yield [([*enter, name], "10.77.0.1", "eth0", number) for number, name in enumerate(names)]
+
+
+def test_the_command_on_two_nodes_is_planned_printed_and_written_by_rank_0(two_nodes, tmp_path):
+    asked = (
+        "ring",
+        "--budget",
+        "60s",
+        "--set",
+        "seq_len=128",
+        "--set",
+        "pattern=dense",
+        "--mode",
+        "both",
+        "-i",
+        "ring",
+    )
+    port = free_port()
+    texts = [ended(node) for node in [dilabench(node, port, tmp_path, *asked) for node in two_nodes]]
+    assert [code for _, code in texts] == [0, 0], texts
+    assert "verdict: ok" in texts[0][0]
+    assert "verdict" not in texts[1][0]
+    (folder,) = (tmp_path / "runs").iterdir()
+    rows = [row for row in read_record(folder).rows if row.case.world_size == 2]
+    assert rows
+    for row in rows:
+        assert row.outcome.status == "measured", row.outcome
+        assert row.outcome.verification.passed
+        assert row.outcome.counters["received_keys_bytes"] > 0
+
+
+def test_a_request_that_rank_0_refuses_ends_every_node(two_nodes, tmp_path):
+    port = free_port()
+    texts = [ended(node) for node in [dilabench(node, port, tmp_path, "no-such-suite") for node in two_nodes]]
+    assert texts[0][1] != 0
+    assert "no-such-suite" in texts[0][0]

@@ -8,15 +8,18 @@ from dilabench.bench.runner import run
 from dilabench.config import run_request
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.memory_over_ranks import plan_per_rank
 from dilabench.plugins.manager import discover
 from dilabench.results import GpuInfo, RunHeader
 from dilabench.suites.billion import BILLION
 from dilabench.suites.planner import expand
+from dilabench.time_plan import plan_time
 
 CPU = Machine(device="cpu", no_cuda="test")
 H200 = Machine(
     device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capability="9.0", memory_bytes=143771 * 2**20),)
 )
+FOUR_H200 = Machine(device="cuda", gpus=4 * H200.gpus)
 SMALL = {"segment_lengths": (256, 512), "dilation_rates": (1, 2), "head_dim": 32}
 
 
@@ -25,8 +28,9 @@ def catalogue():
     return discover().catalogue
 
 
-def asked(catalogue, names=("strided",), budget_s=None, workload=SMALL, **options):
+def asked(catalogue, names=("strided",), budget_s=None, workload=SMALL, nproc=1, **options):
     fields = {"implementations": list(names), "options": options, "timing": "simple", "budget_s": budget_s}
+    fields["nproc"] = nproc
     return run_request(
         catalogue,
         suite="billion",
@@ -45,6 +49,46 @@ def test_a_billion_is_streamed_on_one_gpu_and_a_quarter_of_it_is_resident(catalo
     assert part.labels["form"].startswith("resident")
     assert part.labels["part"] == "256M tokens, 0.25 of 2^30"
     assert (part.case.workload.seq_len, part.case.optimizations.stream_tokens) == (2**28, 0)
+
+
+def test_four_gpus_hold_a_billion_as_one_sequence_and_one_of_them_a_quarter(catalogue):
+    (whole,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload={}))
+    assert whole.labels["form"] == "resident over 4 ranks: one sequence"
+    assert (whole.case.implementation, whole.case.world_size, whole.skip) == ("fused-sharded", 4, None)
+    assert (whole.case.workload.seq_len, whole.case.optimizations.stream_tokens) == (2**30, 0)
+    # q, k, v and out of 64 bfloat16 values and one float32 lse for a quarter of the tokens, and nothing else.
+    assert plan_per_rank(whole.case, "cuda").peak_bytes == 2**28 * (4 * 64 * 2 + 4)
+    assert plan_time(whole.case, FOUR_H200, 1).seconds == pytest.approx(
+        plan_time(whole.case.model_copy(update={"world_size": 1}), FOUR_H200, 1).seconds / 4
+    )
+    (part,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload={}, tokens="256M"))
+    assert (part.case.implementation, part.case.world_size) == ("fused", 1)
+    (more,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload={}, tokens="2G"))
+    assert more.labels["form"].startswith("streamed")
+
+
+def test_ranks_that_were_asked_for_are_taken_even_where_one_device_would_do(catalogue):
+    (one,) = expand(catalogue, CPU, asked(catalogue, (), nproc=3, tokens="12K"))
+    assert one.labels["form"] == "resident over 3 ranks: one sequence"
+    assert (one.case.implementation, one.case.world_size) == ("ring-allgather", 3)
+    window = {**SMALL, "window": (64, 0)}
+    (unknown,) = expand(catalogue, CPU, asked(catalogue, (), workload=window, nproc=3, tokens="12K"))
+    assert unknown.labels["form"].startswith("streamed"), "without a formula nobody knows whether it fits"
+    (forced,) = expand(catalogue, CPU, asked(catalogue, (), workload=window, nproc=3, tokens="12K", form="ranks"))
+    assert forced.case.world_size == 3
+
+
+def test_branches_that_cross_ranks_are_nothing_for_fused_sharded(catalogue):
+    long = {"segment_lengths": (2**16, 2**28), "dilation_rates": (1, 16)}
+    (one,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload=long, tokens="512M", form="ranks"))
+    assert "cannot be cut into 4 parts that need nothing of each other, only into 2" in one.skip
+    assert "ring-allgather" in one.skip
+
+
+@pytest.mark.parametrize("form", ["resident", "streamed"])
+def test_a_form_for_one_device_refuses_ranks(catalogue, form):
+    with pytest.raises(ConfigError, match="--nproc 4 asks for ranks"):
+        expand(catalogue, CPU, asked(catalogue, nproc=4, form=form))
 
 
 def test_pieces_are_whole_segments_that_fit_into_the_limit(catalogue):
@@ -113,3 +157,30 @@ def test_a_small_resident_sequence_is_one_sequence_and_has_no_projection(catalog
     (section,) = analyse(record)
     assert section.sentence.startswith("Resident, 4000 tokens as one sequence")
     assert project(record) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_sequence_over_two_ranks_is_measured_weighed_by_formula_and_verified(catalogue, tmp_path, monkeypatch):
+    request = asked(catalogue, (), tokens="50K", nproc=2)
+    record = recorded(catalogue, request, tmp_path, monkeypatch)
+    (row,) = record.rows
+    assert row.outcome.status == "measured", row.outcome
+    assert row.outcome.verification.sampled_rows >= 24
+    assert computed_tokens(row) == 50 * 1024
+    plan = plan_per_rank(row.case, "cpu")
+    assert plan.inputs_bytes == row.outcome.memory.inputs_bytes == 3 * 25 * 1024 * 32 * 4
+    assert row.outcome.memory.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.25)
+    (section,) = analyse(record)
+    assert section.sentence.startswith("Resident over 2 ranks, 50K tokens as one sequence")
+    assert project(record) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_sequence_that_fits_on_no_rank_is_skipped_with_what_each_needs(catalogue, tmp_path, monkeypatch):
+    request = asked(catalogue, (), tokens="64K", nproc=2, form="ranks", memory_limit="4M")
+    (row,) = recorded(catalogue, request, tmp_path, monkeypatch).rows
+    assert row.outcome.status == "skipped"
+    assert row.outcome.why.startswith("does not fit into memory: each rank needs 1")
+    assert "out of memory" in row.outcome.why

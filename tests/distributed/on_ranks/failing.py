@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+from dilabench.distributed.ablation import MuteWorld
 from dilabench.impls.ring import ring
 
 
@@ -27,6 +28,10 @@ def build_wrong(workload, context):
     for holder in function._algorithm.share.reads:
         function._algorithm.share.reads[holder] = ()
     return function
+
+
+def build_brittle(workload, context):
+    return build_killed(workload, context) if isinstance(context.world, MuteWorld) else ring.build(workload, context)
 
 
 def _broken(workload, context, breakdown):

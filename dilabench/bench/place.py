@@ -1,0 +1,36 @@
+"""Where the ranks of a group run and meet. No torch."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+from dilabench.bench.commands import WorkerSettings
+from dilabench.bench.workers import Worker
+
+
+class Place(Protocol):
+    """Starts the worker of a rank, and has a store for each group of ranks to meet at."""
+
+    def open_store(self) -> str: ...
+    def close_store(self, store: str) -> None: ...
+    def start(self, key: str, settings: WorkerSettings) -> Worker: ...
+
+
+class ThisMachine:
+    """Every rank on this machine, rank r on its GPU r; they meet at a file."""
+
+    def open_store(self) -> str:
+        """A file in a folder of its own."""
+        # gloo would otherwise look the host's name up, which not every machine can.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return str(Path(tempfile.mkdtemp(prefix="dilabench-ranks-"), "store"))
+
+    def close_store(self, store: str) -> None:
+        """Remove it."""
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
+
+    def start(self, key: str, settings: WorkerSettings) -> Worker:
+        """A worker process."""
+        return Worker(key, settings.model_copy(update={"gpu": settings.rank}))

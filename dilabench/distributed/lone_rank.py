@@ -1,0 +1,56 @@
+"""One rank without the others: everything that it allocates, nothing that it would wait for.
+
+For measuring what a rank needs on a machine that has no room, or no devices, for all of them. What would arrive is
+zeros, so results mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilabench.distributed.world import Pending, World
+
+
+class LoneRank(World):
+    """A `World` of `size` ranks in which only this one is there."""
+
+    @classmethod
+    def of(cls, rank: int, size: int, device: torch.device | str = "cpu") -> LoneRank:
+        """Rank `rank` of so many."""
+        return cls(rank, size, torch.device(device))
+
+    def swap(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        receives: Mapping[int, Sequence[Tensor]],
+        kind: str,  # noqa: ARG002
+    ) -> Pending:
+        """Keep what would be sent until it is waited for; fill what would arrive with zeros."""
+        for tensors in receives.values():
+            for tensor in tensors:
+                tensor.zero_()
+        return Pending((), [tensor for tensors in sends.values() for tensor in tensors])
+
+    def all_to_all(
+        self,
+        flat: Tensor,
+        give: Sequence[int],  # noqa: ARG002
+        take: Sequence[int],
+        kind: str,  # noqa: ARG002
+    ) -> tuple[Tensor, Pending]:
+        """Zeros of the size that would arrive."""
+        return flat.new_zeros(sum(take)), Pending((), [flat])
+
+    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """As if the other ranks had zeros."""
+
+    def share(self, fact: Any) -> list[Any]:
+        """Every rank says the same."""
+        return [fact] * self.size
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""

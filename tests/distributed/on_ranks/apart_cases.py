@@ -1,0 +1,94 @@
+"""`fused-sharded` on ranks against the formula: its cuts and shards with another local part, and its own kernels."""
+
+import os
+
+import torch
+from ring_cases import context, difference, dilated, random_inputs, results, workload
+
+from dilabench.contracts import BuildContext
+from dilabench.distributed.whole import Whole
+from dilabench.impls import reference
+
+CASES = {
+    "even parts": workload(pattern=dilated([4, 8], [1, 2]), seq_len=48),
+    "parts of three and two segments, a short one at the end": workload(pattern=dilated([4, 8], [1, 2]), seq_len=37),
+    "grouped heads, full": workload(pattern=dilated([4, 8], [1, 2], heads="grouped"), seq_len=48, causal=False),
+}
+PLANNED = workload(
+    pattern=dilated([64, 128], [1, 2]), seq_len=512, num_heads=2, num_kv_heads=2, head_dim=16, dtype="float32"
+)
+
+
+class Local:
+    """`strided` without what it keeps for detached gradients."""
+
+    def __init__(self, one, build_context):
+        from dilabench.impls import strided
+
+        self.union = strided.build(one, build_context)
+
+    def forward(self, q, k, v):
+        return self.union.forward(q, k, v)[:2]
+
+    def backward(self, *tensors):
+        return self.union.backward(*tensors)
+
+
+def exact(world):
+    """(case, part, error) of every result of every case, and the bytes that were sent."""
+    from dilabench.impls.ring.apart import build_apart
+
+    found = []
+    for name, one in CASES.items():
+        inputs = random_inputs(one)
+        wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
+        function = build_apart(one, context(world), Local)
+        for part, value in results(Whole(function), inputs).items():
+            found.append((name, part, difference(value, wanted[part])))
+        world.traffic.clear()
+        function(*(function.shards.take(x, world.rank) for x in inputs[:3]))
+    return found, world.traffic.counters()
+
+
+def fused(world):
+    """The largest error of each result of the kernels, interpreted, in float32."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from dilabench.impls.ring import apart
+
+    inputs = [x.float() for x in random_inputs(PLANNED)]
+    wanted = results(reference.build(PLANNED, BuildContext(device=world.device)), inputs)
+    function = apart.build(PLANNED, BuildContext(device=world.device, world=world))
+    found = results(Whole(function), inputs)
+    return {part: float((value - wanted[part]).abs().max()) for part, value in found.items()} | {
+        "local rows": function._algorithm.local.plan.sequence_length
+    }
+
+
+def sampled(world, one, spoil):
+    """Verdicts of a call measured alone over ranks: 'passed', or the check that did not and where."""
+    from dilabench.bench.alone_call import PreparedCall
+    from dilabench.bench.commands import BackendSpec, CaseSpec
+    from dilabench.bench.inputs import InputShelf
+    from dilabench.bench.sampled_rows import verify_sampled_rows
+    from dilabench.results import Case
+
+    case = Case(implementation="ring-allgather", backend="math", workload=one, world_size=world.size)
+    backend = BackendSpec(
+        name="math", target="dilabench.backends.math:attend", backward_target="dilabench.backends.math:attend_backward"
+    )
+    spec = CaseSpec(case=case, target="dilabench.impls.ring.allgather:build", backend=backend, seed=5)
+    call = PreparedCall(spec, world.device, InputShelf(world.device), world)
+    right = call.function
+
+    def spoiled(q, k, v):
+        out = right(q, k, v)
+        rows = torch.zeros_like(out)
+        if world.rank == spoil:
+            # The last position of all is always among the sampled ones.
+            rows[:, -1] = 0.01
+        return out + rows
+
+    call.function = spoiled
+    verification = verify_sampled_rows(call)
+    wrong = next((check for check in verification.checks if not check.passed), None)
+    return wrong.name if wrong else "passed", verification.sampled_rows, float(call.inputs(0).q.detach().flatten()[0])

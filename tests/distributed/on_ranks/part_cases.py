@@ -1,0 +1,52 @@
+"""What ranks run: calls without their communication and without their computation, and bytes of many calls."""
+
+from dataclasses import replace
+
+import ring_cases
+import torch
+
+from dilabench.distributed.ablation import communication_only, computation_only
+from dilabench.distributed.whole import Whole
+
+
+def ablated(world, name, one):
+    """(kernel calls, bytes received) of the call as it is, without communication, without computation."""
+    called = []
+
+    def spy(function):
+        return lambda *arguments, **options: called.append(1) or function(*arguments, **options)
+
+    context = ring_cases.context(world)
+    backend = context.require_backend()
+    backend = replace(backend, attend=spy(backend.attend), attend_backward=spy(backend.attend_backward))
+    context = replace(context, backend=backend)
+    found = []
+    for change in (lambda same: same, computation_only, communication_only):
+        function = ring_cases.MODULES[name].build(one, change(context))
+        q, k, v, dout = (function.shards.take(x, world.rank) for x in ring_cases.random_inputs(one))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        world.traffic.clear()
+        called.clear()
+        gradients = torch.autograd.grad(function(*leaves), leaves, dout)
+        assert [x.shape for x in gradients] == [x.shape for x in leaves]
+        found.append((len(called), world.traffic.counters()["received_bytes"]))
+    return found
+
+
+def received(world, calls):
+    """Bytes received forward, backward and in both, of calls (name, workload)."""
+    found = []
+    for name, one in calls:
+        forward, backward = (step["received_bytes"] for step in ring_cases.counted(world, name, one))
+        found.append({"forward": forward, "backward": backward, "both": forward + backward})
+    return found
+
+
+def joined(world, one):
+    """Bytes received forward and backward by a ring of whole tensors, less those of the ring of shards."""
+    function = ring_cases.MODULES["ring"].build(one, ring_cases.context(world))
+    q, k, v, dout = ring_cases.random_inputs(one)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    world.traffic.clear()
+    torch.autograd.grad(Whole(function)(*leaves), leaves, dout)
+    return world.traffic.counters()["received_whole_bytes"]

@@ -1,0 +1,217 @@
+"""A group of ranks here and over the processes of torchrun: the same worker, the same answers, the same failures."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dilabench.bench.agent import _Agent
+from dilabench.bench.commands import BackendSpec, CaseSpec, WorkerSettings
+from dilabench.bench.group import start_worker
+from dilabench.bench.lock import lock_path
+from dilabench.bench.nodes import gathered
+from dilabench.bench.place import ThisMachine
+from dilabench.bench.torchrun import Meeting, Rank, machine_id
+from dilabench.bench.workers import WorkerFailure
+from dilabench.cli.ranks import asking_all
+from dilabench.config import RunRequest
+from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.machine import Machine
+from dilabench.results import Case
+from dilabench.spec import Workload
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+SETTINGS = WorkerSettings(device="cpu")
+AGENT = "import sys; from dilabench.cli.ranks import on_ranks; sys.exit(on_ranks(None))"
+ONE = Workload.model_validate(
+    {
+        "pattern": {"kind": "dense"},
+        "batch_size": 1,
+        "seq_len": 96,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "dtype": "float32",
+        "mode": "both",
+    }
+)
+
+
+class Torchrun:
+    """What torchrun sets up for two ranks: this process is rank 0, `agent` is rank 1."""
+
+    def __init__(self, monkeypatch, folder):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in {**shared, "RANK": "0", "DILABENCH_LOCK_DIR": str(folder)}.items():
+            monkeypatch.setenv(name, value)
+        path = f"{ROOT}:{Path(__file__).parent / 'on_ranks'}"
+        environment = {**os.environ, **shared, "RANK": "1", "PYTHONPATH": path}
+        self.agent = subprocess.Popen([sys.executable, "-c", AGENT], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def torchrun(monkeypatch, tmp_path):
+    started = Torchrun(monkeypatch, tmp_path)
+    yield started
+    started.agent.kill()
+    started.agent.communicate()
+
+
+@pytest.fixture
+def nodes(torchrun):
+    with gathered(Rank.from_environment()) as found:
+        yield found
+
+
+@pytest.fixture(params=["this machine", "torchrun"])
+def place(request):
+    return ThisMachine() if request.param == "this machine" else request.getfixturevalue("nodes")
+
+
+@contextlib.contextmanager
+def group_at(place):
+    group = start_worker("tests@2", SETTINGS, place)
+    try:
+        yield group
+    finally:
+        group.kill()
+
+
+def asked(target):
+    case = Case(implementation="ring", backend="math", workload=ONE, world_size=2)
+    backend = BackendSpec(
+        name="math", target="dilabench.backends.math:attend", backward_target="dilabench.backends.math:attend_backward"
+    )
+    return CaseSpec(case=case, target=target, backend=backend, seed=3)
+
+
+def prepared(group, target, timeout_s=60.0):
+    spec = asked(target)
+    group.ask("prepare", spec.handle, timeout_s=timeout_s, spec=spec.model_dump(mode="json"))
+    return spec.handle
+
+
+def test_ranks_verify_and_weigh_a_case_wherever_they_are(place):
+    with group_at(place) as group:
+        handle = prepared(group, "dilabench.impls.ring.ring:build")
+        reply = group.ask("verify", handle, timeout_s=60)
+        assert reply.verification.passed, reply.why
+        assert {check.name for check in reply.verification.checks} >= {"out", "lse", "dq", "dk", "dv"}
+        # This rank's q, k, v and dout: 48 rows of (4 + 2 + 2 + 4) heads.
+        assert group.ask("memory", handle, timeout_s=60).memory.inputs_bytes == 48 * 12 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raising", "rank 1: ArithmeticError: the root cause"),
+        ("killed", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
+    ],
+)
+def test_what_goes_wrong_on_a_rank_is_told_and_the_next_group_works(place, how, why):
+    with group_at(place) as group:
+        with pytest.raises(WorkerFailure, match=why) as failed:
+            prepared(group, f"failing:build_{how}")
+        assert failed.value.died
+        assert not group.alive
+    with group_at(place) as group:
+        assert prepared(group, "dilabench.impls.ring.ring:build")
+
+
+def test_a_rank_that_does_not_answer_is_ended(place):
+    with group_at(place) as group:
+        started = time.monotonic()
+        with pytest.raises(WorkerFailure, match="no answer to 'prepare' within 2 s"):
+            prepared(group, "failing:build_slow", timeout_s=2.0)
+        assert time.monotonic() - started < 60
+        assert not group.alive
+
+
+def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_later_group(torchrun, nodes):
+    with group_at(nodes) as group:
+        torchrun.agent.send_signal(signal.SIGKILL)
+        torchrun.agent.wait()
+        deadline = time.monotonic() + 60
+        while group.alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(WorkerFailure, match="rank 1: the "):
+            prepared(group, "dilabench.impls.ring.ring:build")
+    with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone"):
+        start_worker("tests@2", SETTINGS, nodes)
+
+
+def test_agents_end_with_rank_0_and_say_when_it_was_not_planned(torchrun):
+    with gathered(Rank.from_environment()) as nodes:
+        nodes._agents[1].close()
+        _, told = torchrun.agent.communicate(timeout=60)
+    assert torchrun.agent.returncode == 130
+    assert "rank 1: rank 0 is gone; its workers here were ended" in told
+
+
+def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):
+    with gathered(Rank.from_environment()) as nodes:
+        group = start_worker("tests@2", SETTINGS, nodes)
+        pids = [rank.hello.pid for rank in group._ranks]
+        group.kill()
+    assert torchrun.agent.wait(timeout=60) == 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_ranks_without_a_gpu_or_of_another_version_are_refused(nodes):
+    assert nodes.machine(Machine(device="cpu")).device == "cpu"
+    with pytest.raises(EnvironmentNotReady, match=r"rank 0 on .* needs GPU 0, 0 visible"):
+        nodes.machine(Machine(device="cuda"))
+    nodes._agents[1].facts["versions"] = {"dilabench": "0.0.1", "torch": "2.0"}
+    with pytest.raises(EnvironmentNotReady, match=r"rank 1 on .* has .*0\.0\.1.*; install the same on every machine"):
+        nodes.machine(Machine(device="cpu"))
+
+
+def test_torchrun_decides_how_many_ranks_there_are(nodes):
+    assert asking_all(RunRequest(suite="ring"), nodes).nproc == 2
+    assert asking_all(RunRequest(suite="ring"), None).nproc == 1
+    with pytest.raises(ConfigError, match="--nproc 3 asks for more ranks than torchrun started"):
+        asking_all(RunRequest(suite="ring", nproc=3), nodes)
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "2"), ("RANK", "x"), ("MASTER_PORT", "http")])
+def test_variables_that_make_no_sense_are_refused(monkeypatch, name, value):
+    fields = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for key, text in {**fields, name: value}.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(EnvironmentNotReady, match=f"{name}.*torchrun"):
+        Rank.from_environment()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Rank.from_environment() is None
+
+
+def test_the_first_process_of_another_machine_holds_its_lock(monkeypatch, tmp_path):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    machine = Machine(device="cpu")
+
+    def is_locked_by(local_rank, where):
+        meeting = Meeting(("127.0.0.1", 1), b"", where)
+        with contextlib.ExitStack() as held:
+            _Agent(Rank(8, 16, local_rank, "127.0.0.1", 1), meeting, machine, held)._lock("this run")
+            with lock_path(machine).open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+        return False
+
+    assert is_locked_by(0, "another machine")
+    assert not is_locked_by(1, "another machine")
+    assert not is_locked_by(0, machine_id())

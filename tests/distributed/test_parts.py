@@ -1,0 +1,47 @@
+"""Calls over ranks with a part left out, and the bytes of every part by formula."""
+
+import pytest
+
+from dilabench.distributed.launch import launch
+from dilabench.distributed.model import joined_bytes, received_bytes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", ["ring-overlap", "zigzag-ring", "ring-allgather", "ulysses"])
+def test_a_part_alone_does_that_part_and_nothing_else(name):
+    import part_cases
+    import ring_cases
+
+    for whole, computation, communication in launch(part_cases.ablated, 2, [name, ring_cases.workload()]):
+        assert whole[0] > 0
+        assert whole[1] > 0
+        assert computation == (whole[0], 0)
+        assert communication == (0, whole[1])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_received_bytes_are_those_of_the_formulas(ranks):
+    import part_cases
+    import ring_cases
+
+    nested = ring_cases.dilated([24, 48, 96], [1, 2, 4], offset_by="kv_head")
+    names = ("ring", "zigzag-ring", "ring-allgather", "ulysses")
+    calls = [
+        (name, ring_cases.workload(seq_len=96, num_kv_heads=4, causal=causal, pattern=pattern))
+        for causal in (True, False)
+        for name, pattern in [*((name, {"kind": "dense"}) for name in names), ("ring-allgather", nested)]
+    ]
+    found = launch(part_cases.received, ranks, [calls])
+    for index, (name, one) in enumerate(calls):
+        for mode in ("forward", "backward", "both"):
+            most = max(rank[index][mode] for rank in found)
+            assert received_bytes(one.replace(mode=mode), name, ranks) == most, (name, one.causal, mode)
+
+
+def test_joined_bytes_are_those_of_whole_tensors():
+    import part_cases
+    import ring_cases
+
+    one = ring_cases.workload()
+    assert launch(part_cases.joined, 2, [one]) == [joined_bytes(one, 2)] * 2
