@@ -1,32 +1,39 @@
-"""Suites `ring` and `distributed`: several ranks against one device, beside what is possible at best."""
+"""Suite `ring`: several ranks against one device, beside what is possible at best."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.distributed.model import load_balance, received_bytes
+from dilabench.analysis.beside_one_device import MODES, Comparison, comparisons, median_ns
+from dilabench.analysis.exposure import expected_bytes, exposure, ideal, rank_medians_ns
+from dilabench.distributed.model import load_balance
 from dilabench.reporters import figures
-from dilabench.reporters.rows import location, pattern_text
+from dilabench.reporters.rows import implementation_text, pattern_text, row_name
 from dilabench.results import Measured, Row, RunRecord
 from dilabench.sections import Section
-from dilabench.stats.derive import speedup, tokens_per_second
-from dilabench.units import format_bytes, format_count
+from dilabench.stats.derive import gigabytes_per_second, tokens_per_second
+from dilabench.units import format_bytes
 
-SINGLE = "single"
-MODES = ("forward", "backward", "both")
-NONE = "–"
-MEANING = (
-    "λ is mean over maximum of the ranks' work: the efficiency that free communication would leave. Bytes are those of "
-    "one call at the rank that receives most."
-)
+TEXT_COLUMNS = ("workload", "mode", "implementation", "fastest", "next", "least memory")
 TIMES = (
+    "workload",
+    "mode",
+    "devices",
+    "forward",
+    "backward",
+    "total",
+    "tok/s",
+    "speed-up fwd, bwd, total",
+    "efficiency",
+)
+IDEAL = (
     "workload",
     "implementation",
     "ranks",
-    "single fwd + bwd = total",
-    "parallel fwd + bwd = total",
-    "tok/s",
-    "speed-up",
-    "efficiency",
+    "computation alone",
+    "communication alone",
+    "exposed (95 % CI)",
+    "overlap",
+    "ideal",
+    "efficiency / ideal",
 )
 BALANCE = (
     "workload",
@@ -36,118 +43,126 @@ BALANCE = (
     "efficiency / λ",
     "received, formula",
     "received, counted",
-    "slowest / fastest rank",
+    "GB/s",
+    "median of each rank",
     "peak per rank",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A parallel implementation on one workload, and the single device: rows by mode."""
-
-    parallel: dict[str, Row]
-    single: dict[str, Row]
-
-    @property
-    def total(self) -> Row | None:
-        """The row that speed-up is taken from: forward and backward together where that was measured."""
-        shared = [mode for mode in reversed(MODES) if mode in self.parallel and mode in self.single]
-        return self.parallel[shared[0]] if shared else None
-
-    @property
-    def efficiency(self) -> float:
-        """T_single / (P · T_parallel)."""
-        row = self.total
-        assert row is not None
-        return self.gain / row.case.world_size
-
-    @property
-    def gain(self) -> float:
-        """T_single / T_parallel."""
-        row = self.total
-        assert row is not None
-        return speedup(_median(self.single[row.case.workload.mode]), _median(row))
+IDEAL_MEANING = (
+    "Parts were timed in turns with the whole call. Exposed communication = whole call - computation alone; overlap is "
+    "the share of communication alone that this leaves hidden. Ideal efficiency = λ · T_comp / (T_comp + T_exposed), "
+    "T_comp = T_single / P, T_exposed = max(0, V/B - T_local): V the received bytes by formula, B those counted over "
+    "communication alone, T_local the part of T_comp that needs no key still under way."
+)
+BALANCE_MEANING = (
+    "λ is mean over maximum of the ranks' work: the efficiency that free communication would leave. Bytes are those of "
+    "one call at the rank that receives most; GB/s are those bytes over communication alone."
+)
+NONE = figures.ABSENT
+OUTSIDE = "cutting whole tensors into shards and joining results is outside the timed call"
+INSIDE = "each timed call begins and ends with whole tensors on every rank: cutting and joining are inside"
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """Speed-up and parallel efficiency with λ, the best that any communication allows; nothing without both sides."""
-    found = [one for one in comparisons(record) if one.total is not None]
+    """Speed-up and efficiency, exposed communication against the ideal, balance and traffic; nothing without rows."""
+    found = comparisons(record)
     if not found:
         return ()
     best = max(found, key=lambda one: one.efficiency)
-    assert best.total is not None
-    case = best.total.case
+    case = best.row.case
+    sharding = {INSIDE if one.row.case.optimizations.sharding_inside else OUTSIDE for one in found}
     sentence = (
         f"Best parallel efficiency: {best.efficiency:.0%} of {case.world_size} ranks, {case.implementation} at "
         f"{case.workload.label()} ({figures.ratio(best.gain)} one device). Times are the slowest rank's of each "
-        "sample; cutting tensors into shards is outside them."
+        f"sample; {'; '.join(sorted(sharding))}."
     )
+    name = namer(found)
     return (
-        _section("Several ranks against one device", sentence, TIMES, [tuple(_times(one)) for one in found]),
-        _section("Balance and traffic of each rank", MEANING, BALANCE, [tuple(_balance(one)) for one in found]),
+        section("Several ranks against one device", sentence, TIMES, _times(found, name)),
+        *_ideal_section(found, name),
+        section("Balance and traffic of each rank", BALANCE_MEANING, BALANCE, (_balance(one, name) for one in found)),
     )
 
 
-def _section(title: str, sentence: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Section:
-    numeric = frozenset(columns[2:])
-    return Section(title=title, sentence=sentence, columns=columns, rows=tuple(rows), numeric=numeric)
+def section(title: str, sentence: str, columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Section:
+    """A section whose columns are figures but for what names a row."""
+    numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
+    return Section(title=title, sentence=sentence, columns=columns, rows=tuple(map(tuple, rows)), numeric=numeric)
 
 
-def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
-    """Every parallel implementation per workload (whatever the mode) and number of ranks, in the record's order."""
-    singles: dict[str, dict[str, Row]] = {}
-    parallels: dict[tuple[str, str, str | None, int], dict[str, Row]] = {}
-    for row in record.rows:
-        if not isinstance(row.outcome, Measured) or location(row) is None:
-            continue
-        case, shape = row.case, row.case.workload.replace(mode="both").model_dump_json()
-        if row.planned.labels.get("role") == SINGLE:
-            singles.setdefault(shape, {})[case.workload.mode] = row
-        else:
-            key = shape, case.implementation, case.backend, case.world_size
-            parallels.setdefault(key, {})[case.workload.mode] = row
-    return tuple(Comparison(rows, singles.get(key[0], {})) for key, rows in parallels.items())
+def workload_text(row: Row) -> str:
+    """The workload without its mode."""
+    return f"{row.case.workload.label()}, {pattern_text(row.case.workload.pattern)}"
 
 
-def _times(one: Comparison) -> Iterator[str]:
-    row = one.total
-    assert row is not None
-    yield from _name(row)
-    yield _by_mode(one.single)
-    yield _by_mode(one.parallel)
-    yield format_count(round(tokens_per_second(row.case.workload.tokens, _median(row))))
-    yield figures.ratio(one.gain)
-    yield f"{one.efficiency:.1%}"
+def namer(found: Sequence[Comparison]) -> Callable[[Row], str]:
+    """What rows are called: by their backend, too, where there are several."""
+    backends = {row.case.backend for one in found for row in (*one.parallel.values(), *one.single.values())}
+    return row_name if len(backends) > 1 else lambda row: implementation_text(row.case)
 
 
-def _balance(one: Comparison) -> Iterator[str]:
-    row = one.total
-    assert row is not None
-    assert isinstance(row.outcome, Measured)
-    case, outcome, counters = row.case, row.outcome, row.outcome.counters
+def _times(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[Iterator[str]]:
+    """For each workload the single device, then everything parallel."""
+    shown = []
+    for one in found:
+        single = sorted(row.case.case_id for row in one.single.values())
+        if single not in shown:
+            shown.append(single)
+            yield _line(one.single, f"single: {name(next(iter(one.single.values())))}", (NONE, NONE))
+        gains = [NONE if gain is None else figures.ratio(gain) for gain in map(one.gain_in, MODES)]
+        yield _line(one.parallel, f"parallel: {name(one.row)}", (" ".join(gains), f"{one.efficiency:.1%}"))
+
+
+def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[str]:
+    row = next(iter(rows.values()))
+    # The rate is that of forward and backward together, or of the one mode that was asked for.
+    total = row if len(rows) == 1 else rows.get("both")
+    yield workload_text(row)
+    yield mode
+    yield str(row.case.world_size)
+    yield from (figures.latency(median_ns(rows[mode])) if mode in rows else NONE for mode in MODES)
+    yield NONE if total is None else figures.decimal(tokens_per_second(row.case.workload.tokens, median_ns(total)))
+    yield from gain
+
+
+def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[Section]:
+    """Nothing for a record without diagnostics."""
+    told = [one for one in found if exposure(one.row).computation_ns is not None]
+    if told:
+        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, (_ideal(one, name) for one in told))
+
+
+def _ideal(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
+    found, best = exposure(one.row), ideal(one.row, median_ns(one.single_row))
+    yield from (workload_text(one.row), name(one.row), str(one.row.case.world_size))
+    yield _signed(found.computation_ns)
+    yield _signed(found.communication_ns)
+    low, high = (found.interval.low, found.interval.high) if found.interval else (None, None)
+    yield f"{_signed(found.exposed_ns)} ({'n<5, no CI' if low is None else f'{_signed(low)} to {_signed(high)}'})"
+    yield NONE if found.overlap is None else f"{found.overlap:.0%}"
+    yield NONE if best is None else f"{best:.1%}"
+    yield NONE if best is None else f"{one.efficiency / best:.1%}"
+
+
+def _balance(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
+    case, outcome = one.row.case, one.row.outcome
+    assert isinstance(outcome, Measured)
     balance = load_balance(case.workload, case.implementation, case.world_size)
-    formula = received_bytes(case.workload, case.implementation, case.world_size)
-    slowest, fastest = counters.get("slowest_rank_ns"), counters.get("fastest_rank_ns")
-    yield from _name(row)
+    formula = expected_bytes(one.row)
+    counted = outcome.counters.get("received_bytes", 0)
+    alone_ns = exposure(one.row).communication_ns
+    yield from (workload_text(one.row), name(one.row), str(case.world_size))
     yield NONE if balance is None else f"{balance:.3f}"
     yield NONE if balance is None else f"{one.efficiency / balance:.1%}"
     yield NONE if formula is None else format_bytes(formula)
-    yield format_bytes(counters.get("received_bytes", 0))
-    yield figures.ratio(slowest / fastest) if slowest and fastest else NONE
+    # What goes past `World`, as other projects send it, is neither counted nor known by formula.
+    yield format_bytes(counted) if counted or formula is not None else NONE
+    yield NONE if alone_ns is None else figures.significant(gigabytes_per_second(counted, alone_ns), 3)
+    yield ", ".join(map(figures.latency, rank_medians_ns(one.row))) or NONE
     yield format_bytes(outcome.memory.peak_bytes) if outcome.memory else NONE
 
 
-def _name(row: Row) -> tuple[str, str, str]:
-    workload = row.case.workload
-    return f"{workload.label()}, {pattern_text(workload.pattern)}", row.case.implementation, str(row.case.world_size)
-
-
-def _by_mode(rows: dict[str, Row]) -> str:
-    parts = [figures.latency(_median(rows[mode])) if mode in rows else NONE for mode in MODES]
-    return f"{parts[0]} + {parts[1]} = {parts[2]}"
-
-
-def _median(row: Row) -> float:
-    found = location(row)
-    assert found is not None
-    return found.median_ns
+def _signed(time_ns: float | None) -> str:
+    """A time, or the difference of two."""
+    if time_ns is None:
+        return NONE
+    return f"{'-' if time_ns < 0 else ''}{figures.latency(abs(time_ns))}"

@@ -31,8 +31,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
         return ()
     row = max(rows, key=computed_tokens)
     tokens = computed_tokens(row)
-    how = "Streamed, {} tokens processed" if _pieces(row) else "Resident, {} tokens as one sequence in memory"
-    sentence = how.format(format_count(tokens)) + f": {tokens / BILLION:.3g} of a billion (2^30)."
+    sentence = _how(row).format(format_count(tokens)) + f": {tokens / BILLION:.3g} of a billion (2^30)."
     lines = tuple(_line(row) for row in rows)
     return (Section(title="Tokens computed", sentence=sentence, columns=COLUMNS, rows=lines, numeric=NUMERIC),)
 
@@ -61,6 +60,21 @@ def computed_tokens(row: Row) -> int:
     return (_pieces(row) or 1) * row.case.workload.tokens if isinstance(row.outcome, Measured) else 0
 
 
+def _how(row: Row) -> str:
+    ranks = row.case.world_size
+    if _pieces(row):
+        return "Streamed, {} tokens processed"
+    if ranks > 1:
+        return f"Resident over {ranks} ranks, {{}} tokens as one sequence in their memories"
+    return "Resident, {} tokens as one sequence in memory"
+
+
+def _form(row: Row) -> str:
+    if _pieces(row):
+        return "streamed"
+    return "resident" if row.case.world_size == 1 else f"resident over {row.case.world_size} ranks"
+
+
 def _pieces(row: Row) -> int:
     return row.outcome.counters.get("stream_pieces", 0) if isinstance(row.outcome, Measured) else 0
 
@@ -81,7 +95,7 @@ def _line(row: Row) -> tuple[str, ...]:
     rows = row.outcome.verification.sampled_rows
     return (
         implementation_text(row.case),
-        "streamed" if _pieces(row) else "resident",
+        _form(row),
         format_count(tokens),
         f"{tokens / BILLION:.3g}",
         format_seconds(spent_ns * 1e-9),

@@ -23,7 +23,7 @@ def steady(clock: Clock = time.monotonic) -> Clock:
 
 
 class Budget:
-    """A total in seconds (None: no limit). What a case leaves over goes to those that still wait.
+    """A total in seconds (None: no limit), from `start` on. What a case leaves over goes to those that still wait.
 
     Half of the time is shared equally, half in proportion to the work, so that long sequences get more.
     """
@@ -31,9 +31,13 @@ class Budget:
     def __init__(self, total_s: float | None, cases: Iterable[Case], clock: Clock) -> None:
         self.total_s = total_s
         self.clock = clock
-        self._started = clock()
         self._work: dict[str, float] = {}
         self.add(cases)
+        self.start()
+
+    def start(self) -> None:
+        """Let the time run from now on, whatever has passed."""
+        self._started = self.clock()
 
     def add(self, cases: Iterable[Case]) -> None:
         """More cases to share with."""
@@ -49,6 +53,11 @@ class Budget:
         if self.total_s is None:
             return inf
         return max(0.0, self.total_s - (self.clock() - self._started))
+
+    @property
+    def waiting(self) -> int:
+        """How many cases have not ended."""
+        return len(self._work)
 
     @property
     def exhausted(self) -> bool:

@@ -12,9 +12,10 @@ from dilabench.bench.buffer_pool import SizedBufferPool
 from dilabench.bench.chunked_queries import build_in_chunks, checkpointed
 from dilabench.bench.commands import CaseSpec
 from dilabench.bench.device import cache_bytes, synchronize
-from dilabench.bench.inputs import InputSet, InputShelf, make_inputs
+from dilabench.bench.inputs import InputSet, InputShelf, make_inputs, rank_seed
 from dilabench.bench.optimizing import compiled, compiling, graphed
 from dilabench.contracts import AttentionFn, BufferPool, Build, BuildContext, LoadedBackend, NoPool, PatternCache
+from dilabench.distributed.sharding import Shards
 from dilabench.distributed.whole import Sharded, Whole
 from dilabench.distributed.world import World
 from dilabench.registry import load_target
@@ -22,18 +23,29 @@ from dilabench.registry import load_target
 MAX_INPUT_SETS = 32
 SLOW_CALL_NS = 200_000_000
 
+# Takes a part away from what an implementation is built with, so that the rest can be timed alone.
+Ablation = Callable[[BuildContext], BuildContext]
+
 
 class PreparedCall:
     """The thing that is verified and timed: gives a fresh call per sample, what belongs to none done before it."""
 
-    def __init__(self, spec: CaseSpec, device: torch.device, shelf: InputShelf, world: World | None = None) -> None:
+    def __init__(
+        self,
+        spec: CaseSpec,
+        device: torch.device,
+        shelf: InputShelf,
+        world: World | None = None,
+        ablation: Ablation | None = None,
+        shards: dict[int, InputSet] | None = None,
+    ) -> None:
         self.spec = spec
         self.device = device
         self.workload = spec.case.workload
         # Offloaded inputs stay on the host; a shelf of their own, because rows beside this one want them on the device.
         self._shelf = InputShelf(torch.device("cpu")) if spec.case.optimizations.offload_inputs else shelf
         self.world = world
-        self._shards: dict[int, InputSet] = {}
+        self._shards: dict[int, InputSet] = {} if shards is None else shards
         self._traffic: dict[str, int] = {}
         self._next = 0
         self._sets = 1
@@ -45,14 +57,16 @@ class PreparedCall:
         self.patterns = PatternCache(options.pattern_cache_entries)
         self.buffers: BufferPool = SizedBufferPool(options.buffer_pool_bytes) if options.buffer_pool_bytes else NoPool()
         build, backend = self._timed("import", self._load)
-        self.context = BuildContext(
+        context = BuildContext(
             device=device, backend=backend, world=world, patterns=self.patterns, buffers=self.buffers
         )
+        self.context = ablation(context) if ablation else context
         built: AttentionFn = self._timed("build", lambda: self._built(build))
         self._unoptimized = built
         self.module = built if isinstance(built, torch.nn.Module) else None
         self._timed("inputs", lambda: self.inputs(0))
-        self.function = self._timed("optimize", lambda: self._optimized(built))
+        self._sharded = self._timed("optimize", lambda: self._optimized(built))
+        self.function = self.whole if self._takes_whole else self._sharded
         self._timed("first_call", self._call_once)
         self.call_ns = self._estimate_ns()
 
@@ -89,26 +103,41 @@ class PreparedCall:
     def inputs(self, index: int) -> InputSet:
         """Input set number `index`; set 0 is the one that every implementation of the cell shares.
 
-        Of several ranks each has its shards of the same set.
+        Of several ranks each draws its own shards: a sequence over ranks may fit into none of them. With sharding
+        inside the call all have the same whole tensors.
         """
-        if self.world is not None:
-            return self._shard(index)
+        if self.world is not None and not self._takes_whole:
+            return self._shard(index, self.world)
         return self._shelf.get(self.workload, self.spec.takes, self.spec.seed + index)
 
-    def _shard(self, index: int) -> InputSet:
+    def _shard(self, index: int, world: World) -> InputSet:
         if index not in self._shards:
-            whole = make_inputs(self.workload, self.spec.takes, self.spec.seed + index, self.device)
-            cut = Whole(cast(Sharded, self._unoptimized), self.workload.layout == "packed")
-            parts = [x.detach().requires_grad_(x.requires_grad) for x in cut.shards_of(*whole.distinct)]
-            self._shards[index] = InputSet(*parts) if len(parts) == 3 else InputSet(parts[0], parts[0], parts[0])
+            rows = self.shards.rows[world.rank]
+            seed = rank_seed(self.spec.seed + index, world.rank)
+            self._shards[index] = make_inputs(self.workload, self.spec.takes, seed, self.device, rows)
         return self._shards[index]
+
+    @property
+    def shards(self) -> Shards:
+        """Which positions each rank holds, of several ranks."""
+        return cast(Sharded, self._unoptimized).shards
 
     @property
     def whole(self) -> AttentionFn:
         """The function of whole tensors: what verification calls. The function itself unless there are ranks."""
         if self.world is None:
             return self.function
-        return Whole(cast(Sharded, self.function), self.workload.layout == "packed")
+        return Whole(cast(Sharded, self._sharded), self.workload.layout == "packed")
+
+    @property
+    def _takes_whole(self) -> bool:
+        return self.world is not None and self.spec.case.optimizations.sharding_inside
+
+    def ablated(self, ablation: Ablation) -> "PreparedCall":
+        """The call without a part of it, on the same inputs; what it computes is wrong, so only its time is of use."""
+        other = PreparedCall(self.spec, self.device, self._shelf, self.world, ablation, self._shards)
+        other._sets = self._sets
+        return other
 
     def rotate(self) -> int:
         """Use so many input sets in turn that none is still in the GPU's L2 when it comes again; how many.
@@ -141,7 +170,9 @@ class PreparedCall:
         """A random gradient of the output, made once."""
         if self._dout is None:
             query = self.inputs(0).q
-            generator = torch.Generator(query.device).manual_seed(self.spec.seed + 2**31)
+            rank = self.world.rank if self.world and not self._takes_whole else 0
+            seed = rank_seed(self.spec.seed + 2**31, rank)
+            generator = torch.Generator(query.device).manual_seed(seed)
             self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=query.dtype)
         return self._dout
 
@@ -185,7 +216,8 @@ class PreparedCall:
                 raise ValueError("cuda_graph=true needs a CUDA device; leave it out on a CPU")
             # Capturing calls the function, so that it is compiled there already.
             with compiling(self._optimized_counters) if options.compile else nullcontext():
-                function, held_bytes = graphed(function, self.inputs(0))
+                samples = self._shard(0, self.world) if self.world else self.inputs(0)
+                function, held_bytes = graphed(function, samples)
             self._optimized_counters["cuda_graph_bytes"] = held_bytes
         return function
 

@@ -7,7 +7,7 @@ from dilabench.bench.claims import unproven_backend
 from dilabench.bench.clocks import COOL_DOWN_REASONS
 from dilabench.bench.commands import case_spec, worker_key
 from dilabench.bench.contender import Contender
-from dilabench.bench.method import LAUNCH_BOUND
+from dilabench.bench.method import LAUNCH_BOUND, MIN_TURNS
 from dilabench.bench.recheck import SLOTS_ALONE, interference
 from dilabench.bench.rounds import Rounds
 from dilabench.bench.station import Station
@@ -17,7 +17,11 @@ from dilabench.results import Failed, Note, PlannedCase, Row, Verification
 GRAPH_ROUNDS = 10
 MEMORY_CALLS = 6
 FRESH_PROCESS_S = 0.1
+SHARE_KEPT_FOR_TIMING = 0.25
 THROTTLED_SHARE = 0.2
+DIAGNOSING_SHARE = 0.25
+CALLS_PER_TURN = 3
+CALLS_BEFORE_TURNS = 12
 
 
 class CellRun:
@@ -37,16 +41,27 @@ class CellRun:
 
     def rows(self) -> Iterator[Row]:
         """The rows of the cell, each as soon as it is certain."""
-        deadline = self._deadline(self.contenders)
-        ready = []
-        for contender in self.contenders:
-            if self._qualify(contender):
+        started, deadline = self._station.budget.clock(), self._deadline(self.contenders)
+        last_call = started + (1 - SHARE_KEPT_FOR_TIMING) * (deadline - started)
+        ready: list[Contender] = []
+        for contender in sorted(self.contenders, key=self._compiles):
+            if ready and self._compiles(contender) and self._station.budget.clock() > last_call:
+                # Whoever compiles for minutes takes no time from those that are ready.
+                contender.outcome = self._station.budget_skip("before its turn")
+                yield self._row(contender)
+            elif self._qualify(contender):
                 ready.append(contender)
             elif not self._crowded(contender):
                 yield self._row(contender)
         yield from self._measured(ready, deadline)
         for contender in [one for one in self.contenders if self._crowded(one)]:
             yield from self._alone(contender)
+
+    def _compiles(self, contender: Contender) -> bool:
+        """Its first call may take tens of seconds."""
+        case, catalogue = contender.case, self._station.catalogue
+        kernel = case.backend is not None and catalogue.backends.get(case.backend).compiles
+        return case.optimizations.compile or kernel or catalogue.implementations.get(case.implementation).compiles
 
     def _crowded(self, contender: Contender) -> bool:
         """Memory ran out while other cases of the cell were there, too: it deserves a try alone."""
@@ -111,20 +126,30 @@ class CellRun:
         return budget.clock() + budget.share_s([one.case for one in contenders])
 
     def _measured(self, contenders: Sequence[Contender], deadline: float) -> Iterator[Row]:
-        """Time the contenders, free them, then weigh each in a process of its own."""
+        """Time the contenders, free them, and weigh each: on a CPU in a process of its own."""
         station = self._station
-        weighing_s = sum(MEMORY_CALLS * one.call_ns * 1e-9 + FRESH_PROCESS_S for one in contenders)
-        share_s = max(0.0, deadline - station.budget.clock() - weighing_s)
-        Rounds(station, contenders, self._random).take(station.method.timer, share_s)
+        over_ranks = self.contenders[0].case.world_size > 1 and station.method.max_turns > 0
+        diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
+        later_calls = MEMORY_CALLS + over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
+        later_s = sum(later_calls * one.call_ns * 1e-9 + FRESH_PROCESS_S for one in contenders)
+        share_s = max(0.0, deadline - station.budget.clock() - later_s)
+        Rounds(station, contenders, self._random).take(station.method.timer, share_s * (1 - diagnosing_share))
         self._recheck([one for one in contenders if one.running])
         self._graph([one for one in contenders if one.running], share_s)
+        on_cuda = station.pool.settings.device == "cuda"
+        for contender in contenders:
+            self._check_samples(contender)
+            if on_cuda and contender.running:
+                self._weigh_here(contender)
+        # Last of all: should a part fail and take the ranks along, every row has what it needs.
+        if over_ranks:
+            self._diagnose([one for one in contenders if one.running], share_s * diagnosing_share)
         for contender in contenders:
             station.release(contender)
         for contender in contenders:
             if self._crowded(contender):
                 continue
-            self._check_samples(contender)
-            if contender.running:
+            if contender.running and not on_cuda:
                 self._weigh(contender)
             yield self._row(contender)
 
@@ -158,6 +183,22 @@ class CellRun:
         if timer is not None and bound:
             Rounds(self._station, bound, self._random).take(timer, share_s / 4, GRAPH_ROUNDS)
 
+    def _diagnose(self, contenders: Sequence[Contender], share_s: float) -> None:
+        """Time the parts of calls over ranks. What goes wrong here is a note: the row was measured before."""
+        station = self._station
+        for contender in contenders:
+            seconds = min(share_s / len(contenders), station.method.sampling_s)
+            affordable = seconds * 1e9 / (CALLS_PER_TURN * contender.call_ns)
+            turns = int(min(station.method.max_turns, max(MIN_TURNS, affordable)))
+            if not self._affordable(contender, CALLS_BEFORE_TURNS + CALLS_PER_TURN * turns):
+                contender.notes.append(_undiagnosed("the budget left no time for it"))
+                continue
+            station.progress.stage_started(contender.case, "time")
+            try:
+                contender.diagnostics = station.diagnostics(contender, turns)
+            except WorkerFailure as failure:
+                contender.notes.append(_undiagnosed(failure.why))
+
     def _check_samples(self, contender: Contender) -> None:
         """A case without samples has no time; one with few says so, and so does one measured on a throttled GPU."""
         if not contender.running:
@@ -180,12 +221,21 @@ class CellRun:
                 Note(code="throttled", message=message, observed=heated, threshold=THROTTLED_SHARE, hint=hint)
             )
 
+    def _weigh_here(self, contender: Contender) -> None:
+        """Peak memory of one call on a GPU: the allocator's count knows what was there before, in any process."""
+        if not self._affordable(contender, MEMORY_CALLS):
+            contender.notes.append(_unweighed())
+            return
+        self._station.progress.stage_started(contender.case, "memory")
+        reply = self._station.ask(contender, "memory", "memory")
+        if reply is not None:
+            contender.memory = reply.memory
+
     def _weigh(self, contender: Contender) -> None:
-        """Peak memory of one call in a process where nothing else ran."""
+        """Peak memory of one call in a process where nothing else ran: on a CPU the process is all that is counted."""
         station = self._station
         if not self._affordable(contender, MEMORY_CALLS):
-            message = "the budget left no time to measure memory in a process of its own"
-            contender.notes.append(Note(code="no_memory_pass", message=message))
+            contender.notes.append(_unweighed())
             return
         station.progress.stage_started(contender.case, "memory")
         contender.alone = True
@@ -206,3 +256,12 @@ class CellRun:
     def _row(self, contender: Contender) -> Row:
         self._station.budget.done(contender.case)
         return contender.row()
+
+
+def _unweighed() -> Note:
+    return Note(code="no_memory_pass", message="the budget left no time to measure memory")
+
+
+def _undiagnosed(why: str) -> Note:
+    message = f"communication and computation were not timed alone: {why}"
+    return Note(code="undiagnosed", message=message)

@@ -6,11 +6,11 @@ from pydantic import Field
 
 from dilabench.machine import DeviceKind
 from dilabench.registry import Catalogue, Timer
-from dilabench.results import Case, KernelUse, Memory, Note, Slot, Verification
+from dilabench.results import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.spec import Model, content_hash
 
 CommandName = Literal[
-    "prepare", "verify", "kernels", "warm_up", "slot", "memory", "ceilings", "release", "alone", "stream"
+    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "alone", "stream"
 ]
 
 
@@ -52,9 +52,13 @@ class TimerSpec(Model):
 
 
 class WorkerSettings(Model):
-    """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at the file `store`."""
+    """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at `store`.
+
+    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`.
+    """
 
     device: DeviceKind
+    gpu: int = 0
     rank: int = 0
     world_size: int = 1
     store: str = ""
@@ -132,6 +136,7 @@ class Reply(Model):
     alone: AloneResult | None = None
     ceilings: dict[str, float] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
     notes: tuple[Note, ...] = ()
 
 

@@ -7,6 +7,7 @@ from dilabench.bench.warmup import lower_quartile
 from dilabench.bench.workers import Worker
 from dilabench.results import (
     Case,
+    Diagnostic,
     Failed,
     KernelUse,
     Measured,
@@ -69,6 +70,7 @@ class Contender:
     kernels: tuple[KernelUse, ...] = ()
     runs: dict[str, TimerRun] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None
     notes: list[Note] = field(default_factory=list)
     outcome: Skipped | Failed | None = None
@@ -100,6 +102,7 @@ class Contender:
             kernels=self.kernels,
             setup_ns=self.setup_ns,
             counters=self.counters,
+            diagnostics=self.diagnostics,
             notes=tuple(dict.fromkeys([*timer_notes, *self.notes])),
         )
         return Row(planned=self.planned, outcome=measured)

@@ -31,10 +31,11 @@ from dilabench.bench.inputs import InputShelf
 from dilabench.bench.ledger import kernel_ledger
 from dilabench.bench.memory import measure_memory
 from dilabench.bench.optimizing import OptimizationUnusableError
+from dilabench.bench.parts import time_parts
 from dilabench.bench.timing import SampleTimer, TimerUnusableError
 from dilabench.bench.verification import CaseVerifier
 from dilabench.bench.warmup import WarmUpLimits, WarmUpResult, warm_up
-from dilabench.distributed.launch import file_store
+from dilabench.distributed.launch import meeting_store
 from dilabench.distributed.world import World
 from dilabench.registry import load_target
 from dilabench.results import Slot
@@ -50,7 +51,7 @@ class Desk:
         gc.freeze()
         self._settings = settings
         self._world: World | None = None
-        self.device = torch_device(settings.device, settings.rank)
+        self.device = torch_device(settings.device, settings.gpu)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._calls: dict[str, PreparedCall] = {}
@@ -65,6 +66,7 @@ class Desk:
             "kernels": self._kernels,
             "warm_up": self._warm_up,
             "slot": self._slot,
+            "diagnose": self._diagnose,
             "memory": self._memory,
             "ceilings": self._ceilings,
             "release": self._release,
@@ -95,7 +97,7 @@ class Desk:
         """The world of this worker's ranks, met at the first case; None for a worker that is alone."""
         settings = self._settings
         if settings.world_size > 1 and self._world is None:
-            store = file_store(settings.store, settings.world_size)
+            store = meeting_store(settings.store, settings.world_size)
             self._world = World.join(
                 store, settings.rank, settings.world_size, self.device, timeout_s=settings.rank_timeout_s
             )
@@ -154,8 +156,17 @@ class Desk:
         )
         return Reply(slot=slot, notes=timer.notes(), counters=self._calls[command.handle].counters())
 
+    def _diagnose(self, command: Command) -> Reply:
+        spec = TimerSpec.model_validate(command.arguments["timer"])
+        with _no_collection():
+            parts = time_parts(self._calls[command.handle], load_target(spec.target), command.arguments["turns"])
+        gc.collect()
+        release_cached(self.device)
+        return Reply(diagnostics=parts)
+
     def _memory(self, command: Command) -> Reply:
-        isolated = len(self._calls) == 1
+        # An allocator's count leaves out what was there before, the resident set of a process does not.
+        isolated = self.device.type == "cuda" or len(self._calls) == 1
         return Reply(memory=measure_memory(self._calls[command.handle], isolated))
 
     def _ceilings(self, command: Command) -> Reply:
@@ -166,7 +177,7 @@ class Desk:
     def _alone(self, command: Command) -> Reply:
         spec = CaseSpec.model_validate(command.arguments["spec"])
         limit_bytes, seconds = command.arguments["limit_bytes"], command.arguments["seconds"]
-        return Reply(alone=measure_alone(spec, self.device, limit_bytes, seconds))
+        return Reply(alone=measure_alone(spec, self.device, limit_bytes, seconds, self._joined()))
 
     def _stream_on(self, command: Command) -> Reply:
         """The first of these commands brings the case, later ones more pieces of it, the last one no count."""

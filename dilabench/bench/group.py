@@ -5,48 +5,47 @@ ranks, verification is the first that failed, everything else is rank 0's. When 
 waiting for it in a collective; they are given a moment to say what they know, then ended, and the first reason is told.
 """
 
-import contextlib
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from dilabench.bench.commands import CommandName, Prepared, Reply, WorkerSettings
+from dilabench.bench.commands import AloneResult, CommandName, Prepared, Reply, WorkerSettings
+from dilabench.bench.place import Place, ThisMachine
 from dilabench.bench.workers import Worker, WorkerFailure
 from dilabench.distributed.failures import tells_of_another
-from dilabench.results import Slot
+from dilabench.results import Diagnostic, Slot
 
 GRACE_S = 5.0
 
 
-def start_worker(key: str, settings: WorkerSettings) -> Worker:
-    """The worker of a key: one process, or a group of N where the key ends in '@N'."""
+def start_worker(key: str, settings: WorkerSettings, place: Place | None = None) -> Worker:
+    """The worker of a key: one process here, or a group of N where the key ends in '@N', at a place (or here)."""
     _, _, ranks = key.partition("@")
-    return GroupWorker(key, settings, int(ranks)) if ranks else Worker(key, settings)
+    return GroupWorker(key, settings, int(ranks), place or ThisMachine()) if ranks else Worker(key, settings)
 
 
 class GroupWorker(Worker):
     """`Worker` over several ranks."""
 
-    def __init__(self, key: str, settings: WorkerSettings, size: int) -> None:
+    def __init__(self, key: str, settings: WorkerSettings, size: int, place: Place) -> None:
         self.key = key
         self.handles: set[str] = set()
-        self._folder = tempfile.TemporaryDirectory(prefix="dilabench-ranks-")
-        # gloo would otherwise look the host's name up, which not every machine can.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = str(Path(self._folder.name, "store"))
+        self._place = place
+        self._store = place.open_store()
         self._ranks: list[Worker] = []
-        try:
-            for rank in range(size):
-                own = settings.model_copy(update={"rank": rank, "world_size": size, "store": store})
-                self._ranks.append(Worker(f"{key}#{rank}", own))
-        except BaseException:
-            self.kill()
-            raise
+        own = [
+            settings.model_copy(update={"rank": rank, "world_size": size, "store": self._store}) for rank in range(size)
+        ]
+        with ThreadPoolExecutor(size) as threads:
+            started = [threads.submit(place.start, f"{key}#{rank}", one) for rank, one in enumerate(own)]
+        self._ranks = [one.result() for one in started if one.exception() is None]
+        for rank, one in enumerate(started):
+            if (error := one.exception()) is not None:
+                self.kill()
+                if isinstance(error, WorkerFailure):
+                    raise WorkerFailure(f"rank {rank}: {error.why}", died=True, traceback=error.traceback)
+                raise error
         self.hello = self._ranks[0].hello
 
     @property
@@ -74,8 +73,7 @@ class GroupWorker(Worker):
         """End all ranks, at once."""
         for worker in self._ranks:
             worker.kill()
-        with contextlib.suppress(OSError):
-            self._folder.cleanup()
+        self._place.close_store(self._store)
 
     def _wait(self, answers: Sequence[Future[Reply]]) -> dict[int, tuple[float, WorkerFailure]]:
         """Until all have answered, or a while after the first that failed; failures by rank, with their time."""
@@ -139,11 +137,16 @@ def _merged(replies: Sequence[Reply]) -> Reply:
     if first.slot is not None:
         slots = [reply.slot for reply in replies if reply.slot is not None]
         changes["slot"] = _slowest_samples(slots)
-        changes["counters"] = _largest([reply.counters for reply in replies]) | _spread(slots)
+        changes["counters"] = _largest([reply.counters for reply in replies])
+    if first.diagnostics:
+        parts = zip(*(reply.diagnostics for reply in replies), strict=True)
+        changes["diagnostics"] = tuple(_slowest_diagnostic(part) for part in parts)
     if first.memory is not None:
         changes["memory"] = max(
             (reply.memory for reply in replies if reply.memory is not None), key=lambda memory: memory.peak_bytes
         )
+    if first.alone is not None:
+        changes["alone"] = _merged_alone([reply.alone for reply in replies if reply.alone is not None])
     if first.verification is not None:
         wrong = next((reply for reply in replies if reply.verification and not reply.verification.passed), first)
         rank = replies.index(wrong)
@@ -152,22 +155,45 @@ def _merged(replies: Sequence[Reply]) -> Reply:
     return first.model_copy(update=changes)
 
 
+def _merged_alone(results: Sequence[AloneResult]) -> AloneResult:
+    """A case measured alone: times, memory and counters as ever, verification the first that failed."""
+    first = results[0]
+    changes: dict[str, Any] = {
+        "setup_ns": _largest([one.setup_ns for one in results]),
+        "counters": _largest([one.counters for one in results]),
+    }
+    if slots := [one.slot for one in results if one.slot is not None]:
+        changes["slot"] = _slowest_samples(slots)
+    if weighed := [one.memory for one in results if one.memory is not None]:
+        changes["memory"] = max(weighed, key=lambda memory: memory.peak_bytes)
+    failed = [one for one in results if one.verification is not None and not one.verification.passed]
+    if failed:
+        changes |= {"verification": failed[0].verification, "why": f"rank {results.index(failed[0])}: {failed[0].why}"}
+    return first.model_copy(update=changes)
+
+
 def _slowest(prepared: Sequence[Prepared]) -> Prepared:
     return Prepared(setup_ns=_largest([one.setup_ns for one in prepared]), call_ns=max(one.call_ns for one in prepared))
 
 
 def _slowest_samples(slots: Sequence[Slot]) -> Slot:
-    """Sample by sample the slowest rank: ranks start each one together."""
-    samples = tuple(max(column) for column in zip(*(slot.samples_ns for slot in slots), strict=True))
-    enqueue = tuple(max(column) for column in zip(*(slot.enqueue_ns for slot in slots), strict=True))
     throttle = tuple(dict.fromkeys(reason for slot in slots for reason in slot.throttle))
-    return slots[0].model_copy(update={"samples_ns": samples, "enqueue_ns": enqueue, "throttle": throttle})
+    times = _times([slot.samples_ns for slot in slots])
+    enqueue = _longest([slot.enqueue_ns for slot in slots])
+    return slots[0].model_copy(update={**times, "enqueue_ns": enqueue, "throttle": throttle})
 
 
-def _spread(slots: Sequence[Slot]) -> dict[str, int]:
-    """The fastest and the slowest rank's median in a slot."""
-    medians = [int(median(slot.samples_ns)) for slot in slots]
-    return {"fastest_rank_ns": min(medians), "slowest_rank_ns": max(medians)}
+def _slowest_diagnostic(ranks: Sequence[Diagnostic]) -> Diagnostic:
+    return ranks[0].model_copy(update=_times([one.samples_ns for one in ranks]))
+
+
+def _times(ranks: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """Sample by sample the slowest rank, because ranks start each one together; and the samples of each rank."""
+    return {"samples_ns": _longest(ranks), "rank_samples_ns": tuple(ranks)}
+
+
+def _longest(ranks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(max(column) for column in zip(*ranks, strict=True))
 
 
 def _largest(several: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -61,7 +61,7 @@ def device_lock(
 
 def _open(path: Path) -> TextIO:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = _descriptor(path)
     except OSError as error:
         raise EnvironmentNotReady(
             f"lock file {str(path)!r} cannot be opened: {error.strerror}; "
@@ -71,6 +71,16 @@ def _open(path: Path) -> TextIO:
         # Other users of the machine must be able to lock it, whatever this one's umask is.
         os.fchmod(descriptor, 0o666)
     return os.fdopen(descriptor, "r+", encoding="utf-8")
+
+
+def _descriptor(path: Path) -> int:
+    # Links are not followed: the folder is everybody's, and the file is overwritten.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        # In such a folder, Linux refuses to "create" a file that another user has (fs.protected_regular).
+        return os.open(path, flags)
+    except FileNotFoundError:
+        return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 def _acquire(
@@ -102,5 +112,5 @@ def _holder(file: TextIO) -> str:
     try:
         facts = json.loads(file.read())
         return f"run {facts['run_id']} (process {facts['pid']}, since {facts['since']})"
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return "another run"

@@ -13,6 +13,8 @@ DEFAULT_TIMER = {"cpu": "wall", "cuda": "cold"}
 GRAPH_TIMER = "graph"
 # The code of the note by which a timer asks for the graph timer as well.
 LAUNCH_BOUND = "launch_bound"
+# Fewer turns than this tell nothing of the parts of a call over ranks.
+MIN_TURNS = 3
 SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
 WARM_UP = {"cpu": WarmUpLimits(min_s=0.0, max_s=0.5), "cuda": WarmUpLimits(min_s=0.3, max_s=5.0)}
 
@@ -21,7 +23,8 @@ class Method(Model):
     """How a case is timed.
 
     `sampling_s`: longest time in the rounds per case when no budget is set or the budget allows more.
-    `precision`: relative half width of the median's interval to stop at.
+    `precision`: relative half width of the median's interval to stop at. `max_turns`: how often at most the parts of a
+    call over ranks are timed beside it; 0 is not at all.
     """
 
     timer: TimerSpec
@@ -34,6 +37,7 @@ class Method(Model):
     slot_ns: int = 10_000_000
     max_slot_samples: int = 20
     sampling_s: float = 2.0
+    max_turns: int = 20
     recheck: bool = True
     trace: bool = False
 
@@ -62,9 +66,12 @@ def choose_method(timing: str, device: DeviceKind, catalogue: Catalogue) -> Meth
     )
     if timing == "simple":
         short = WarmUpLimits(min_s=0.0, max_s=0.1)
-        return method.model_copy(update={"warm_up": short, "max_rounds": 1, "min_rounds": 1, "recheck": False})
+        return method.model_copy(
+            update={"warm_up": short, "max_rounds": 1, "min_rounds": 1, "max_turns": MIN_TURNS, "recheck": False}
+        )
     if name == "first_call":
         never = WarmUpLimits(min_s=0.0, max_s=0.0)
-        changes = {"warm_up": never, "max_rounds": 5, "max_slot_samples": 1, "recheck": False}
+        # It makes its calls from the case's description, so nothing could be left out of them.
+        changes = {"warm_up": never, "max_rounds": 5, "max_slot_samples": 1, "max_turns": 0, "recheck": False}
         return method.model_copy(update=changes)
     return method

@@ -35,15 +35,16 @@ class Rounds:
         started = clock()
         share_s = min(max(0.0, deadline - started), method.sampling_s * len(running))
         sizes = {id(one): self.slot_samples(one, share_s / max(1, len(running))) for one in running}
-        for round_index in range(max_rounds or method.max_rounds):
+        for taken in range(1, (max_rounds or method.max_rounds) + 1):
             for position, one in enumerate(self._order.sample(running, len(running))):
-                self._turn(one, timer, sizes[id(one)], round_index, position)
+                self._turn(one, timer, sizes[id(one)], self._station.next_round, position)
+            self._station.next_round += 1
             running = [one for one in running if one.running]
-            if not running or self._enough(running, timer, round_index + 1, clock() - started, share_s):
+            if not running or self._enough(running, timer, taken, clock() - started, share_s):
                 return
 
     def slot_samples(self, contender: Contender, share_s: float) -> int:
-        """Samples per turn: about 10 ms of them, 5 to 20; fewer where five rounds of that would not fit the share."""
+        """Samples per turn: about 10 ms of them, 5 to 20; fewer where `min_rounds` of such turns exceed the share."""
         method = self._station.method
         if method.max_rounds == 1:
             return method.min_samples

@@ -3,21 +3,24 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from dilabench.bench.alone import AloneRun
 from dilabench.bench.budget import Budget, steady
 from dilabench.bench.cell import CellRun
+from dilabench.bench.child import warm_server
 from dilabench.bench.commands import WorkerSettings, worker_key
 from dilabench.bench.environment import with_torch
 from dilabench.bench.group import start_worker
 from dilabench.bench.lock import device_lock
 from dilabench.bench.method import choose_method
+from dilabench.bench.place import Place
 from dilabench.bench.progress import Progress, Silent
 from dilabench.bench.station import MAX_TIMEOUT_S, Station
 from dilabench.bench.suspicion import suspicions
-from dilabench.bench.workers import WorkerFailure, WorkerPool, warm_server
+from dilabench.bench.workers import WorkerFailure, WorkerPool
 from dilabench.config import RunRequest
 from dilabench.machine import Machine
 from dilabench.registry import Catalogue
@@ -57,6 +60,7 @@ def run(
     *,
     trace_folder: Path | None = None,
     patience_s: float = MAX_TIMEOUT_S,
+    place: Place | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RunRecord:
     """Verify and measure the planned cases; each ends in exactly one row.
@@ -64,6 +68,7 @@ def run(
     `completed` are rows of an earlier part of the same run (`--resume`): they are kept and their cases not repeated.
     `follow_up` gets all rows when no case is left and may ask for more. With `--timing profiler`, a Chrome trace of
     every case goes to `trace_folder`. A worker that does not answer for `patience_s` seconds is ended with its case.
+    `place`: where ranks run, this machine by default.
     Ctrl-C ends the run with status 'interrupted' and the rows so far.
 
     Called from a script of your own, that script needs the guard `if __name__ == "__main__"`, because worker processes
@@ -73,15 +78,23 @@ def run(
     waiting = _waiting(planned, completed)
     station = Station(
         catalogue=catalogue,
-        pool=WorkerPool(WorkerSettings(device=machine.device), start_worker),
+        pool=WorkerPool(WorkerSettings(device=machine.device), partial(start_worker, place=place)),
         method=method,
         budget=Budget(request.budget_s, [one.case for one in waiting if one.skip is None], steady(clock)),
         progress=progress or Silent(),
         seed=request.seed,
         trace_folder=trace_folder if method.trace else None,
         timeout_s=patience_s,
+        next_round=1 + max(_rounds_of(completed), default=-1),
     )
     return _Run(station, machine, sink, planned, completed).go(header, follow_up)
+
+
+def _rounds_of(rows: Iterable[Row]) -> Iterator[int]:
+    """The numbers of the rounds in which rows of an earlier part took their turns."""
+    for row in rows:
+        if isinstance(row.outcome, Measured):
+            yield from (slot.round for timing in row.outcome.timings for slot in timing.slots)
 
 
 def _waiting(planned: Iterable[PlannedCase], done: Iterable[Row]) -> list[PlannedCase]:
@@ -106,6 +119,7 @@ class _Run:
         self.progress = station.progress
         self.planned = {one.case.case_id: one for one in planned}
         self.rows = {row.case.case_id: row for row in completed}
+        self.completed = frozenset(self.rows)
         self.ceilings: dict[str, float] = {}
 
     def go(self, header: RunHeader, follow_up: FollowUp | None) -> RunRecord:
@@ -114,10 +128,12 @@ class _Run:
         try:
             warm_server()
             with device_lock(self.machine, header.run_id, self.progress):
+                # The time that another run held the device is not this one's.
+                self.station.budget.start()
                 header = self._described(header)
                 self.sink.start(header)
                 started = True
-                self.progress.run_started(len(self.planned))
+                self.progress.run_started(len(self.planned.keys() - self.completed))
                 self._measure_all(follow_up)
         except KeyboardInterrupt:
             status = "interrupted"
@@ -150,7 +166,7 @@ class _Run:
                 return
             self.planned |= {one.case.case_id: one for one in fresh}
             self.station.budget.add([one.case for one in fresh if one.skip is None])
-            self.progress.run_started(len(self.planned))
+            self.progress.run_started(len(self.planned.keys() - self.completed))
 
     def _rows_of(self, cell: Sequence[PlannedCase]) -> Iterator[Row]:
         """Cases that are measured alone each by itself, then the rest of the cell together."""

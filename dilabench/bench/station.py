@@ -13,18 +13,22 @@ from dilabench.bench.method import Method
 from dilabench.bench.progress import Progress
 from dilabench.bench.workers import Worker, WorkerFailure, WorkerPool
 from dilabench.registry import Catalogue
-from dilabench.results import Failed, Note, Skipped, Stage
+from dilabench.results import Diagnostic, Failed, Note, Skipped, Stage
 from dilabench.units import format_seconds
 
 MAX_TIMEOUT_S = 600.0
-MIN_TIMEOUT_S = 10.0
+# On a GPU a first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
+MIN_TIMEOUT_S = {"cpu": 10.0, "cuda": 60.0}
 SHARES_PER_COMMAND = 4.0
 OVERRUN_S = 1.0
 
 
 @dataclass(slots=True)
 class Station:
-    """What the cells of a run share, and their one way to the workers."""
+    """What the cells of a run share, and their one way to the workers.
+
+    `next_round` numbers the rounds of the whole run: slots of one number took turns, and no others did.
+    """
 
     catalogue: Catalogue
     pool: WorkerPool
@@ -35,6 +39,7 @@ class Station:
     trace_folder: Path | None = None
     timeout_s: float = MAX_TIMEOUT_S
     sleep: Callable[[float], None] = time.sleep
+    next_round: int = 0
 
     def prepare(self, contender: Contender) -> bool:
         """Have the case built in a living worker; False when that ended it."""
@@ -100,11 +105,23 @@ class Station:
         self, worker: Worker, contender: Contender, stage: Stage, name: CommandName, **arguments: object
     ) -> Reply | None:
         """The same to a given worker."""
+        patience_s = self.patience_s(contender)
         try:
-            return worker.ask(name, contender.spec.handle, timeout_s=self.patience_s(contender), **arguments)
+            return worker.ask(name, contender.spec.handle, timeout_s=patience_s, **arguments)
         except WorkerFailure as failure:
-            self._fail(contender, stage, failure)
+            if failure.timed_out and patience_s < self._least_s:
+                contender.outcome = self.budget_skip(f"during its stage {stage!r}")
+            else:
+                self._fail(contender, stage, failure)
             return None
+
+    def diagnostics(self, contender: Contender, turns: int) -> tuple[Diagnostic, ...]:
+        """The parts of a call over ranks, timed in turns. Raises WorkerFailure, which is no failure of the case."""
+        assert contender.home is not None
+        arguments = {"timer": self.method.timer.model_dump(), "turns": turns}
+        patience_s = self.patience_s(contender)
+        reply = contender.home.ask("diagnose", contender.spec.handle, timeout_s=patience_s, **arguments)
+        return reply.diagnostics
 
     def release(self, contender: Contender) -> None:
         """Free what the case holds in its worker; a worker that cannot even do that is ended."""
@@ -116,12 +133,20 @@ class Station:
             contender.home.kill()
 
     def patience_s(self, contender: Contender) -> float:
-        """Longest wait for one answer: generous against the case's fair share, little beyond the budget."""
-        if self.budget.remaining_s == inf:
+        """Longest wait for one answer: generous against the case's fair share, little beyond the budget.
+
+        Where other cases wait, half of what is left of the budget is theirs.
+        """
+        remaining = self.budget.remaining_s
+        if remaining == inf:
             return self.timeout_s
-        share = self.budget.share_s([contender.case])
-        generous = max(MIN_TIMEOUT_S, SHARES_PER_COMMAND * share)
-        return min(self.timeout_s, generous, self.budget.remaining_s + OVERRUN_S)
+        generous = max(self._least_s, SHARES_PER_COMMAND * self.budget.share_s([contender.case]))
+        return min(self.timeout_s, generous, (remaining / 2 if self.budget.waiting > 1 else remaining) + OVERRUN_S)
+
+    @property
+    def _least_s(self) -> float:
+        """Who took less than this was not slow: the budget was too small."""
+        return min(self.timeout_s, MIN_TIMEOUT_S[self.pool.settings.device])
 
     def budget_skip(self, when: str) -> Skipped:
         """The row of a case that there was no time for."""

@@ -45,7 +45,7 @@ def suspicions(row: Row, earlier: Iterable[Row], ceilings: Mapping[str, float], 
     if not isinstance(row.outcome, Measured) or not row.outcome.timings:
         return ()
     seconds = typical_seconds(row.outcome)
-    notes = [*_above_peak(row.case.workload, seconds, ceilings, device)]
+    notes = [*_above_peak(row.case, seconds, ceilings, device)]
     notes += _too_flat(row, seconds, earlier, ceilings)
     return tuple(notes)
 
@@ -55,8 +55,11 @@ def typical_seconds(measured: Measured) -> float:
     return median(measured.timings[0].samples_ns) * 1e-9
 
 
-def _above_peak(workload: Workload, seconds: float, ceilings: Mapping[str, float], device: str) -> Iterable[Note]:
-    margin = ABOVE_PEAK["cuda" if device.startswith("cuda") else "cpu"]
+def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], device: str) -> Iterable[Note]:
+    on_cuda = device.startswith("cuda")
+    margin, workload = ABOVE_PEAK["cuda" if on_cuda else "cpu"], case.workload
+    # Ranks have a GPU each, and share one processor.
+    seconds *= case.world_size if on_cuda else 1
     hint = "part of the work was not done, was cached, or ran elsewhere; do not quote this time"
     limits = (
         ("above_peak_flops", "FLOP/s", least_flops(workload), ceilings.get(matmul_key(workload.dtype))),

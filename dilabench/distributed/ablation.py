@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilabench.contracts import LoadedBackend
+from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.world import Pending, World
 from dilabench.spec import UNBOUNDED, Window
 
@@ -37,6 +37,20 @@ class MuteWorld(World):
     def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
         """Nothing is sent."""
         return flat.new_empty(sum(take)), Pending(())
+
+    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing is sent: each rank keeps its own."""
+
+
+def computation_only(context: BuildContext) -> BuildContext:
+    """What to build with for a call that computes everything and sends nothing."""
+    assert context.world is not None
+    return replace(context, world=MuteWorld.of(context.world))
+
+
+def communication_only(context: BuildContext) -> BuildContext:
+    """What to build with for a call that packs, sends and merges everything and runs no attention kernel."""
+    return replace(context, backend=idle(context.require_backend()))
 
 
 def idle(backend: LoadedBackend) -> LoadedBackend:

@@ -7,7 +7,7 @@ from dilabench.config import RunRequest
 from dilabench.errors import ConfigError
 from dilabench.registry import load_target
 from dilabench.results import PlannedCase, Row
-from dilabench.suites import billion, extreme
+from dilabench.suites import billion, extreme, ring
 from dilabench.suites.planner import Planner
 
 NAME = "all"
@@ -16,7 +16,12 @@ SUITE = "suite"
 ORDER = ("quick", "implementations", "extreme", "backends", "range", "optimization")
 # It can use any time that is left, so it waits until nothing else does.
 LAST = "billion"
-OPTIONS = {"extreme": extreme.OPTIONS, "billion": billion.OPTIONS}
+OPTIONS = {
+    "extreme": extreme.OPTIONS,
+    "billion": billion.OPTIONS,
+    "ring": ring.OPTIONS,
+    "distributed": ring.OPTIONS,
+}
 
 
 def suites(planner: Planner) -> tuple[str, ...]:

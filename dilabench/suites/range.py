@@ -17,7 +17,8 @@ ORACLE = "reference"
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Every implementation on q, k, v at each length as it stands; what cannot fit into memory becomes a skipped row.
 
-    Without lengths it is the production range. The batch is `auto` (16384 tokens) unless the user or a preset sets it,
+    Without lengths it is the production range; without names every implementation that need not compile for tens of
+    seconds at each length. The batch is `auto` (16384 tokens) unless the user or a preset sets it,
     so that every length keeps the device equally busy. Raises ConfigError for lengths that do not rise.
     """
     refuse_unknown_options(request, ())
@@ -31,7 +32,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     default = [
         one.name
         for one in planner.catalogue.implementations
-        if one.name != ORACLE and one.takes == "heads" and one.supports.patterns & patterns
+        if one.name != ORACLE and not one.compiles and one.takes == "heads" and one.supports.patterns & patterns
     ]
     return tuple(_within_memory(case, planner) for case in planner.compare(workloads, planner.implementations(default)))
 

@@ -13,9 +13,25 @@ JITTER = (1.0, 1.02, 0.99, 1.01, 1.03, 0.98, 1.0, 1.01)
 
 @pytest.fixture
 def row():
-    """row(name, milliseconds): a measured row; without milliseconds a skipped one. `at` is its turn in a round."""
+    """row(name, milliseconds): a measured row; without milliseconds a skipped one. `at` is its turn in a round.
 
-    def make(name, ms=None, *, at=0, labels=None, backend="math", peak_mib=None, counters=None, kernels=(), **changes):
+    `ranks`: so many, the last one half as fast as the others. `parts`: milliseconds of parts of a call, by name.
+    """
+
+    def make(
+        name,
+        ms=None,
+        *,
+        at=0,
+        labels=None,
+        backend="math",
+        peak_mib=None,
+        counters=None,
+        kernels=(),
+        ranks=1,
+        parts=(),
+        **changes,
+    ):
         optimizations = changes.pop("optimizations", {})
         fields = {"pattern": DILATED, "batch_size": 1, "seq_len": 384, "num_heads": 5, "num_kv_heads": 5}
         workload = Workload.model_validate({**fields, "head_dim": 24, **changes})
@@ -24,21 +40,32 @@ def row():
             backend=backend,
             workload=workload,
             optimizations=results.Optimizations(**optimizations),
+            world_size=ranks,
         )
         planned = results.PlannedCase(
             case=case, labels=labels or {}, requested_workload=WorkloadRequest(seq_len=workload.seq_len)
         )
         if ms is None:
             return results.Row(planned=planned, outcome=results.Skipped(why="not here"))
+        times = [(round(ms * JITTER[index] * 1e6),) * 3 for index in range(ROUNDS)]
         slots = tuple(
-            results.Slot(round=index, position=at, samples_ns=(round(ms * JITTER[index] * 1e6),) * 3)
-            for index in range(ROUNDS)
+            results.Slot(
+                round=index,
+                position=at,
+                samples_ns=samples,
+                rank_samples_ns=(*[tuple(x // 2 for x in samples)] * (ranks - 1), samples) if ranks > 1 else (),
+            )
+            for index, samples in enumerate(times)
         )
         measured = results.Measured(
             verification=results.Verification(checks=(results.Check(name="out", passed=True),)),
             timings=(results.Timing(timer="wall", proves="host time", slots=slots),),
             memory=None if peak_mib is None else results.Memory(peak_bytes=peak_mib * 2**20, method="by hand"),
             counters=counters or {},
+            diagnostics=tuple(
+                results.Diagnostic(part=part, samples_ns=tuple(round(part_ms * step * 1e6) for step in JITTER))
+                for part, part_ms in dict(parts).items()
+            ),
             kernels=tuple(results.KernelUse(name=kernel, count=1, duration_ns=ns) for kernel, ns in kernels),
         )
         return results.Row(planned=planned, outcome=measured)

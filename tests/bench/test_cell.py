@@ -8,15 +8,16 @@ import pytest
 
 from dilabench.bench.budget import Budget
 from dilabench.bench.cell import CellRun
-from dilabench.bench.commands import Prepared, Reply, TimerSpec, WarmedUp
+from dilabench.bench.commands import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
 from dilabench.bench.method import Method
 from dilabench.bench.progress import Silent
 from dilabench.bench.station import Station
 from dilabench.bench.warmup import WarmUpLimits
 from dilabench.bench.workers import WorkerFailure
+from dilabench.compare.pairing import pair
 from dilabench.plugins import builtin
 from dilabench.registry import Backend, Capabilities, Catalogue, Implementation
-from dilabench.results import Check, Failed, KernelUse, Measured, Memory, Note, Slot, Verification
+from dilabench.results import Check, Failed, KernelUse, Measured, Memory, Note, Skipped, Slot, Verification
 
 DENSE = Capabilities(patterns=frozenset({"dense"}))
 WALL = TimerSpec(name="wall", target="t", proves="p")
@@ -26,10 +27,12 @@ GRAPH = TimerSpec(name="graph", target="t", proves="p")
 class Lab:
     """A pool of pretended workers. `script` maps (implementation, command) to replies or failures, used in turn."""
 
-    def __init__(self, script=None, call_ns=1_000_000):
+    def __init__(self, script=None, call_ns=1_000_000, device="cpu", build_s=None):
+        self.settings = WorkerSettings(device=device)
         self.script = script or {}
+        self.build_s = build_s or {}
         self.call_ns = call_ns
-        self.asked = []
+        self.asked, self.patience = [], {}
         self.started = Counter()
         self.homes = {}
         self.now = 0.0
@@ -65,8 +68,11 @@ class FakeWorker:
             self.names[handle] = arguments["spec"]["case"]["implementation"]
         name = self.names[handle]
         self.lab.asked.append((name, command, self.key, arguments))
+        self.lab.patience[name, command] = timeout_s
         scripted = self.lab.script.get((name, command), [])
         answer = scripted.pop(0) if scripted else None
+        if command == "prepare":
+            self.lab.now += self.lab.build_s.get(name, 0.0)
         if isinstance(answer, WorkerFailure):
             self.alive = self.alive and not answer.died
             raise answer
@@ -89,11 +95,12 @@ class FakeWorker:
 
 @pytest.fixture
 def measure(dense_case):
-    def go(names, lab, backend=None, **method):
+    def go(names, lab, backend=None, compiles=(), budget_s=None, **method):
         catalogue = Catalogue()
         for name in names:
             origin = "builtin" if not name.startswith("foreign") else name
-            catalogue.implementations.add(Implementation(name, "", "m:b", supports=DENSE), origin)
+            implementation = Implementation(name, "", "m:b", supports=DENSE, compiles=name in compiles)
+            catalogue.implementations.add(implementation, origin)
         if backend:
             catalogue.backends.add(backend, "builtin")
         for timer in builtin.dilabench_register_timers():
@@ -104,7 +111,7 @@ def measure(dense_case):
             catalogue=catalogue,
             pool=lab,
             method=Method(**{**fields, **method}),
-            budget=Budget(None, [one.case for one in planned], lab.clock),
+            budget=Budget(budget_s, [one.case for one in planned], lab.clock),
             progress=Silent(),
             sleep=lab.slept.append,
         )
@@ -205,6 +212,15 @@ def test_out_of_memory_in_company_is_tried_again_alone(measure):
     )
 
 
+def test_what_was_measured_alone_after_the_others_took_no_turns_with_them(measure):
+    """Both have random or first positions in their rounds; only the rounds' numbers tell that they lie apart."""
+    lab = Lab()
+    lab.script["c", "prepare"] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True)]
+    timings = {name: outcome.timings[0] for name, outcome in measure(["a", "b", "c"], lab).items()}
+    assert pair([(timings["a"], timings["b"])]).left_out == 0
+    assert pair([(timings["a"], timings["c"])]).cell is None
+
+
 @pytest.mark.parametrize("command", ["prepare", "verify", "warm_up", "slot", "memory"])
 def test_out_of_memory_alone_is_the_end_of_one_row(measure, command):
     lab = Lab()
@@ -231,6 +247,51 @@ def test_memory_is_weighed_in_a_fresh_process_after_the_rest_is_released(measure
         i for i, (command, _) in enumerate(commands) if command == "release"
     )
     assert lab.started["fresh builtin"] == 2
+
+
+def test_on_a_gpu_memory_is_weighed_where_the_case_is(measure):
+    lab = Lab(device="cuda")
+    found = measure(["a", "b"], lab)
+    assert all(outcome.memory is not None for outcome in found.values())
+    assert lab.started == {"builtin": 1}
+    for name in ("a", "b"):
+        own = [command for one, command, _, _ in lab.asked if one == name]
+        assert own.index("memory") < own.index("release")
+
+
+def test_what_compiles_is_built_last(measure):
+    lab = Lab()
+    measure(["slow", "a", "b"], lab, compiles=["slow"])
+    assert [name for name, command, key, _ in lab.asked if command == "prepare" and key == "builtin"] == [
+        "a",
+        "b",
+        "slow",
+    ]
+
+
+def test_who_takes_long_to_build_leaves_the_others_their_time(measure):
+    lab = Lab(build_s={"a": 1.0, "slow": 25.0, "slower": 60.0})
+    found = measure(["a", "slow", "slower"], lab, compiles=["slow", "slower"], budget_s=30.0)
+    assert [type(found[name]) for name in ("a", "slow", "slower")] == [Measured, Measured, Skipped]
+    assert found["slower"].why.startswith("budget of 30 s used up before its turn")
+
+
+@pytest.mark.parametrize(
+    ("device", "budget_s", "waited_s", "kind"),
+    [
+        ("cpu", 100.0, 51.0, Failed),
+        ("cpu", 12.0, 7.0, Skipped),
+        ("cuda", 100.0, 51.0, Skipped),
+        ("cuda", 200.0, 101.0, Failed),
+    ],
+)
+def test_a_late_answer_is_a_failure_only_where_the_wait_was_long(measure, device, budget_s, waited_s, kind):
+    lab = Lab(device=device)
+    lab.script["hangs", "prepare"] = [WorkerFailure("no answer", died=True, timed_out=True)]
+    found = measure(["hangs", "a"], lab, budget_s=budget_s)
+    assert lab.patience["hangs", "prepare"] == pytest.approx(waited_s)
+    assert isinstance(found["hangs"], kind)
+    assert isinstance(found["a"], Measured)
 
 
 def test_wrong_output_is_never_timed(measure):

@@ -1,7 +1,12 @@
 """The CUDA half of the engine, on a real GPU."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from dilabench.bench.timing import TimerUnusableError
+from dilabench.bench.timing.graph import Graph
 from dilabench.machine import detect
 from dilabench.results import Case, Failed, Measured, PlannedCase
 from dilabench.spec import Workload
@@ -84,3 +89,13 @@ def test_memory_that_is_not_there_ends_one_case(gpu_run):
     found = gpu_run("takes_too_much", "honest", timing="simple")
     assert found["takes_too_much"].why.startswith("out of memory: ")
     assert isinstance(found["honest"], Measured)
+
+
+def test_a_capture_that_fails_leaves_the_stream_and_the_device_usable():
+    stream = torch.cuda.current_stream()
+    x = torch.ones(1024, device="cuda")
+    call = SimpleNamespace(device=x.device, working_set_bytes=x.nbytes, fresh=lambda: lambda: float(x.sum()))
+    with pytest.raises(TimerUnusableError, match="cannot be captured"):
+        Graph(call)
+    assert torch.cuda.current_stream() == stream
+    assert float(x.sum()) == 1024

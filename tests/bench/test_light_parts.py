@@ -6,13 +6,13 @@ import pytest
 
 from dilabench.bench.budget import Budget, steady
 from dilabench.bench.ceiling_names import COPY_KEY, matmul_key
+from dilabench.bench.child import describe_exit
 from dilabench.bench.claims import unproven_backend
 from dilabench.bench.clocks import NvmlClocks, throttle_reasons
 from dilabench.bench.commands import case_spec, worker_key
 from dilabench.bench.recheck import interference
 from dilabench.bench.suspicion import least_flops, suspicions
 from dilabench.bench.warmup import WarmUpLimits, warm_up
-from dilabench.bench.workers import describe_exit
 from dilabench.registry import Backend, Catalogue, Implementation
 from dilabench.results import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification
 from dilabench.spec import Workload, WorkloadRequest
@@ -148,6 +148,14 @@ def test_above_peak_is_flagged_and_below_is_not():
     assert codes(measured(one, at_peak / 1.3)) == ["above_peak_flops"]
     assert codes(measured(one, at_peak)) == []
     assert codes(measured(one, at_peak / 1.3), device="cpu") == []
+
+
+def test_ranks_have_a_gpu_each_and_share_one_processor():
+    one = case(4096, pattern="dense").model_copy(update={"world_size": 4})
+    at_peak = flops(one.workload) / 1e12
+    assert codes(measured(one, at_peak / 3)) == []
+    assert codes(measured(one, at_peak / 5)) == ["above_peak_flops"]
+    assert codes(measured(one, at_peak / 3), device="cpu") == ["above_peak_flops"]
 
 
 def test_saved_work_is_not_suspicious():

@@ -1,5 +1,6 @@
 """Lock, environment, and what the light half may import."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -72,6 +73,39 @@ def test_a_lock_that_cannot_be_opened_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path / "missing"))
     with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Silent()):
         pass
+
+
+def test_a_lock_that_another_user_made_in_a_shared_folder_is_opened(monkeypatch):
+    """Linux refuses O_CREAT there, though the file may be written (fs.protected_regular)."""
+    with device_lock(CPU, "theirs", Silent()):
+        pass
+    real = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_CREAT and os.path.exists(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with device_lock(CPU, "ours", Silent()):
+        pass
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    lock_path(CPU).symlink_to(precious)
+    with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Silent()):
+        pass
+    assert precious.read_text() == "keep me"
+
+
+def test_a_lock_whose_text_is_garbage_is_held_by_another_run():
+    with device_lock(CPU, "first", Silent()):
+        lock_path(CPU).write_bytes(b"\xff\xfe\x80")
+        second = device_lock(CPU, "second", Silent(), wait_s=0)
+        with pytest.raises(EnvironmentNotReady, match="in use by another run"), second:
+            pass
 
 
 def test_hard_fields_of_a_cpu_run_name_the_processor():

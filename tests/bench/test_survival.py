@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dilabench.bench.lock import device_lock
 from dilabench.bench.progress import Silent
+from dilabench.compare.pairing import pair
 from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.machine import Machine
 from dilabench.results import Measured, Skipped
 from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows
 
@@ -22,7 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, {impls!r})
 from dilabench.bench.environment import snapshot
+from dilabench.bench.lock import device_lock
 from dilabench.bench.progress import Silent
+from dilabench.compare.pairing import pair
 from dilabench.bench.runner import run
 from dilabench.config import RunRequest
 from dilabench.machine import Machine
@@ -102,7 +107,7 @@ def test_kill_9_of_the_tool_then_resume_gives_the_same_cells(engine, dense_case,
     again = Counting()
     sink = RunFolder.resume(folder)
     record = engine(planned=planned, sink=sink, completed=done, progress=again)
-    assert again.measured == [129]
+    assert (again.totals, again.measured) == ([1], [129])
     assert [row.case.workload.seq_len for row in record.rows] == [33, 65, 129]
     assert record.status == "complete"
     assert record.rows[:2] == done
@@ -112,7 +117,10 @@ def test_kill_9_of_the_tool_then_resume_gives_the_same_cells(engine, dense_case,
 
 class Counting(Silent):
     def __init__(self):
-        self.measured = []
+        self.measured, self.totals = [], []
+
+    def run_started(self, total):
+        self.totals.append(total)
 
     def row_done(self, row):
         self.measured.append(row.case.workload.seq_len)
@@ -135,6 +143,24 @@ def test_ctrl_c_keeps_the_rows_so_far_and_says_so(engine, dense_case, tmp_path):
     assert rest.status == "complete"
 
 
+@pytest.mark.slow
+def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, dense_case, tmp_path):
+    class Interrupting(Silent):
+        def row_done(self, row):
+            raise KeyboardInterrupt
+
+    names = ("honest", "noisy")
+    for name in names:
+        engine.register(name)
+    planned = [dense_case(name) for name in names]
+    folder = RunFolder.create(tmp_path / "results", "s", "r")
+    options = {"planned": planned, "timing": "warmup", "budget_s": 6.0}
+    assert len(engine(sink=folder, progress=Interrupting(), **options).rows) == 1
+    record = engine(sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path), **options)
+    before, after = [row.outcome.timings[0] for row in record.rows]
+    assert pair([(before, after)]).cell is None
+
+
 def test_a_disk_that_fills_up_stops_the_run_and_resumes_with_what_was_written(
     engine, dense_case, tmp_path, monkeypatch
 ):
@@ -152,7 +178,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_resumes_with_what_was_written(
     with monkeypatch.context() as patch:
         # Header, first row, second row.
         patch.setattr(os, "fsync", full_at_the_third)
-        with pytest.raises(EnvironmentNotReady, match="No space left"):
+        with pytest.raises(EnvironmentNotReady, match=r"No space left.* --resume "):
             engine(planned=planned, sink=folder)
     folder.close()
     done = completed_rows(folder.path)
@@ -171,6 +197,21 @@ def test_a_budget_that_ends_is_a_row_per_case_never_a_loss(engine, dense_case):
     last = record.rows[-1].outcome
     assert isinstance(last, Skipped)
     assert last.why.startswith("budget of 30 s used up")
+
+
+def test_waiting_for_another_run_costs_no_budget(engine):
+    now = [0.0]
+    other = device_lock(Machine(device="cpu"), "other", Silent())
+    other.__enter__()
+
+    class Released(Silent):
+        def waiting(self, why):
+            now[0] += 100.0
+            other.__exit__(None, None, None)
+
+    record = engine("honest", budget_s=30.0, clock=lambda: now[0], progress=Released())
+    assert now == [100.0]
+    assert isinstance(record.rows[0].outcome, Measured)
 
 
 def test_a_monotonic_clock_that_runs_backwards_changes_nothing(engine):

@@ -8,7 +8,7 @@ import torch
 
 from dilabench.bench.commands import CaseSpec
 from dilabench.bench.method import choose_method
-from dilabench.bench.timing import ClockError
+from dilabench.bench.timing import ClockError, TimerUnusableError, graph
 from dilabench.bench.timing.cold import launch_notes
 from dilabench.bench.timing.first_call import FirstCall
 from dilabench.bench.timing.wall import Wall, resolution_ns
@@ -131,3 +131,123 @@ def test_profiling_writes_a_trace_per_case(engine, tmp_path):
     record = engine("honest", timing="profiler", trace_folder=tmp_path, budget_s=3.0)
     assert record.rows[0].outcome.kernels
     assert (tmp_path / f"{record.rows[0].case.case_id}.trace.json").stat().st_size > 100
+
+
+class FakeStream:
+    """A CUDA stream by its name."""
+
+    def __init__(self, name="capture"):
+        self.name = name
+
+    def wait_stream(self, other):
+        pass
+
+
+class FakeStreamContext:
+    """`torch.cuda.stream`: only its end gives the stream back."""
+
+    def __init__(self, streams, stream):
+        self.streams, self.stream = streams, stream
+
+    def __enter__(self):
+        self.before, self.streams.current = self.streams.current, self.stream
+
+    def __exit__(self, *_error):
+        self.streams.current = self.before
+
+
+class FakeStreams:
+    """`torch.cuda`'s streams as far as a capture needs them; `torch.cuda.graph` itself is torch's own."""
+
+    def __init__(self, monkeypatch, begin=None, end=None):
+        self.current = FakeStream("own")
+        fakes = {
+            "Stream": FakeStream,
+            "current_stream": lambda device=None: self.current,
+            "set_stream": self.switch,
+            "stream": self.entered,
+            "CUDAGraph": lambda: SimpleNamespace(capture_begin=self.raising(begin), capture_end=self.raising(end)),
+            "synchronize": lambda device=None: None,
+            "empty_cache": lambda: None,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
+        monkeypatch.setattr(graph, "ColdStage", lambda device, working_set_bytes: None)
+
+    def switch(self, stream):
+        self.current = stream
+
+    def entered(self, stream):
+        return FakeStreamContext(self, stream)
+
+    @staticmethod
+    def raising(error):
+        def call(*_args, **_options):
+            if error is not None:
+                raise error
+
+        return call
+
+
+class Captured:
+    """A call that fails at its n-th time."""
+
+    device = torch.device("cpu")
+    working_set_bytes = 1
+
+    def __init__(self, fails_at=None, error=None):
+        self.calls, self.fails_at, self.error = 0, fails_at, error
+
+    def fresh(self):
+        def call():
+            self.calls += 1
+            if self.calls == self.fails_at:
+                raise self.error
+
+        return call
+
+
+WAITS = RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+@pytest.mark.parametrize(
+    ("streams", "call", "why"),
+    [
+        ({"begin": WAITS}, Captured(), "operation not permitted when stream is capturing"),
+        ({"end": WAITS}, Captured(), "operation not permitted when stream is capturing"),
+        ({"end": WAITS}, Captured(4, WAITS), "operation not permitted when stream is capturing"),
+        ({}, Captured(4, RuntimeError("")), "RuntimeError"),
+        ({}, Captured(2, RuntimeError("fails while warm")), "fails while warm"),
+    ],
+    ids=["begin", "end", "call and end", "no message", "warm-up"],
+)
+def test_a_capture_that_fails_gives_the_stream_back(streams, call, why, monkeypatch):
+    fake = FakeStreams(monkeypatch, **streams)
+    own = fake.current
+    with pytest.raises(TimerUnusableError, match=f"the call cannot be captured: {why}$"):
+        graph.Graph(call)
+    assert fake.current is own
+
+
+def test_an_error_of_another_kind_gives_the_stream_back_too(monkeypatch):
+    fake = FakeStreams(monkeypatch, end=WAITS)
+    own = fake.current
+    # What the call raises is behind what ending the capture raises.
+    with pytest.raises(TimerUnusableError):
+        graph.Graph(Captured(4, ValueError("wrong")))
+    assert fake.current is own
+    fake = FakeStreams(monkeypatch)
+    with pytest.raises(ValueError, match="wrong"):
+        graph.Graph(Captured(4, ValueError("wrong")))
+    assert fake.current.name == "own"
+
+
+def test_a_capture_that_works_gives_the_stream_back(monkeypatch):
+    fake = FakeStreams(monkeypatch)
+    own = fake.current
+    call = Captured()
+    graph.Graph(call)
+    assert call.calls == graph.WARM_CALLS + 1
+    assert fake.current is own

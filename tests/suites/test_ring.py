@@ -1,6 +1,7 @@
 import pytest
 
 from dilabench.config import RunRequest
+from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.results import GpuInfo
@@ -58,3 +59,38 @@ def test_more_ranks_than_gpus_is_a_skipped_row_that_says_so(catalogue):
 def test_dilated_presets_compare_the_gather_with_the_rings(catalogue):
     cases = cases_of(catalogue, presets=("longnet_32k",), overrides={"mode": "forward"})
     assert [one.case.implementation for one in cases] == ["strided", *ring.DILATED]
+
+
+def test_block_masks_compare_the_ring_with_the_kernels_of_one_device(catalogue):
+    overrides = {"pattern": "block_sparse", "mode": "forward", "seq_len": 1024}
+    cases = cases_of(catalogue, presets=("tiny",), overrides=overrides)
+    assert [(one.case.implementation, one.case.world_size) for one in cases] == [
+        ("block-sparse", 1),
+        ("block-sparse-ring", 2),
+    ]
+    assert all(one.skip is None for one in cases)
+
+
+def test_sharding_is_outside_unless_asked_for(catalogue):
+    fields = {"presets": ("tiny",), "overrides": {"mode": "both"}, "implementations": ("zigzag",)}
+    single, outside = cases_of(catalogue, **fields)
+    _, inside = cases_of(catalogue, **fields, options={"sharding": "inside"})
+    assert not outside.case.optimizations.sharding_inside
+    assert inside.case.optimizations.sharding_inside
+    assert single.case.optimizations == outside.case.optimizations
+    assert inside.case.case_id != outside.case.case_id
+    with pytest.raises(ConfigError, match="unknown sharding 'insid'; did you mean inside"):
+        cases_of(catalogue, **fields, options={"sharding": "insid"})
+
+
+def test_a_projected_ring_stands_beside_itself_on_one_device(catalogue):
+    cases = cases_of(
+        catalogue, presets=("tiny",), overrides={"mode": "both"}, implementations=("ring", "ring-multihead")
+    )
+    found = [(one.labels["role"], one.case.implementation, one.case.world_size) for one in cases]
+    assert found == [
+        ("single", "dense", 1),
+        ("single", "ring-multihead", 1),
+        ("parallel", "ring", 2),
+        ("parallel", "ring-multihead", 2),
+    ]

@@ -35,8 +35,8 @@ class Graph:
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, object]:
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(before)
         try:
             with torch.cuda.stream(stream):
                 for _ in range(WARM_CALLS):
@@ -48,6 +48,10 @@ class Graph:
                 result = call()
         except RuntimeError as error:
             torch.cuda.synchronize()
-            raise TimerUnusableError(f"the call cannot be captured: {str(error).splitlines()[0]}") from error
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TimerUnusableError(f"the call cannot be captured: {first_line}") from error
+        finally:
+            # A capture that cannot be begun or ended leaves its own stream as the current one.
+            torch.cuda.set_stream(before)
         torch.cuda.synchronize()
         return graph, (call, result)

@@ -87,13 +87,18 @@ class Oracle:
         """A view with the batch axis that packed tensors lack."""
         return tensor[None] if self.workload.layout == "packed" else tensor
 
+    def chosen(self, tensor: Tensor) -> Tensor:
+        """The sampled batches of a tensor of any of these shapes; where they are all, the tensor and no copy of it."""
+        tensor, batches = self.batched(tensor), self.sample.batches
+        return tensor if len(batches) == tensor.shape[0] else tensor[batches.to(self.device)]
+
     def sampled(self, tensor: Tensor) -> Tensor:
         """The sampled batches and rows of a tensor of out's shape, [b, R, ...]."""
         return self.batched(tensor) if self.sample.complete else self.batched(tensor)[self._place()]
 
     def sampled_keys(self, tensor: Tensor) -> Tensor:
         """The sampled batches and key positions of a tensor of k's shape, [b, S, K, D]."""
-        tensor = self.batched(tensor)[self.sample.batches.to(self.device)]
+        tensor = self.chosen(tensor)
         return tensor if self.sample.keys is None else tensor[:, self.sample.keys.to(self.device)]
 
     def _place(self) -> tuple[Tensor, Tensor]:
@@ -101,7 +106,7 @@ class Oracle:
 
     @property
     def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (self.batched(tensor)[self.sample.batches.to(self.device)] for tensor in self.inputs)
+        q, k, v = (self.chosen(tensor) for tensor in self.inputs)
         return q, k, v
 
     @cached_property
@@ -150,7 +155,7 @@ class Oracle:
         """out of each second call on `second_rows`, [b, R', H, D]."""
         results = []
         for call in range(self.planes.calls):
-            q, k, v = (self.batched(t)[self.sample.batches.to(self.device)] for t in self.second_inputs(call))
+            q, k, v = (self.chosen(tensor) for tensor in self.second_inputs(call))
             results.append(expected_rows((q, k, v), self.workload, self.second_rows, self.dtype)[0])
         return tuple(results)
 

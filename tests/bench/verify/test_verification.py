@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.bench.verify import Oracle, summary, verify
+from dilabench.bench.verify import Oracle, call, summary, verify
+from dilabench.bench.verify.call import digest
 from dilabench.contracts import BuildContext
 from dilabench.impls.reference import build
 from dilabench.results import Check, Verification
@@ -116,3 +117,22 @@ def test_summary_names_the_first_failure_and_the_others() -> None:
     assert text == "out: error 3.1e-01 > tolerance 2.0e-06 at batch 0, position 1024, head 3, dim 5 (and ones)"
     assert summary(Verification(checks=checks[2:])) == "ones: all wrong"
     assert summary(Verification(checks=checks[:1])) == "1 checks passed"
+
+
+def test_a_checksum_is_the_same_in_pieces(monkeypatch):
+    x = torch.randn(3, 7, 5, 8).bfloat16()
+    whole = digest(x)
+    monkeypatch.setattr(call, "DIGEST_PIECE", 24)
+    assert torch.equal(digest(x), whole)
+    assert whole.shape == (3, 7, 5)
+    x[2, 6, 4, 7] += 1
+    assert torch.nonzero(digest(x) != whole).tolist() == [[2, 6, 4]]
+
+
+def test_what_is_sampled_of_every_batch_is_no_copy():
+    workload = Workload.model_validate(
+        {"pattern": {"kind": "dense"}, "batch_size": 2, "seq_len": 9, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4}
+    )
+    oracle = Oracle(workload)
+    q = oracle.inputs[0]
+    assert oracle.chosen(q).data_ptr() == q.data_ptr()

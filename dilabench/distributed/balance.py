@@ -1,0 +1,108 @@
+"""Which pairs each rank computes, hop by hop, counted from the sharding alone. No torch, no tensors.
+
+With |i, j| the pairs inside positions [i, j), those between an interval [a, b) and a later one [c, d) are
+|a, d| - |a, c| - |b, d| + |b, c|.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dilabench.distributed import block_deal
+from dilabench.spec import DensePattern, DilatedPattern, Workload
+from dilabench.work import head_branches, rows_kept, windowed_pairs
+
+IN_ORDER = ("ring", "ring-overlap", "ring-allgather")
+ZIGZAG = ("zigzag-ring",)
+# Packed sequences are cut zigzag behind a causal mask, otherwise in order.
+EITHER = ("ring-varlen",)
+
+Interval = tuple[int, int]
+
+
+def hop_pairs(workload: Workload, implementation: str, ranks: int) -> tuple[tuple[float, ...], ...] | None:
+    """Per rank the pairs with its own keys, with those of the rank before it, of the one two before it, and so on.
+
+    Of one batch entry, over all query heads as if each kept residue 0. A window that is not the same on both sides
+    counts as if it were. None for a sharding that is not known here; block-sparse masks have one of their own.
+    """
+    if implementation in block_deal.IMPLEMENTATIONS:
+        return block_deal.hop_pairs(workload, ranks)
+    if implementation not in (*IN_ORDER, *ZIGZAG, *EITHER):
+        return None
+    if not isinstance(workload.pattern, DensePattern | DilatedPattern):
+        return None
+    zigzag = implementation in ZIGZAG or (implementation in EITHER and workload.causal)
+    pairs = [[0.0] * ranks for _ in range(ranks)]
+    lengths = Counter(end - start for start, end in workload.sequences)
+    for length, sequences in lengths.items():
+        parts = _parts(length, ranks, zigzag)
+        for branch, heads in _branches(workload).items():
+            for rank in range(ranks):
+                for hop in range(ranks):
+                    holder = (rank - hop) % ranks
+                    pairs[rank][hop] += sequences * heads * branch.between(parts[rank], parts[holder])
+    return tuple(map(tuple, pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """Segments of `segment` positions of which every `rate`-th is kept; dense attention is one segment at rate 1."""
+
+    segment: int
+    rate: int
+    causal: bool
+    window: tuple[int, int]
+
+    def between(self, queries: tuple[Interval, ...], keys: tuple[Interval, ...]) -> float:
+        """Pairs of queries in some intervals with keys in the same or in other ones."""
+        total = 0.0
+        for query in queries:
+            for key in keys:
+                if key == query:
+                    total += self._inside(*query)
+                elif key < query:
+                    total += self._apart(key, query)
+                elif not self.causal:
+                    total += self._apart(query, key)
+        return total
+
+    def _apart(self, first: Interval, second: Interval) -> float:
+        """Pairs with the query in one interval and the key in the other, in one of both ways round."""
+        (a, b), (c, d) = first, second
+        both = self._inside(a, d) - self._inside(a, c) - self._inside(b, d) + self._inside(b, c)
+        return both if self.causal else both / 2
+
+    def _inside(self, start: int, stop: int) -> int:
+        if start >= stop:
+            return 0
+        end = min(stop, (start // self.segment + 1) * self.segment)
+        full, rest = divmod(stop - end, self.segment)
+        return self._pairs(end - start) + full * self._pairs(self.segment) + self._pairs(rest)
+
+    def _pairs(self, length: int) -> int:
+        left, right = (side if side < 0 else side // self.rate for side in self.window)
+        return windowed_pairs(rows_kept(length, self.rate, 0), self.causal, left, right)
+
+
+def _branches(workload: Workload) -> Counter[_Branch]:
+    """The branches, with the number of query heads that take part."""
+    pattern, counted = workload.pattern, Counter[_Branch]()
+    for head in range(workload.num_heads):
+        chosen: tuple[tuple[int, int], ...] = ((workload.seq_len, 1),)
+        if isinstance(pattern, DilatedPattern):
+            chosen = head_branches(pattern, head, workload.num_heads)
+        counted.update(_Branch(length, rate, workload.causal, workload.window) for length, rate in chosen)
+    return counted
+
+
+def _parts(length: int, ranks: int, zigzag: bool) -> tuple[tuple[Interval, ...], ...]:
+    """Positions that each rank holds, as `dilabench.distributed.sharding` cuts them."""
+    chunks = 2 * ranks if zigzag else ranks
+    edges = [length * edge // chunks for edge in range(chunks + 1)]
+    pieces = list(pairwise(edges))
+    if not zigzag:
+        return tuple((piece,) for piece in pieces)
+    return tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks))
