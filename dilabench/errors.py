@@ -52,9 +52,9 @@ class PluginError(DilabenchError):
     exit_code = ExitCode.ENVIRONMENT
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that does not exist, with the nearest names that do."""
+def unknown_name(kind: str, name: str, known: Iterable[str], command: str = "dilabench list") -> ConfigError:
+    """The error for a name that does not exist, with the nearest names that do and the command that lists them."""
     choices = sorted(known)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices) or 'none'}"
-    return ConfigError(f"unknown {kind} {name!r}; {hint} (see `dilabench list`)")
+    return ConfigError(f"unknown {kind} {name!r}; {hint} (see `{command}`)")

@@ -81,7 +81,8 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 120:
         return f"{seconds / 60:.1f} min"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
+        # What rounds to a whole unit is one: "1e+03 ms" is no duration.
+        if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
 

@@ -8,6 +8,7 @@ import typer
 
 from dilabench.cli.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.options import AsJson, StrictPlugins
+from dilabench.cli.terminal import say
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.results import Case, PlannedCase, RunRecord
@@ -23,7 +24,9 @@ def check(
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="Judge this run instead of measuring now.")
     ] = None,
-    sessions: Annotated[int, typer.Option("--sessions", metavar="N", min=1, help="Sessions to measure now.")] = 1,
+    sessions: Annotated[
+        int | None, typer.Option("--sessions", metavar="N", min=1, help="Sessions to measure now (default 1).")
+    ] = None,
     threshold: Threshold = None,
     only: Only = None,
     fail_on: FailOnOption = None,
@@ -48,6 +51,8 @@ def check(
     from dilabench.compare.selection import selection
     from dilabench.store.lookup import Store
 
+    if run is not None and sessions is not None:
+        raise ConfigError(f"--run {run} is judged instead of {sessions} sessions measured now; leave one of them out")
     store = Store()
     baseline = store.records(against)
     cases = _cases(baseline, only or ())
@@ -62,7 +67,7 @@ def check(
         return records
 
     if run is None:
-        new = measure(cases, sessions)
+        new = measure(cases, sessions or 1)
     else:
         new = store.records(run)
         refuse_other_machine(baseline, new, ConfigError)
@@ -74,7 +79,7 @@ def check(
         comparison = confirmed(comparison, second if records else None)
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     if as_json:
-        typer.echo(verdict_view.as_json(comparison, code, calibration))
+        say(verdict_view.as_json(comparison, code, calibration))
     else:
         verdict_view.show(comparison, code, calibration)
     raise typer.Exit(code)
@@ -104,11 +109,9 @@ def _second_look(
     Empty when this is not the baseline's machine (a run that was brought here, say): then nothing can be confirmed.
     """
     cells = {case.cell_id for case in flagged}
-    typer.echo(
-        f"{len(cells)} cells look slower; they are measured again in {SECOND_LOOK_SESSIONS} fresh sessions", err=True
-    )
+    say(f"{len(cells)} cells look slower; they are measured again in {SECOND_LOOK_SESSIONS} fresh sessions", err=True)
     try:
         return measure([one for one in cases if one.case.cell_id in cells], SECOND_LOOK_SESSIONS)
     except EnvironmentNotReady as error:
-        typer.echo(f"not possible here: {error}", err=True)
+        say(f"not possible here: {error}", err=True)
         return ()

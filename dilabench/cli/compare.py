@@ -7,6 +7,7 @@ import typer
 
 from dilabench.cli.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.options import AsJson
+from dilabench.cli.terminal import say
 from dilabench.errors import ConfigError
 
 
@@ -63,7 +64,7 @@ def compare(
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)
     code = exit_code(comparison, wanted)
     if as_json:
-        typer.echo(verdict_view.as_json(comparison, code, calibration))
+        say(verdict_view.as_json(comparison, code, calibration))
     else:
         verdict_view.show(comparison, code, calibration)
     raise typer.Exit(code)

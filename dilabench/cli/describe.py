@@ -66,7 +66,8 @@ def _target_facts(descriptor: object, machine: Machine) -> Facts:
         yield "backward", descriptor.backward_target or "none"
     if isinstance(descriptor, Implementation):
         yield "takes", "q, k, v [B, N, H, D]" if descriptor.takes == "heads" else f"{descriptor.takes} [B, N, E]"
-        yield "calls a backend", "yes" if descriptor.uses_backend else "no"
+        only = " or ".join(descriptor.backends)
+        yield "calls a backend", (f"only {only}" if only else "yes") if descriptor.uses_backend else "no"
         yield "deterministic", "yes" if descriptor.deterministic else "not promised"
         if descriptor.quirks:
             yield "quirks", "; ".join(descriptor.quirks)

@@ -36,7 +36,7 @@ def doctor(as_json: AsJson = False) -> None:
     for problem in found.problems:
         typer.echo(f"broken plug-in {problem.plugin}: {problem.why}")
     typer.echo(
-        f"\n{len(warnings)} things make times here noisy:"
+        f"\nWhat makes times here noisy ({len(warnings)}):"
         if warnings
         else "\nNothing found that makes times here noisy."
     )

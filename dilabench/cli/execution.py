@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import typer
-
 import dilabench
 from dilabench.bench.environment import snapshot
+from dilabench.bench.place import Place
 from dilabench.bench.runner import FollowUp
 from dilabench.bench.runner import run as run_cases
 from dilabench.cli.progress_bar import progress_shown
 from dilabench.cli.sufficient_budget import sufficient_budget
+from dilabench.cli.terminal import say
+from dilabench.compare.comparison import is_wrong
 from dilabench.config import RunRequest
 from dilabench.errors import DilabenchError, ExitCode
 from dilabench.machine import Machine
@@ -45,17 +46,18 @@ class Execution:
     formats: tuple[Reporter, ...]
     completed: tuple[Row, ...] = ()
     keep: bool = True
+    place: Place | None = None
 
     def run(self) -> ExitCode:
         """Measure, report, and say how it ended."""
-        self._say(self._opening())
         try:
+            self._say(self._opening())
             record = self._measure()
         finally:
             self.folder.discard_if_empty()
         if self.folder.path.exists():
-            self._report(record)
             self._store(record)
+            self._report(record)
         code = exit_code(record)
         if code is ExitCode.NOTHING_MEASURED and (hint := sufficient_budget(record, self.machine)):
             self._say(hint)
@@ -76,6 +78,7 @@ class Execution:
                 follow_up=_follow_up(catalogue, self.machine, self.request),
                 completed=self.completed,
                 trace_folder=self.folder.path / "traces",
+                place=self.place,
             )
         project = catalogue.suites.get(self.request.suite).projections
         return record if project is None else record.model_copy(update={"projections": load_target(project)(record)})
@@ -90,7 +93,7 @@ class Execution:
         for reporter in self.formats:
             text = render(reporter, record, None, sections) if reporter.prints else None
             if text is not None:
-                typer.echo(text)
+                say(text)
         paths = [self.folder.path / str(one.filename) for one in written]
         self._say("\n" + "\n".join(str(path) for path in paths if path.exists()))
 
@@ -112,7 +115,7 @@ class Execution:
 
     def _say(self, text: str) -> None:
         """Words for people go to stderr when something else than the table is printed, so that stdout is that alone."""
-        typer.echo(text, err=[one.name for one in self.formats] != [TABLE])
+        say(text, err=[one.name for one in self.formats] != [TABLE])
 
 
 def new_header(found: Found, machine: Machine, request: RunRequest) -> RunHeader:
@@ -145,13 +148,11 @@ def _follow_up(catalogue: Catalogue, machine: Machine, request: RunRequest) -> F
 
 def exit_code(record: RunRecord) -> ExitCode:
     """How a run ended, as an exit code: interrupted, wrong output, a failed case, nothing measured, or fine."""
-    failures = [row.outcome for row in record.rows if isinstance(row.outcome, Failed)]
     if record.status == "interrupted":
         return ExitCode.INTERRUPTED
-    # A case that raised or hung while it was verified has shown no output to be wrong.
-    if any(failure.verification is not None and not failure.verification.passed for failure in failures):
+    if any(is_wrong(row) for row in record.rows):
         return ExitCode.WRONG_OUTPUT
-    if failures:
+    if any(isinstance(row.outcome, Failed) for row in record.rows):
         return ExitCode.CASE_FAILED
     if not any(row.outcome.status == "measured" for row in record.rows):
         return ExitCode.NOTHING_MEASURED

@@ -8,6 +8,7 @@ from typing import ParamSpec
 
 import typer
 
+from dilabench.cli.terminal import discard
 from dilabench.errors import DilabenchError, ExitCode
 
 P = ParamSpec("P")
@@ -33,8 +34,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except KeyboardInterrupt:
             raise _stop("interrupted", ExitCode.INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader (head, say) has seen enough; keep the interpreter's own flush at exit from complaining.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader (head, say) has seen enough.
+            discard(sys.stdout)
             raise typer.Exit(ExitCode.OK) from None
         except typer.Exit:
             raise

@@ -26,13 +26,16 @@ def history(
         typer.Argument(metavar="[CASE]...", help="Words of a case's name (strided 8K fp32) or its case id."),
     ] = None,
     reindex: Annotated[bool, typer.Option("--reindex", help="Make the index anew from the run files.")] = False,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Newest runs to show.")] = SHOWN_RUNS,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Newest runs to show (default 20; of a case, all)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the stored runs, or every case that the words fit with its trend and the steps in it.
 
     Steps are looked for in the lower quartile, which is steadier between runs than the median, and never across
-    machines.
+    machines or timers.
     """
     from dilabench.store.archive import Archive
     from dilabench.store.index import HistoryIndex
@@ -41,9 +44,9 @@ def history(
     with HistoryIndex(archive, lambda text: typer.echo(f"note: {text}", err=True), rebuild=reindex) as index:
         if case:
             words = [word for text in case for word in text.split()]
-            _show_cases(list(index.cells(words)), " ".join(words), as_json)
+            _show_cases(list(index.cells(words)), " ".join(words), limit, as_json)
         else:
-            _show_runs(index.runs(limit), str(archive.folder), as_json)
+            _show_runs(index.runs(limit or SHOWN_RUNS), str(archive.folder), as_json)
 
 
 def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
@@ -59,25 +62,33 @@ def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
         print_table(None, RUN_COLUMNS, rows, right=("measured",))
 
 
-def _show_cases(cells: "Sequence[CellEntry]", asked: str, as_json: bool) -> None:
+def _show_cases(cells: "Sequence[CellEntry]", asked: str, limit: int | None, as_json: bool) -> None:
     if not cells:
         raise ConfigError(f"no stored case has {asked!r} in its name; `dilabench history` lists the runs")
     groups: dict[tuple[str, str], list[CellEntry]] = {}
     for cell in cells:
         groups.setdefault((cell.case_id, cell.run.machine), []).append(cell)
     if as_json:
-        document = [{"cells": [asdict(cell) for cell in group], "steps": _steps(group)} for group in groups.values()]
+        document = [
+            {"cells": [asdict(cell) for cell in _newest(group, limit)], "steps": _steps(group)}
+            for group in groups.values()
+        ]
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return
     for group in groups.values():
-        _show_trend(group)
+        _show_trend(group, limit)
 
 
-def _show_trend(group: "Sequence[CellEntry]") -> None:
+def _newest(group: "Sequence[CellEntry]", limit: int | None) -> "Sequence[CellEntry]":
+    return group if limit is None else group[-limit:]
+
+
+def _show_trend(group: "Sequence[CellEntry]", limit: int | None) -> None:
     first, steps = group[0], _steps(group)
     backend = f" over {first.backend}" if first.backend else ""
     title = f"{first.implementation}{backend}, {first.title} [case {first.case_id}, machine {first.run.machine}]"
-    print_table(title, CELL_COLUMNS, [_row(cell, steps.get(cell.run.file)) for cell in group], right=CELL_COLUMNS[4:8])
+    rows = [_row(cell, steps.get(cell.run.file)) for cell in _newest(group, limit)]
+    print_table(title, CELL_COLUMNS, rows, right=CELL_COLUMNS[4:8])
     typer.echo()
 
 
@@ -97,9 +108,14 @@ def _steps(group: "Sequence[CellEntry]") -> dict[str, float]:
     """File of the run at which the level changed -> level after / level before."""
     from dilabench.stats.steps import steps
 
-    measured = [cell for cell in group if cell.p25_ns is not None]
-    times = [cell.p25_ns for cell in measured if cell.p25_ns is not None]
-    return {measured[step.index].run.file: step.ratio for step in steps(times)} if times else {}
+    found: dict[str, float] = {}
+    by_timer: dict[str | None, list[tuple[str, float]]] = {}
+    for cell in group:
+        if cell.p25_ns is not None:
+            by_timer.setdefault(cell.timer, []).append((cell.run.file, cell.p25_ns))
+    for measured in by_timer.values():
+        found |= {measured[step.index][0]: step.ratio for step in steps([p25_ns for _, p25_ns in measured])}
+    return found
 
 
 def _date(run: "RunEntry") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dilabench.blockmask import PREFERENCES, block_mask
+from dilabench.blockmask import PREFERENCES, block_mask, block_shares
 from dilabench.spec import BlockSparsePattern, Workload
 
 if TYPE_CHECKING:
@@ -25,13 +25,7 @@ def picture(mask: Mask) -> list[str]:
     """
     import numpy as np
 
-    blocks = mask.shape[0]
-    lines, columns = min(blocks, MAX_LINES), min(blocks, MAX_COLUMNS)
-    rows = np.arange(lines + 1) * blocks // lines
-    keys = np.arange(columns + 1) * blocks // columns
-    sums = np.add.reduceat(np.add.reduceat(mask.astype(int), rows[:-1], axis=0), keys[:-1], axis=1)
-    share = sums / np.outer(np.diff(rows), np.diff(keys))
-    shades = np.ceil(share * (len(SHADES) - 1)).astype(int)
+    shades = np.ceil(block_shares(mask, MAX_LINES, MAX_COLUMNS) * (len(SHADES) - 1)).astype(int)
     return ["".join(SHADES[level] for level in line) for line in shades]
 
 

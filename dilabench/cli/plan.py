@@ -14,16 +14,18 @@ from dilabench.cli.terminal import print_table
 from dilabench.config import run_request
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine, detect
-from dilabench.memory_plan import longest_that_fits, plan_memory
+from dilabench.memory_over_ranks import plan_per_rank
+from dilabench.memory_plan import longest_that_fits
 from dilabench.plugins.manager import discover
 from dilabench.results import PlannedCase
 from dilabench.suites.planner import Planner
-from dilabench.suites.room import memory_bytes
+from dilabench.suites.room import memory_bytes, rank_memory_bytes
 from dilabench.time_plan import plan_time
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 IMPLEMENTATIONS = ("dense", "gather", "strided", "fused")
+OVER_RANKS = ("ring", "ring-overlap", "ring-allgather", "ulysses")
 MODES = ("forward", "both")
 COLUMNS = ("implementation", "backend", "mode", "batch", "length", "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest by formula")
@@ -51,11 +53,15 @@ def plan(
     dtype: shared.DTypeName = None,
     mode: shared.ModeName = None,
     memory: Memory = None,
+    processes: own.Processes = None,
     device: shared.Device = None,
     as_json: shared.AsJson = False,
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
-    """Predict the memory of each length, batch size and implementation, and the longest sequence that fits."""
+    """Predict the memory of each length, batch size and implementation, and the longest sequence that fits.
+
+    With --nproc it is what the fullest rank needs, of the memory that each rank has.
+    """
     found = discover(strict_plugins)
     counts = [parse_count(length, "length") for length in names(lengths)] or list(LENGTHS)
     workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode)
@@ -65,18 +71,24 @@ def plan(
         configs=config or (),
         assignments=assignments or (),
         workload=workload,
-        run=given(implementations=names(implementations), backends=names(backends), device=device, lengths=counts),
+        run=given(
+            implementations=names(implementations),
+            backends=names(backends),
+            device=device,
+            lengths=counts,
+            nproc=processes,
+        ),
     )
     machine = detect(request.device)
     planner = Planner(found.catalogue, machine, request)
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
     planned = _cases(planner, batches)
-    capacity = parse_bytes(memory) if memory else memory_bytes(machine)
+    capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
     if as_json:
         typer.echo(json.dumps([_as_data(one, machine, capacity) for one in planned], indent=1))
     else:
         _show(planned, machine, capacity)
-    known = any(plan_memory(one.case, machine.device) for one in planned)
+    known = any(plan_per_rank(one.case, machine.device) for one in planned)
     raise typer.Exit(ExitCode.OK if known else ExitCode.NOTHING_MEASURED)
 
 
@@ -95,8 +107,8 @@ def show_predictions(planned: Sequence[PlannedCase], machine: Machine) -> None:
                 one.case.workload.label(),
                 one.case.workload.mode,
                 one.labels.get("form", "-"),
-                NO_FORMULA if needed is None else format_bytes(needed),
-                _fits(needed, capacity),
+                _memory_text(needed, one),
+                _fits(needed, rank_memory_bytes(machine, one.case.world_size)),
                 format_seconds(time.seconds),
                 "yes" if one.skip is None else f"no: {one.skip}",
             )
@@ -114,7 +126,7 @@ def show_predictions(planned: Sequence[PlannedCase], machine: Machine) -> None:
 
 def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
     planned: list[PlannedCase] = []
-    implementations = planner.implementations(IMPLEMENTATIONS)
+    implementations = planner.implementations(OVER_RANKS if planner.request.nproc > 1 else IMPLEMENTATIONS)
     for asked in planner.workload_requests([{}]):
         modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
         for batch in batches:
@@ -127,14 +139,14 @@ def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
 def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None) -> None:
     rows: list[tuple[str, ...]] = []
     for one in planned:
-        found = plan_memory(one.case, machine.device)
+        found = plan_per_rank(one.case, machine.device)
         workload = one.case.workload
         head = (*_names(one), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
         if found is None:
             rows.append((*head, NO_FORMULA, "-", "-", "-", _unknown(one)))
             continue
         parts = (found.inputs_bytes, found.saved_bytes)
-        per_token = f"{found.peak_bytes / workload.tokens:.0f}"
+        per_token = f"{found.peak_bytes * one.case.world_size / workload.tokens:.0f}"
         fits = _fits(found.peak_bytes, capacity)
         rows.append((*head, format_bytes(found.peak_bytes), per_token, *map(format_bytes, parts), fits))
     print_table(None, COLUMNS, rows, right=COLUMNS[3:9])
@@ -143,17 +155,17 @@ def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None
     longest = {}
     for one in planned:
         key = (*_names(one), one.case.workload.mode, str(one.case.workload.batch_size))
-        if key not in longest and (length := longest_that_fits(one.case, machine.device, capacity)) is not None:
+        if key not in longest and (length := _longest(one, machine, capacity)) is not None:
             longest[key] = f"{length:,}".replace(",", "_")
     typer.echo()
-    print_table(
-        f"Into {format_bytes(capacity)}", LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",)
-    )
+    ranks = max(one.case.world_size for one in planned)
+    title = f"Into {format_bytes(capacity)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+    print_table(title, LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
     typer.echo("Predicted by formula, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 
 
 def _as_data(one: PlannedCase, machine: Machine, capacity: int | None) -> dict[str, Any]:
-    found, workload = plan_memory(one.case, machine.device), one.case.workload
+    found, workload = plan_per_rank(one.case, machine.device), one.case.workload
     return {
         "implementation": one.case.implementation,
         "backend": one.case.backend,
@@ -164,6 +176,7 @@ def _as_data(one: PlannedCase, machine: Machine, capacity: int | None) -> dict[s
         "predicted_peak_bytes": found and found.peak_bytes,
         "inputs_bytes": found and found.inputs_bytes,
         "saved_bytes": found and found.saved_bytes,
+        "ranks": one.case.world_size,
         "capacity_bytes": capacity,
         "fits": None if found is None or capacity is None else found.peak_bytes <= capacity,
         "skip": one.skip,
@@ -176,8 +189,19 @@ def _names(one: PlannedCase) -> tuple[str, str]:
 
 
 def _needed(one: PlannedCase, machine: Machine) -> int | None:
-    found = plan_memory(one.case, machine.device)
+    """Bytes of the rank that needs most."""
+    found = plan_per_rank(one.case, machine.device)
     return None if found is None else found.peak_bytes
+
+
+def _memory_text(needed: int | None, one: PlannedCase) -> str:
+    if needed is None:
+        return NO_FORMULA
+    return format_bytes(needed) + (f" a rank, {one.case.world_size} ranks" if one.case.world_size > 1 else "")
+
+
+def _longest(one: PlannedCase, machine: Machine, capacity: int) -> int | None:
+    return longest_that_fits(one.case, machine.device, capacity, plan_per_rank)
 
 
 def _fits(needed: int | None, capacity: int | None) -> str:

@@ -1,11 +1,11 @@
-"""The progress of a run on a terminal; nothing at all in a pipe."""
+"""The progress of a run on a terminal; in a pipe only what makes it stand still."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dilabench.bench.progress import Progress, Silent
-from dilabench.cli.terminal import console
+from dilabench.cli.terminal import console, say
 from dilabench.results import Case, Row
 
 if TYPE_CHECKING:
@@ -44,12 +44,25 @@ class ProgressBar(Silent):
         self._bar.update(self._task, advance=1, refresh=True)
 
 
+class WaitingTold(Silent):
+    """Says once why nothing moves, so that the log of a job that another run holds up is not empty."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def waiting(self, why: str) -> None:
+        """Each reason once: it is asked again every half second."""
+        if why not in self._told:
+            self._told.add(why)
+            say(why, err=True)
+
+
 @contextmanager
 def progress_shown() -> Iterator[Progress]:
-    """A progress bar on stderr when that is a terminal, else silence."""
+    """A progress bar on stderr when that is a terminal, else a line for what it waits for."""
     screen = console(to_stderr=True)
     if not screen.is_terminal:
-        yield Silent()
+        yield WaitingTold()
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

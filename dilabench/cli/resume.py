@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dilabench.config import RunRequest
 from dilabench.errors import ConfigError
+from dilabench.machine import Machine
 from dilabench.results import RunHeader
 from dilabench.spec import validated
 from dilabench.store.run_files import read_rows
@@ -26,3 +27,14 @@ def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRe
     if given:
         raise ConfigError(f"--resume goes on with the run as it was asked for; leave out {', '.join(given)}")
     return validated(RunRequest, header.config), header
+
+
+def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunHeader:
+    """The header of a run that goes on, in today's environment.
+
+    What only a worker can tell of its torch stays as it was, for a part that needs no worker any more.
+    """
+    from dilabench.bench.environment import with_torch
+
+    environment = with_torch(now.environment, machine, earlier.environment.torch)
+    return earlier.model_copy(update={"environment": environment})

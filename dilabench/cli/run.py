@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,7 +11,8 @@ from dilabench.cli import options as shared
 from dilabench.cli import run_options as own
 from dilabench.cli.options import given, names, one_or_none
 from dilabench.cli.plan import show_predictions
-from dilabench.cli.resume import recorded_request
+from dilabench.cli.ranks import asking_all, on_ranks
+from dilabench.cli.resume import recorded_request, resumed_header
 from dilabench.config import RunRequest, run_request
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
@@ -22,6 +23,9 @@ from dilabench.store.run_files import RunFolder, completed_rows
 from dilabench.suites.planner import expand
 from dilabench.units import parse_count, parse_duration
 from dilabench.workloads.ranges import CUSTOM, range_lengths
+
+if TYPE_CHECKING:
+    from dilabench.bench.nodes import Nodes
 
 DEFAULT_FOLDER = Path("benchmark_results")
 PATTERN_CACHE_ENTRIES = 64
@@ -55,6 +59,7 @@ def run(
     offload: own.Offload = None,
     tokens: own.Tokens = None,
     form: own.Form = None,
+    sharding: own.Sharding = None,
     timing: own.Timing = None,
     pattern_cache: own.PatternCache = None,
     memory_pool: own.MemoryPool = None,
@@ -89,6 +94,7 @@ def run(
             offload=offload,
             tokens=tokens and parse_count(tokens, "tokens"),
             form=form,
+            sharding=sharding,
         ),
         timing=timing,
         pattern_cache_entries=None if pattern_cache is None else PATTERN_CACHE_ENTRIES * pattern_cache,
@@ -107,8 +113,11 @@ def run(
         workload=workload,
         settings=settings,
         resume=resume,
+        # A record may be copied to a file besides; the run itself goes on where it is.
+        folder=None if output == DEFAULT_FOLDER or output.suffix == ".json" else output,
     )
-    raise typer.Exit(_carry_out(found, asked, names(formats) or [TABLE], output, dry_run, plan, keep))
+    reporters = names(formats) or [TABLE]
+    raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, nodes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +130,7 @@ class Asked:
     workload: dict[str, Any]
     settings: dict[str, Any]
     resume: Path | None
+    folder: Path | None
 
     def request(self, catalogue: Catalogue) -> tuple[RunRequest, RunHeader | None]:
         """The checked request; with `--resume`, that of the earlier run, and its header."""
@@ -134,17 +144,27 @@ class Asked:
                 run=self.settings,
             )
             return request, None
-        fixed = {**self.workload, **self.settings, **given(config=self.configs, set=self.assignments)}
+        elsewhere = given(config=self.configs, set=self.assignments, output=self.folder)
+        fixed = {**self.workload, **self.settings, **elsewhere}
         request, header = recorded_request(self.resume, self.suite, fixed.keys() - {"budget_s"})
         return request.model_copy(update=given(budget_s=self.settings.get("budget_s"))), header
 
 
 def _carry_out(
-    found: Found, asked: Asked, formats: list[str], output: Path, dry_run: bool, plan: bool, keep: bool
+    found: Found,
+    asked: Asked,
+    formats: list[str],
+    output: Path,
+    dry_run: bool,
+    plan: bool,
+    keep: bool,
+    nodes: "Nodes | None",
 ) -> ExitCode:
     catalogue = found.catalogue
     request, earlier = asked.request(catalogue)
+    request = asking_all(request, nodes)
     machine = detect(request.device)
+    machine = nodes.machine(machine) if nodes else machine
     planned = expand(catalogue, machine, request)
     reporters = tuple(catalogue.reporters.get(name) for name in formats)
     # Its stop rule needs numpy, which --help should not wait for.
@@ -163,7 +183,7 @@ def _carry_out(
     completed: tuple[Row, ...] = ()
     if asked.resume is not None and earlier is not None:
         completed = completed_rows(asked.resume, header)
-        header = earlier.model_copy(update={"environment": header.environment})
+        header = resumed_header(earlier, header, machine)
         folder = RunFolder.resume(asked.resume)
     else:
         folder = RunFolder.create(output_base(output), request.suite, header.run_id)
@@ -177,6 +197,7 @@ def _carry_out(
         formats=reporters,
         completed=completed,
         keep=keep,
+        place=nodes,
     )
     code = execution.run()
     copy_record(folder, output)

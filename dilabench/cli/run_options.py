@@ -1,4 +1,4 @@
-"""The options of `dilabench run` that no other command has."""
+"""The options of `dilabench run` that few other commands have."""
 
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +44,12 @@ Tokens = Annotated[
     str | None, typer.Option("--tokens", metavar="N", help="Tokens that billion computes (default 2^30 = 1G).")
 ]
 Form = Annotated[
-    str | None, typer.Option("--form", metavar="FORM", help="How billion holds them: resident, streamed or auto.")
+    str | None,
+    typer.Option("--form", metavar="FORM", help="How billion holds them: resident, ranks, streamed or auto."),
+]
+Sharding = Annotated[
+    str | None,
+    typer.Option("--sharding", metavar="WHERE", help="Cutting for ranks inside or outside (default) the timed call."),
 ]
 Plan = Annotated[bool, typer.Option("--plan", help="Show memory and time predicted for each case and leave.")]
 Sparsity = Annotated[

@@ -4,6 +4,7 @@ import math
 
 from dilabench.machine import Machine
 from dilabench.results import RunRecord, Skipped
+from dilabench.store.run_files import BUDGET_SKIP
 from dilabench.time_plan import sufficient_budget_s
 from dilabench.units import format_seconds
 
@@ -13,7 +14,7 @@ ROUND_TO_S = 10
 def sufficient_budget(record: RunRecord, machine: Machine) -> str | None:
     """A hint with a budget that should measure the cheapest of the cases that time ran out for; None without one."""
     skipped = [
-        row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.why.startswith("budget of ")
+        row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.why.startswith(BUDGET_SKIP)
     ]
     if not skipped:
         return None

@@ -9,7 +9,6 @@ from dilabench.cli import options as shared
 from dilabench.cli import run_options as own
 from dilabench.cli.options import given, names
 from dilabench.config import ALL, run_request
-from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.store.run_files import RunFolder
@@ -61,6 +60,7 @@ def tune(
     )
     code = execution.run()
     path = output or tune_path(machine)
-    added = add_to_file(path, execution.folder.path, machine)
+    # A run that was interrupted before its first row leaves no folder.
+    added = add_to_file(path, execution.folder.path, machine) if execution.folder.path.exists() else 0
     typer.echo(f"{added} workloads tuned in {path}")
-    raise typer.Exit(code if added else ExitCode.NOTHING_MEASURED)
+    raise typer.Exit(code)

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dilabench.cli.terminal import print_table
+from dilabench.cli.terminal import print_table, say
 from dilabench.errors import ExitCode
 from dilabench.results import Case
 from dilabench.store.calibrations import Calibration
@@ -33,17 +31,17 @@ WORDS = {
 def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> None:
     """Print the table, what stands behind each verdict that matters, what was not compared, and the final line."""
     for warning in comparison.warnings:
-        typer.echo(f"note: {warning}")
-    typer.echo(noise_line(calibration))
+        say(f"note: {warning}")
+    say(noise_line(calibration))
     for title, cells in _by_workload(comparison.cells).items():
-        typer.echo()
+        say()
         print_table(title, COLUMNS, [_row(cell) for cell in cells], right=NUMBERS)
         for cell in cells:
             _explain(cell)
-    typer.echo()
+    say()
     for one in comparison.uncompared:
-        typer.echo(f"{one.lack}: {name(one.case)}: baseline {one.baseline}; candidate {one.candidate}")
-    typer.echo(final_line(comparison, code))
+        say(f"{one.lack}: {name(one.case)}: baseline {one.baseline}; candidate {one.candidate}")
+    say(final_line(comparison, code))
 
 
 def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> str:
@@ -141,9 +139,9 @@ def _explain(cell: "ComparedCell") -> None:
         lines.append(f"LARGER: {cell.memory.reason}; {cell.memory.hint}")
     lines += cell.notes
     if lines:
-        typer.echo(f"{_facing(cell)} [{cell.timer}, {cell.route}]")
+        say(f"{_facing(cell)} [{cell.timer}, {cell.route}]")
         for line in lines:
-            typer.echo(f"  {line}")
+            say(f"  {line}")
 
 
 def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import typer
 
 from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
-from dilabench.cli.terminal import Lines
+from dilabench.cli.run_options import Implementations, Processes
+from dilabench.cli.terminal import Lines, say
 from dilabench.cli.verify_all import Marks, trials_of
 from dilabench.config import run_request
 from dilabench.errors import ExitCode
@@ -32,6 +33,22 @@ DEFAULT_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
     }
     for causal in (True, False)
 )
+# For what computes block masks only: the last of 17 blocks holds 3 rows.
+SPARSE_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "pattern": "block_sparse",
+        "mask": "random",
+        "block_size": 48,
+        "sparsity": 0.6,
+        "batch_size": 1,
+        "seq_len": 771,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "causal": causal,
+    }
+    for causal in (True, False)
+)
 COLUMNS = ("implementation", "backend", "workload", "mode", "result", "details")
 PREPARE_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 1800.0
@@ -42,6 +59,7 @@ def verify(
     implementations: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Implementations; all when left out.")
     ] = None,
+    named: Implementations = None,
     backends: shared.Backends = None,
     config: shared.Configs = None,
     assignments: shared.Assignments = None,
@@ -52,6 +70,7 @@ def verify(
     head_dim: shared.HeadDim = None,
     dtype: shared.DTypeName = None,
     mode: shared.ModeName = None,
+    processes: Processes = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs.")] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every implementation, backend, dtype and family, as a table of marks.")
@@ -59,7 +78,7 @@ def verify(
     device: shared.Device = None,
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
-    """Check outputs and gradients against the oracle. Exit code 5 when any is wrong."""
+    """Check outputs and gradients against the oracle. Exit code 5 when any is wrong, 4 when a check itself fails."""
     found = discover(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     request = run_request(
@@ -68,14 +87,19 @@ def verify(
         configs=config or (),
         assignments=assignments or (),
         workload=workload,
-        run=given(implementations=names(implementations), backends=names(backends), device=device, seed=seed),
+        run=given(
+            implementations=names(implementations, named),
+            backends=names(backends),
+            device=device,
+            nproc=processes,
+            seed=seed,
+        ),
     )
     machine = detect(request.device)
     planner = Planner(found.catalogue, machine, request)
     if everything:
         raise typer.Exit(_everything(planner))
-    workloads = [_both_ways(asked) for asked in planner.workload_requests(DEFAULT_WORKLOADS)]
-    planned = planner.compare(workloads, planner.implementations([EVERYTHING]))
+    planned = _planned(planner)
     names_of = [_names(plan) for plan in planned]
     lines = Lines(COLUMNS, names_of)
     outcomes = []
@@ -106,6 +130,18 @@ Outcome = Verification | str
 """What the checks found, or why they could not be made."""
 
 
+def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
+    """Every implementation on what the user described, else on the default workloads of its pattern."""
+    implementations = planner.implementations([EVERYTHING])
+    described = planner.request.presets or "pattern" in planner.request.overrides
+    masked = [one for one in implementations if one.supports.patterns == {"block_sparse"} and not described]
+    others = [one for one in implementations if one not in masked]
+    planned: tuple[PlannedCase, ...] = ()
+    for several, defaults in ((others, DEFAULT_WORKLOADS), (masked, SPARSE_WORKLOADS)):
+        planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
+    return planned
+
+
 def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
     """Gradients are checked as well, unless the user chose a mode."""
     return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
@@ -113,9 +149,10 @@ def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
 
 def _outcomes(planned: tuple[PlannedCase, ...], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
     from dilabench.bench.commands import WorkerSettings, case_spec, worker_key
+    from dilabench.bench.group import start_worker
     from dilabench.bench.workers import WorkerFailure, WorkerPool
 
-    pool = WorkerPool(WorkerSettings(device=machine.device))
+    pool = WorkerPool(WorkerSettings(device=machine.device), start_worker)
     try:
         for plan in planned:
             if plan.skip is not None:
@@ -150,7 +187,7 @@ def _result(plan: PlannedCase, outcome: Outcome) -> tuple[str, str]:
     if plan.skip is not None:
         return "skipped", plan.skip
     if isinstance(outcome, str):
-        return "✗", outcome
+        return "failed", outcome
     if outcome.passed:
         rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
         return "✓", f"{len(outcome.checks)} checks, {rows}"
@@ -168,9 +205,14 @@ def _check(check: Check) -> str:
 
 def _verdict(planned: tuple[PlannedCase, ...], outcomes: list[Outcome]) -> ExitCode:
     ran = [outcome for plan, outcome in zip(planned, outcomes, strict=True) if plan.skip is None]
-    wrong = [outcome for outcome in ran if isinstance(outcome, str) or not outcome.passed]
-    skipped = len(planned) - len(ran)
-    typer.echo(f"{len(ran) - len(wrong)} right, {len(wrong)} wrong, {skipped} skipped")
+    # What raised or hung has shown no output to be wrong.
+    failed = sum(isinstance(outcome, str) for outcome in ran)
+    right = sum(isinstance(outcome, Verification) and outcome.passed for outcome in ran)
+    wrong = len(ran) - right - failed
+    crashed = f"{failed} failed, " if failed else ""
+    say(f"{right} right, {wrong} wrong, {crashed}{len(planned) - len(ran)} skipped")
     if wrong:
         return ExitCode.WRONG_OUTPUT
+    if failed:
+        return ExitCode.CASE_FAILED
     return ExitCode.OK if ran else ExitCode.NOTHING_MEASURED

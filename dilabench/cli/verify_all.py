@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import typer
-
-from dilabench.cli.terminal import Lines
+from dilabench.cli.terminal import Lines, say
 from dilabench.config import ALL
 from dilabench.errors import ConfigError
 from dilabench.registry import Implementation
@@ -33,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 HEAD = ("implementation", "backend", "dtype")
 EVERY = "every"
-RIGHT, WRONG, SKIPPED = "✓", "✗", "-"
+RIGHT, WRONG, FAILED, SKIPPED = "✓", "✗", "!", "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +123,8 @@ class Marks:
         return trial.line if trial.line[:2] in self._running else (*trial.line[:2], EVERY)
 
     def add(self, trial: Trial, result: str, detail: str) -> None:
-        """The result of a trial: '✓', '✗' or 'skipped' with its reason."""
-        mark = result if result in {RIGHT, WRONG} else SKIPPED
+        """The result of a trial: '✓', '✗', 'failed' or 'skipped' with its reason."""
+        mark = {RIGHT: RIGHT, WRONG: WRONG, "failed": FAILED}.get(result, SKIPPED)
         if mark == RIGHT and trial.planned.case.workload.mode == "forward":
             mark += "fwd"
         line = self._line(trial)
@@ -136,14 +134,15 @@ class Marks:
         if not mark.startswith(RIGHT):
             implementation, backend, dtype = trial.line
             where = f"{implementation} over {backend}" if backend != "-" else implementation
-            word = "WRONG" if mark == WRONG else "skipped"
+            word = {WRONG: "WRONG", FAILED: "FAILED"}.get(mark, "skipped")
             self._reasons.setdefault((word, detail), []).append(f"{where} {dtype} {trial.family}")
         if not self._pending[line]:
             self._lines.print((*line, *(marks.get(family, SKIPPED) for family in self._families)))
 
     def close(self) -> None:
-        """The reasons, wrong results first; equal ones together."""
-        typer.echo()
-        for (word, detail), places in sorted(self._reasons.items(), key=lambda item: item[0][0] != "WRONG"):
+        """The reasons, wrong results first, skipped ones last; equal ones together."""
+        say()
+        order = ("WRONG", "FAILED", "skipped")
+        for (word, detail), places in sorted(self._reasons.items(), key=lambda item: order.index(item[0][0])):
             shown = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
-            typer.echo(f"{word}: {detail} ({', '.join(places) if word == 'WRONG' else shown})")
+            say(f"{word}: {detail} ({shown if word == 'skipped' else ', '.join(places)})")

@@ -64,13 +64,10 @@ def is_measured(row: Row | None) -> bool:
 
 
 def is_wrong(row: Row | None) -> bool:
-    """The row did not pass verification."""
-    if row is None:
+    """The row did not pass verification. One that raised or hung while it was verified has shown no output at all."""
+    if row is None or isinstance(row.outcome, Skipped):
         return False
-    outcome = row.outcome
-    if isinstance(outcome, Failed):
-        return outcome.stage == "verify"
-    return isinstance(outcome, Measured) and not outcome.verification.passed
+    return row.outcome.verification is not None and not row.outcome.verification.passed
 
 
 def ending(row: Row | None) -> str:

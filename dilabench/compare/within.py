@@ -82,7 +82,7 @@ def _facing(group: Sequence[Row], by: By, base: str | None) -> Iterator[tuple[Ro
         alike = [row for row in baselines if _alike(row.case, candidate.case) and is_measured(row)]
         yield next(iter([*alike, *baselines]), None), candidate
     if not candidates:
-        yield None, baselines[0]
+        yield from ((None, row) for row in baselines)
 
 
 def _default_base(group: Sequence[Row], by: By) -> str:

@@ -1,13 +1,13 @@
 """The sentences of a verdict: why it says so, and what to do next."""
 
-from math import expm1
+from math import ceil, expm1
 
 from dilabench.stats.estimate import MIN_ROUNDS, Estimate
 from dilabench.stats.policy import Margin, Policy
 from dilabench.stats.verdicts import Cause, Code, Numbers
 
 _MARGIN_SOURCE = {
-    "user": "as set",
+    "user": "the threshold",
     "noise": "twice the noise floor of this machine",
     "timer": "twice the floor of the timer",
     "absolute": "the least change in absolute time",
@@ -15,7 +15,7 @@ _MARGIN_SOURCE = {
 
 
 def percent(fraction: float) -> str:
-    """A signless fraction as per cent with the digits that matter: 0.0312 -> "3.1 %"."""
+    """A signless fraction as per cent with the digits that matter: 0.0312 -> "3.12 %", 0.25 -> "25 %"."""
     return f"{100 * fraction:.3g} %" if fraction < 0.1 else f"{100 * fraction:.0f} %"
 
 
@@ -50,7 +50,7 @@ def hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy:
     """What the reader can do next; empty when there is nothing to do."""
     hints: list[str] = []
     if cause is Cause.TOO_FEW_ROUNDS:
-        hints.append(f"measure {_rounds(rounds_missing(estimate))}")
+        hints.append(f"measure {_effort(rounds_missing(estimate), estimate)}")
     elif cause is Cause.TOO_FEW_SESSIONS:
         hints.append("add runs to the baseline (`dilabench baseline save NAME RUN --add`), five at least for a gate")
     elif cause is Cause.CLOCK:
@@ -70,7 +70,7 @@ def hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy:
 
 def _more_effort(estimate: Estimate, numbers: Numbers) -> str:
     if numbers.rounds_needed is not None:
-        return f"about {_rounds(numbers.rounds_needed)} would decide"
+        return f"about {_effort(numbers.rounds_needed, estimate)} would decide"
     if estimate.fixed_variance > 0 and estimate.unit == "round":
         return "more rounds will not decide, the noise between sessions is too large: measure three sessions or more"
     if estimate.fixed_variance > 0:
@@ -78,5 +78,7 @@ def _more_effort(estimate: Estimate, numbers: Numbers) -> str:
     return "the effect is too close to the margin for any reasonable number of rounds: choose another margin"
 
 
-def _rounds(count: int) -> str:
-    return "one more round" if count == 1 else f"{count} more rounds"
+def _effort(rounds: int, estimate: Estimate) -> str:
+    """Further rounds in words; as sessions of so many where the error is the spread between sessions."""
+    count = rounds if estimate.unit == "round" else ceil(rounds * estimate.sessions / estimate.rounds)
+    return f"one more {estimate.unit}" if count == 1 else f"{count} more {estimate.unit}s"

@@ -66,6 +66,7 @@ def _estimate(cell: StoredCell, baseline: Floats, candidate: Floats, confidence:
         log_ratio=log_ratio,
         se=se,
         df=df,
+        df_per_unit=0.0,
         interval=Interval(log_ratio - reach, log_ratio + reach, confidence) if h > 1 else None,
         reducible_variance=variance,
         fixed_variance=variance / h,

@@ -14,7 +14,7 @@ from dilabench.stats.location import checked_samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerLaw:
-    """time_ns = coefficient_ns x length^exponent. `exponent_interval` is None with two lengths."""
+    """time_ns = coefficient_ns x length^exponent. `exponent_interval` is None with two times."""
 
     exponent: float
     exponent_interval: Interval | None

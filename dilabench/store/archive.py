@@ -5,6 +5,7 @@ They are the truth of the store; the index beside them can always be made again.
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, DilabenchError
 from dilabench.refusal import describe
 from dilabench.results import RunRecord
-from dilabench.store.files import store_root, write_whole
+from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
 
 SUFFIX = ".json.gz"
@@ -54,15 +55,21 @@ class Archive:
         while True:
             suffix = "" if version == 1 else f"+{version}"
             path = self.folder / f"{stamp(record.started_at)}-{record.run_id}{suffix}{SUFFIX}"
-            if write_whole(path, data, replace=False):
+            if write_whole(path, data, replace=False) or path.read_bytes() == data:
                 return path.name
             version += 1
 
     def names(self) -> list[str]:
-        """The files' names in the order of their date, those without one first."""
-        if not self.folder.is_dir():
+        """The files' names in the order of their date, those without one first.
+
+        Raises EnvironmentNotReady when the folder cannot be read.
+        """
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        names = (path.name for path in self.folder.iterdir())
+        except OSError as error:
+            raise unreadable(self.folder, error) from None
         return sorted((name for name in names if name.endswith(SUFFIX) and name[0] != "."), key=_by_date)
 
     def newest(self) -> list[str]:
@@ -79,7 +86,7 @@ class Archive:
 
     def find(self, text: str) -> list[str]:
         """Names of the runs that a text means: 'latest', a file's name, or the beginning of a run's id or date."""
-        names = self.newest()
+        names = self.newest() if text else []
         if text == "latest":
             return names[-1:]
         exact = [name for name in self.names() if text in (name, name.removesuffix(SUFFIX))]
@@ -114,16 +121,19 @@ def run_and_version(name: str) -> tuple[str, int]:
 def read_compressed(path: Path) -> RunRecord:
     """A record from a compressed file, older schema versions included.
 
-    Raises ConfigError naming the file when it is missing, cut short, or no record.
+    Raises ConfigError naming the file when it is missing, cut short, or no record, EnvironmentNotReady when this user
+    may not read it.
     """
     try:
         document = json.loads(gzip.decompress(path.read_bytes()))
     except FileNotFoundError:
         raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
         raise ConfigError(
             f"run file {str(path)!r} is damaged ({error}); remove it, other runs are not touched"
         ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
     if not isinstance(document, dict):
         raise ConfigError(f"run file {str(path)!r} is not a run record: it holds no object")
     try:
@@ -132,10 +142,10 @@ def read_compressed(path: Path) -> RunRecord:
         raise ConfigError(f"run file {str(path)!r} is not a run record: {describe(error, RunRecord)[:300]}") from None
 
 
-def sound_records(archive: Archive, names: list[str]) -> Iterator[tuple[str, RunRecord | ConfigError]]:
+def sound_records(archive: Archive, names: list[str]) -> Iterator[tuple[str, RunRecord | DilabenchError]]:
     """Each name with its record, or with the error that says why there is none."""
     for name in names:
         try:
             yield name, archive.load(name)
-        except ConfigError as error:
+        except DilabenchError as error:
             yield name, error

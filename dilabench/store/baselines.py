@@ -7,14 +7,15 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from dilabench.errors import ConfigError, EnvironmentNotReady, unknown_name
+from dilabench.errors import ConfigError, unknown_name
 from dilabench.spec import Model
-from dilabench.store.files import locked, write_whole
+from dilabench.store.files import locked, unreadable, write_whole
 
 FILENAME = "baselines.toml"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
@@ -34,14 +35,17 @@ class Baselines:
         self.path = root / FILENAME
 
     def all(self) -> dict[str, Baseline]:
-        """The baselines by name. Raises ConfigError when the file cannot be read."""
+        """The baselines by name.
+
+        Raises ConfigError when the file cannot be understood, EnvironmentNotReady when it cannot be read.
+        """
         try:
             tables = tomllib.loads(self.path.read_text(encoding="utf-8"))
             return {name: Baseline.model_validate(table) for name, table in tables.items()}
         except FileNotFoundError:
             return {}
         except OSError as error:
-            raise EnvironmentNotReady(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from None
+            raise unreadable(self.path, error) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
             first = str(error).splitlines()[0]
             raise ConfigError(
@@ -53,7 +57,7 @@ class Baselines:
         """A baseline by name; raises ConfigError with the nearest names when there is none."""
         known = self.all()
         if name not in known:
-            raise unknown_name("baseline", name, known)
+            raise unknown_name("baseline", name, known, "dilabench baseline list")
         return known[name]
 
     def save(self, name: str, runs: Sequence[str], now: str, *, add: bool = False, replace: bool = False) -> Baseline:
@@ -81,7 +85,7 @@ class Baselines:
         with locked(self.path):
             known = self.all()
             if name not in known:
-                raise unknown_name("baseline", name, known)
+                raise unknown_name("baseline", name, known, "dilabench baseline list")
             removed = known.pop(name)
             self._write(known)
         return removed
@@ -93,5 +97,7 @@ class Baselines:
 
 def _table(name: str, fields: Mapping[str, Any]) -> str:
     """A TOML table; its texts and lists of texts are written as in JSON."""
-    lines = (f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
-    return f"[{json.dumps(name)}]\n{''.join(lines)}\n"
+    # TOML has no surrogate pairs, which JSON would write for letters beyond 16 bits.
+    as_text = partial(json.dumps, ensure_ascii=False)
+    lines = (f"{key} = {as_text(value)}\n" for key, value in fields.items())
+    return f"[{as_text(name)}]\n{''.join(lines)}\n"

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationError
 
 from dilabench.errors import ConfigError
 from dilabench.spec import Model
-from dilabench.store.files import write_whole
+from dilabench.store.files import unreadable, write_whole
 
 
 class Detection(Model):
@@ -55,12 +55,17 @@ class Calibrations:
         return path
 
     def get(self, machine: str) -> Calibration | None:
-        """The calibration of a machine, or None. Raises ConfigError when its file is damaged."""
+        """The calibration of a machine, or None.
+
+        Raises ConfigError when its file is damaged, EnvironmentNotReady when it cannot be read.
+        """
         path = self.folder / f"{machine}.json"
         try:
             return Calibration.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValidationError) as error:
+        except OSError as error:
+            raise unreadable(path, error) from None
+        except ValidationError as error:
             first = str(error).splitlines()[0]
-            raise ConfigError(f"{str(path)!r} cannot be read ({first}); run `dilabench calibrate` again") from None
+            raise ConfigError(f"{str(path)!r} is damaged ({first}); run `dilabench calibrate` again") from None

@@ -52,6 +52,14 @@ def write_whole(path: Path, data: bytes, *, replace: bool) -> bool:
             temporary.unlink(missing_ok=True)
 
 
+def unreadable(path: Path, error: OSError) -> EnvironmentNotReady:
+    """The error for a file or folder of the store that the system does not let this user read."""
+    reason = error.strerror or error
+    return EnvironmentNotReady(
+        f"{str(path)!r} cannot be read: {reason}; get access to it, or set {STORE_VARIABLE} to another folder"
+    )
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file beside `path` while it is read, changed and written; others wait.

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from dilabench.compare.fingerprint import machine_key
 from dilabench.compare.selection import searchable
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, DilabenchError
 from dilabench.results import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
-VERSION = 1
+VERSION = 2
 WAIT_S = 20.0
 SCHEMA = """
 CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,
@@ -80,9 +80,7 @@ class HistoryIndex:
         self._archive = archive
         self._tell = tell
         self._path = archive.root / FILENAME
-        if rebuild:
-            self._path.unlink(missing_ok=True)
-        self._connection = self._opened()
+        self._connection = self._opened(rebuild)
 
     def __enter__(self) -> "HistoryIndex":
         return self
@@ -108,10 +106,12 @@ class HistoryIndex:
             if file in runs:
                 yield CellEntry(runs[file], *fields)
 
-    def _opened(self) -> sqlite3.Connection:
+    def _opened(self, rebuild: bool) -> sqlite3.Connection:
         try:
+            if rebuild:
+                self._path.unlink(missing_ok=True)
             return self._up_to_date(str(self._path))
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, OSError) as error:
             # Locked for good, on a full or read-only disk: the answer does not depend on the file.
             self._tell(f"the index {str(self._path)!r} cannot be written ({error}); made one in memory")
         except sqlite3.DatabaseError as error:
@@ -142,7 +142,7 @@ class HistoryIndex:
             for table in ("runs", "cells"):
                 connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
         for file, record in sound_records(self._archive, [name for name in present if name not in known]):
-            if isinstance(record, ConfigError):
+            if isinstance(record, DilabenchError):
                 self._tell(str(record))
                 continue
             try:
@@ -198,10 +198,11 @@ def _cell_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:
+    from dilabench.reporters.rows import implementation_text, workload_title
     from dilabench.stats.location import locate
 
     case, outcome = row.case, row.outcome
-    title = f"{case.workload.label()} {case.workload.pattern.kind} {case.workload.mode}"
+    title = workload_title(case) + implementation_text(case).removeprefix(case.implementation)
     names = (case.implementation, case.backend, title, outcome.status)
     if not isinstance(outcome, Measured):
         return (*names, outcome.why, *(None,) * 5, 0, 0, None)

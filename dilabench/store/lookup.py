@@ -1,5 +1,6 @@
 """The run that a text means: a file or folder, a baseline's name, 'latest', or the id of a stored run. No torch."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class Store:
         Raises ConfigError when nothing or more than one run fits, or a file cannot be read.
         """
         path = Path(text)
-        if path.exists():
+        # os.path: unlike Path's, its answer about a text that no file can have as its name is no error.
+        if os.path.exists(text):
             return (read_compressed(path) if path.name.endswith(SUFFIX) else read_record(path),)
         baselines = self.baselines.all()
         if text in baselines:

@@ -70,7 +70,8 @@ class RunFolder:
 
     def row(self, row: Row) -> None:
         """Append a row and have the disk keep it. Raises EnvironmentNotReady when it cannot; rows before stay whole."""
-        with _refused(self.path / ROWS_NAME):
+        way_out = f"the rows before are kept: make room and go on with --resume {self.path}"
+        with _refused(self.path / ROWS_NAME, way_out):
             self._append({"row": row.model_dump(mode="json")})
 
     def finish(self, record: RunRecord) -> None:
@@ -110,8 +111,8 @@ def read_record(run: Path) -> RunRecord:
     Older schema versions load. Raises ConfigError when there is no run, or one that cannot be read or is too new.
     """
     path = run
-    if run.is_dir():
-        path = run / RECORD_NAME if (run / RECORD_NAME).exists() else run / ROWS_NAME
+    if os.path.isdir(run):
+        path = run / RECORD_NAME if os.path.exists(run / RECORD_NAME) else run / ROWS_NAME
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
@@ -130,11 +131,11 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
 
     Raises ConfigError when there is no header or another line cannot be read.
     """
-    path = run / ROWS_NAME if run.is_dir() else run
+    path = run / ROWS_NAME if os.path.isdir(run) else run
     header: RunHeader | None = None
     rows: dict[str, Row] = {}
     for number, line in _lines(path):
-        if "header" in line:
+        if isinstance(line.get("header"), dict):
             header = header or _validated(RunHeader, migrated(line["header"], path), path)
         elif "row" in line:
             row = _validated(Row, line["row"], path, number)
@@ -209,14 +210,12 @@ def _text(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
+def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iterator[None]:
     """What the system refuses becomes a message with the path and a way out."""
     try:
         yield
     except OSError as error:
-        raise EnvironmentNotReady(
-            f"{str(path)!r} cannot be written: {error.strerror or error}; choose another folder with -o"
-        ) from error
+        raise EnvironmentNotReady(f"{str(path)!r} cannot be written: {error.strerror or error}; {way_out}") from error
 
 
 def _probe(folder: Path) -> None:

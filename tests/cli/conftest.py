@@ -19,6 +19,7 @@ def _plain_terminal(monkeypatch, tmp_path):
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     monkeypatch.setenv("DILABENCH_DISABLE_PLUGINS", "1")
     monkeypatch.delenv("DILABENCH_DEBUG", raising=False)
+    monkeypatch.delenv("DILABENCH_STORE", raising=False)
     monkeypatch.chdir(tmp_path)
 
 

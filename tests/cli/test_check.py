@@ -7,9 +7,10 @@ import pytest
 
 from dilabench.cli import remeasure
 from dilabench.errors import EnvironmentNotReady
-from dilabench.results import Failed
+from dilabench.results import Failed, Verification
 from dilabench.store.archive import Archive
 
+WRONG = Failed(stage="verify", why="out differs", verification=Verification(checks=()))
 LEVELS = (0.997, 1.002, 1.0, 0.999, 1.003, 1.001)
 
 
@@ -86,7 +87,7 @@ def test_only_the_second_data_of_a_flagged_cell_decide(cli, measured, second, co
 @pytest.mark.usefixtures("baseline")
 @pytest.mark.parametrize(
     ("outcome", "code"),
-    [(Failed(stage="verify", why="out differs"), 5), (Failed(stage="worker", why="segmentation fault"), 4)],
+    [(WRONG, 5), (Failed(stage="worker", why="segmentation fault"), 4)],
 )
 def test_a_case_that_fails_now(cli, measured, outcome, code):
     measured.ratios, measured.outcome = [1.0], outcome
@@ -123,6 +124,13 @@ def test_a_record_instead_of_a_measurement(cli, measured, tmp_path, make_row, ma
     assert measured.asked == []
     assert "missing: gather" in result.stdout
     assert cli("check", "--against", "main", "--run", str(path), "--fail-on", "inconclusive").exit_code == 7
+
+
+@pytest.mark.usefixtures("baseline")
+def test_a_record_to_judge_and_sessions_to_measure_exclude_each_other(cli, measured):
+    result = cli("check", "--against", "main", "--run", "base0", "--sessions", "3")
+    assert (result.exit_code, measured.asked) == (2, [])
+    assert "--run base0 is judged instead of 3 sessions measured now; leave one of them out" in result.stderr
 
 
 @pytest.mark.usefixtures("baseline")

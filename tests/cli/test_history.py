@@ -43,6 +43,25 @@ def test_trend_with_its_step(cli):
 
 
 @pytest.mark.usefixtures("runs")
+def test_the_newest_of_a_trend_with_a_step_that_older_ones_tell(cli):
+    shown = cli("history", "strided", "fp32", "--limit", "11").stdout.split("[case")[1].splitlines()
+    days = {line.split()[2]: line for line in shown if line.startswith("2026")}
+    assert list(days) == [f"day{day}" for day in range(10, 21)]
+    assert "<- step" in days["day10"]
+    groups = json.loads(cli("history", "strided", "--json", "--limit", "3").stdout)
+    assert sorted(len(group["cells"]) for group in groups) == [2, 3]
+
+
+def test_another_timer_is_no_step(cli, make_row, make_record):
+    for day in range(1, 17):
+        row = make_row(seed=day, **({"timer": "hot", "ns": 5e6} if day % 8 > 3 else {}))
+        Archive().add(make_record([row], run_id=f"day{day}", started_at=f"2026-01-{day:02}T00:00:00+00:00"))
+    shown = cli("history", "strided").stdout
+    assert shown.count("hot") == shown.count("wall") == 8
+    assert "<- step" not in shown
+
+
+@pytest.mark.usefixtures("runs")
 def test_json(cli):
     groups = json.loads(cli("history", "strided", "--json").stdout)
     assert sorted(len(group["cells"]) for group in groups) == [2, 18]

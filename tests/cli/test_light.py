@@ -60,7 +60,7 @@ def test_no_colours_in_a_pipe(fresh):
 
 CLOSED_PIPE = """
 import subprocess, sys
-command = [sys.executable, "-m", "dilabench", "list"]
+command = [sys.executable, "-m", "dilabench", *sys.argv[1:]]
 process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 process.stdout.close()
 print(process.stderr.read(), process.wait())
@@ -68,4 +68,10 @@ print(process.stderr.read(), process.wait())
 
 
 def test_a_closed_pipe_is_no_error(fresh):
-    assert fresh("-c", CLOSED_PIPE).stdout.strip() == "b'' 0"
+    assert fresh("-c", CLOSED_PIPE, "list").stdout.strip() == "b'' 0"
+
+
+def test_a_regression_is_one_though_nobody_reads_of_it(fresh, tmp_path, make_row, make_record):
+    for name, peak in (("base", 2**24), ("new", 2**25)):
+        (tmp_path / f"{name}.json").write_text(make_record([make_row(peak=peak)], run_id=name).model_dump_json())
+    assert fresh("-c", CLOSED_PIPE, "compare", "base.json", "new.json").stdout.strip() == "b'' 6"

@@ -34,9 +34,30 @@ def test_plan_says_what_fits_and_how_long_it_could_get(cli):
 
 
 def test_plan_says_where_it_knows_nothing(cli):
-    result = cli("plan", "-i", "reference", "--lengths", "4K", "--device", "cpu")
+    result = cli("plan", "-i", "flex", "--lengths", "4K", "--device", "cpu")
     assert result.exit_code == 8
     assert "no formula" in result.stdout
+
+
+def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
+    options = ("--lengths", "64K", "--mode", "both", "--device", "cpu", "--json")
+    (alone,) = json.loads(cli("plan", "-i", "strided", *options).stdout)
+    over_ranks = {row["implementation"]: row for row in json.loads(cli("plan", "--nproc", "4", *options).stdout)}
+    assert set(over_ranks) == {"ring", "ring-overlap", "ring-allgather", "ulysses"}
+    for row in over_ranks.values():
+        assert row["ranks"] == 4
+        assert row["inputs_bytes"] * 4 == alone["inputs_bytes"]
+        assert alone["predicted_peak_bytes"] / 4 < row["predicted_peak_bytes"] < alone["predicted_peak_bytes"]
+    result = cli("plan", "--nproc", "4", "-i", "ring", "--lengths", "64K", "--memory", "8G", "--device", "cpu")
+    assert "Into 8.0 GiB on each of 4 ranks" in result.stdout
+
+
+@pytest.mark.parametrize(("implementation", "pattern"), [("reference", "dilated"), ("block-sparse", "block_sparse")])
+def test_plan_has_numbers_for_the_oracle_and_for_block_masks(cli, implementation, pattern):
+    options = ("--set", f"pattern={pattern}", "--lengths", "16K", "--device", "cpu", "--json")
+    rows = json.loads(cli("plan", "-i", implementation, *options).stdout)
+    assert [row["mode"] for row in rows] == ["both", "forward"]
+    assert all(row["predicted_peak_bytes"] > row["inputs_bytes"] for row in rows)
 
 
 @pytest.mark.parametrize("length", ["0", "-5", "abc", "1.5", "9" * 20])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dilabench
+from dilabench.store.archive import Archive
 from dilabench.store.run_files import read_record
 
 pytestmark = pytest.mark.slow
@@ -117,6 +118,22 @@ def test_json_goes_to_stdout_alone(fresh):
     assert read_record(Path("mine/record.json")) == read_record(run_folder("mine"))
 
 
+CLOSED_PIPE = """
+import subprocess, sys
+command = [sys.executable, "-m", "dilabench", *sys.argv[1:]]
+process = subprocess.Popen(command, stdout=subprocess.PIPE)
+process.stdout.close()
+print(process.wait())
+"""
+
+
+def test_a_run_whose_output_nobody_reads_is_measured_and_kept_all_the_same(fresh):
+    result = fresh("-c", CLOSED_PIPE, "run", "quick", "-i", "gather", *SMALL)
+    assert (result.stdout, result.stderr) == ("0\n", "")
+    assert len(read_record(run_folder("benchmark_results")).rows) == 1
+    assert len(Archive().names()) == 1
+
+
 def test_report_renders_without_torch(fresh):
     assert fresh("-m", "dilabench", "run", "quick", "-i", "gather", *SMALL).returncode == 0
     folder = str(run_folder("benchmark_results"))
@@ -188,7 +205,8 @@ def test_verify_says_what_is_right_and_what_is_wrong(fresh, with_plugin):
     assert " ✓ " in lines["gather"]
     assert " ✗ " in lines["zeros"]
     assert "skipped  module no_such_module_at_all is not installed" in lines["nowhere"]
-    assert "no luck today" in lines["raising"]
-    assert "2 right, 4 wrong, 2 skipped" in result.stdout
+    assert " failed   RuntimeError: no luck today" in lines["raising"]
+    assert "2 right, 2 wrong, 2 failed, 2 skipped" in result.stdout
+    assert fresh("-m", "dilabench", "verify", "raising", *small).returncode == 4
     assert fresh("-m", "dilabench", "verify", "gather", *small).returncode == 0
     assert fresh("-m", "dilabench", "verify", "nowhere", *small).returncode == 8

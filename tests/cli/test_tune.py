@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from dilabench.errors import ExitCode
+
 SMALL = "--lengths 256 --set num_heads=2 --set batch_size=1 --set segment_lengths=64,128 --set dilation_rates=1,2"
 
 
@@ -21,3 +23,16 @@ def test_keeps_the_fastest_and_auto_takes_it(fresh, tmp_path):
     dry = fresh("-m", "dilabench", "run", "implementations", "-i", "auto", *shared, "--dry-run", **variables)
     assert dry.returncode == 0, dry.stderr
     assert cell["implementation"] in dry.stdout
+
+
+@pytest.mark.parametrize("code", [ExitCode.INTERRUPTED, ExitCode.CASE_FAILED])
+def test_a_run_without_a_time_ends_as_it_ended(cli, monkeypatch, tmp_path, code):
+    def nothing(execution):
+        execution.folder.discard_if_empty()
+        return code
+
+    monkeypatch.setattr("dilabench.cli.execution.Execution.run", nothing)
+    result = cli("tune", "--lengths", "64", "--device", "cpu", "-o", "tuned.json")
+    assert result.exit_code == code, result.output
+    assert "0 workloads tuned" in result.stdout
+    assert not (tmp_path / "tuned.json").exists()

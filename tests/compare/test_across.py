@@ -5,7 +5,7 @@ import pytest
 from dilabench.compare.across import compare_across, refusals
 from dilabench.compare.gate import confirmed, exit_code
 from dilabench.errors import ExitCode
-from dilabench.results import Failed, GpuInfo, Skipped
+from dilabench.results import Failed, GpuInfo, Skipped, Verification
 from dilabench.stats.policy import Policy
 from dilabench.stats.verdicts import Cause, Code
 
@@ -131,10 +131,18 @@ def test_every_row_that_only_one_side_measured_is_named(make_row, make_record):
 
 
 def test_wrong_output_outranks_everything(make_row, make_record):
-    wrong = Failed(stage="verify", why="out differs")
+    wrong = Failed(stage="verify", why="out differs", verification=Verification(checks=()))
     new = [make_row("a", outcome=wrong), make_row("b", peak=2**40)]
     found = compare_across([make_record([make_row("b")], run_id="a")], [make_record(new, run_id="b")], policy=CPU)
     assert exit_code(found, ()) is ExitCode.WRONG_OUTPUT
+
+
+def test_a_hang_in_verification_is_a_failure_and_no_wrong_output(make_row, make_record):
+    hung = make_row("a", outcome=Failed(stage="verify", why="no answer within 10 s"))
+    sides = [make_record([make_row("a")], run_id="a")], [make_record([hung], run_id="b")]
+    found = compare_across(*sides, policy=CPU)
+    assert [one.lack for one in found.uncompared] == ["failed"]
+    assert exit_code(found) is ExitCode.CASE_FAILED
 
 
 def test_nothing_in_common_is_nothing_measured(make_row, make_record):

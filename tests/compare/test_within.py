@@ -123,6 +123,12 @@ def test_every_row_without_a_verdict_is_named(make_row, make_record):
     assert exit_code(found) is ExitCode.WRONG_OUTPUT
 
 
+def test_rows_that_all_stand_on_the_baseline_side_are_all_named(make_row, make_record):
+    rows = [make_row("gather", backend=backend) for backend in ("math", "sdpa-flash")]
+    found = compare_within([make_record(rows)], policy=CPU)
+    assert [one.case.backend for one in found.uncompared] == ["math", "sdpa-flash"]
+
+
 def test_backends_of_one_implementation(make_row, make_record):
     rows = [
         make_row("gather", backend="math", position=0),

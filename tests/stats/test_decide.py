@@ -178,6 +178,14 @@ def test_rounds_needed_are_enough_and_not_far_too_many(round_noise):
     assert decided_early < decided
 
 
+def test_what_is_needed_is_told_in_sessions_where_sessions_make_the_error(round_noise):
+    cell = round_noise(2, rounds=6, sessions=3, sd=0.01, effect=0.022)
+    verdict = judge(cell, NO_FLOOR)
+    assert verdict.cause is Cause.IMPRECISE
+    sessions_needed = -(-verdict.numbers.rounds_needed // 6)
+    assert f"about {sessions_needed} more sessions would decide" in verdict.hint
+
+
 def test_noise_between_sessions_that_rounds_cannot_shrink():
     estimate = known(0.01, fixed_variance=0.02**2, se=0.02, interval=Interval(-0.03, 0.05, 0.95))
     verdict = decide(estimate, NO_FLOOR)

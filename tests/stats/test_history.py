@@ -50,6 +50,19 @@ def test_fewer_than_five_stored_sessions_never_fail_a_gate():
     assert five.fails_gate
 
 
+def test_as_many_more_sessions_as_asked_for_decide_and_no_fewer():
+    """The history's degrees of freedom stay what they are, however many sessions the candidate adds."""
+    base = stored([log(1e7) + x for x in (0.0, 0.004, -0.006, 0.005, -0.003)])
+    level = log(1e7) + 0.029
+    verdict = decide(estimate_from_history(base, stored([level])), POLICY)
+    assert verdict.cause is Cause.IMPRECISE
+    enough = next(
+        k for k in range(1, 99) if decide(estimate_from_history(base, stored([level] * k)), POLICY).fails_gate
+    )
+    assert verdict.numbers.rounds_needed / 3 == pytest.approx(enough - 1, abs=1)
+    assert f"about {enough - 1} more sessions would decide" in verdict.hint
+
+
 def test_one_stored_session_gives_no_interval():
     verdict = decide(estimate_from_history(stored([log(1e7)]), stored([log(2e7)])), POLICY)
     assert (verdict.code, verdict.cause) == (Code.INCONCLUSIVE, Cause.TOO_FEW_SESSIONS)

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import os
+from pathlib import Path
 
 import pytest
 
@@ -142,3 +143,44 @@ def test_where_the_store_is(monkeypatch, tmp_path):
     assert Archive().root == tmp_path
     monkeypatch.delenv("DILABENCH_STORE")
     assert str(Archive().root) == "benchmark_results/store"
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(archive, make_row, make_record, monkeypatch):
+    good = archive.add(make_record([make_row()], run_id="good"))
+    barred = archive.add(make_record([make_row()], run_id="barred"))
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == barred:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(EnvironmentNotReady, match=rf"{barred}' cannot be read: Permission denied; .*DILABENCH_STORE"):
+        archive.load(barred)
+    answers = dict(sound_records(archive, archive.names()))
+    assert answers[good].run_id == "good"
+    assert isinstance(answers[barred], EnvironmentNotReady)
+
+
+def test_a_folder_that_may_not_be_listed(archive, make_record, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for question in (archive.names, lambda: archive.find("latest"), lambda: archive.add(make_record([]))):
+        with pytest.raises(EnvironmentNotReady, match="runs' cannot be read: Permission denied"):
+            question()
+
+
+def test_no_text_means_no_run(archive, make_record):
+    """An empty variable of a script must not stand for the only run there is."""
+    archive.add(make_record([]))
+    assert archive.find("") == []
+
+
+def test_a_record_that_another_process_kept_meanwhile_is_one_file(archive, make_row, make_record, monkeypatch):
+    record = make_record([make_row()])
+    name = archive.add(record)
+    monkeypatch.setattr(Archive, "names", lambda self: [])
+    assert archive.add(record) == name

@@ -42,7 +42,7 @@ def test_impossible_names(baselines, name):
 def test_unknown_names_get_a_suggestion(baselines):
     baselines.save("main", ["a"], NOW)
     for ask in (baselines.get, baselines.remove):
-        with pytest.raises(ConfigError, match="'mian'; did you mean main"):
+        with pytest.raises(ConfigError, match=r"'mian'; did you mean main.*see `dilabench baseline list`"):
             ask("mian")
 
 
@@ -73,3 +73,11 @@ def test_a_store_that_is_a_file(tmp_path):
     (tmp_path / "store").write_text("")
     with pytest.raises(EnvironmentNotReady, match="DILABENCH_STORE"):
         Baselines(tmp_path / "store").save("main", ["a"], NOW)
+
+
+def test_letters_beyond_16_bits(baselines):
+    """A name of them once made the whole file unreadable."""
+    baselines.save("main", ["a.json.gz"], NOW)
+    baselines.save("a\U0001d400\u00e9", ["b\U0001d400.json.gz"], NOW)
+    assert baselines.get("a\U0001d400\u00e9").runs == ("b\U0001d400.json.gz",)
+    assert baselines.get("main").runs == ("a.json.gz",)

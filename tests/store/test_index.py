@@ -1,10 +1,11 @@
 """The index is a cache: whatever happens to it, the answers are those of the run files."""
 
 import sqlite3
+from pathlib import Path
 
 import pytest
 
-from dilabench.results import Skipped
+from dilabench.results import Optimizations, Skipped
 from dilabench.store.archive import Archive
 from dilabench.store.index import FILENAME, HistoryIndex
 
@@ -40,6 +41,21 @@ def test_runs_and_cells_in_the_order_of_time(archive, told):
         skipped = next(iter(index.cells(["fused"])))
         assert (skipped.status, skipped.why, skipped.median_ns) == ("skipped", "needs cuda", None)
     assert told == []
+
+
+def test_cases_that_differ_in_anything_have_titles_that_do(archive, told, make_row, make_record):
+    plain = make_row("gather")
+    pooled, spread = (
+        plain.model_copy(
+            update={"planned": plain.planned.model_copy(update={"case": plain.case.model_copy(update=one)})}
+        )
+        for one in ({"optimizations": Optimizations(buffer_pool_bytes=2**30)}, {"world_size": 2})
+    )
+    archive.add(make_record([plain, pooled, spread], run_id="many", started_at="2026-02-01T00:00:00+00:00"))
+    with HistoryIndex(archive, told.append) as index:
+        titles = [cell.title for cell in index.cells(["gather"])]
+    shape = "1x96 H2 D24 fp32 causal · dense · forward"
+    assert titles == [shape, f"{shape} +pool 1G", f"{shape} · 2 devices"]
 
 
 def test_new_files_are_taken_in_and_lost_ones_dropped(archive, told, make_row, make_record):
@@ -90,6 +106,17 @@ def test_rebuild(archive, told):
     connection.close()
     assert ids(archive, told) == ["forged", "forged"]
     assert ids(archive, told, rebuild=True) == ["run1", "run2"]
+
+
+def test_a_rebuild_where_nothing_can_be_removed_is_made_in_memory(archive, told, monkeypatch):
+    ids(archive, told)
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert ids(archive, told, rebuild=True) == ["run1", "run2"]
+    assert "in memory" in told[0]
 
 
 def test_a_damaged_run_file_is_told_each_time_and_left_out(archive, told):

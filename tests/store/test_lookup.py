@@ -1,7 +1,7 @@
 import pytest
 
 from dilabench.compare.fingerprint import machine_key
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.store.calibrations import Calibration
 from dilabench.store.lookup import Store
 
@@ -38,6 +38,11 @@ def test_a_text_that_fits_nothing(store):
         store.records("mian")
 
 
+def test_a_text_too_long_for_a_file_name(store):
+    with pytest.raises(ConfigError, match="is neither a file, nor a baseline"):
+        store.records("a" * 300)
+
+
 def test_a_baseline_whose_run_is_gone(store):
     (store.archive.folder / store.archive.names()[0]).unlink()
     with pytest.raises(ConfigError, match="does not exist"):
@@ -55,4 +60,8 @@ def test_a_calibration_belongs_to_a_machine(store, make_record):
     assert store.calibration_of([here, there]) is None
     path.write_text('{"sigma_aa": ')
     with pytest.raises(ConfigError, match="dilabench calibrate"):
+        store.calibration_of([here])
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(EnvironmentNotReady, match="cannot be read: Is a directory"):
         store.calibration_of([here])

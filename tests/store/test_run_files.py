@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -222,6 +223,27 @@ def test_files_that_are_no_record_are_refused(tmp_path, text, message):
         read_record(path)
 
 
+def test_a_header_that_is_no_object_is_none(tmp_path):
+    path = tmp_path / ROWS_NAME
+    path.write_text('{"header": 3}\n')
+    with pytest.raises(ConfigError, match="has no header line"):
+        read_record(path)
+
+
+def test_a_folder_that_may_not_be_entered_is_refused(tmp_path, monkeypatch):
+    stat = Path.stat
+
+    def refuse(path, **_):
+        if path == tmp_path:
+            return stat(path)
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        read_record(tmp_path)
+
+
 def test_a_missing_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_record(tmp_path / "nothing")
@@ -237,8 +259,6 @@ def test_old_documents_pass_through_every_step(tmp_path):
 
 
 def test_the_golden_record_loads():
-    from pathlib import Path
-
     golden = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
     assert read_record(golden).rows
     assert json.loads(golden.read_text())["schema_version"] == "1.0"

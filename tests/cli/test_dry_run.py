@@ -1,0 +1,23 @@
+"""`run --dry-run`: every case in full, and nothing run."""
+
+
+def test_a_block_mask_is_told_in_full(cli):
+    options = ("--set", "pattern=block_sparse", "--set", "mask=strided", "--sparsity", "0.8", "--block-size", "64")
+    result = cli("run", "implementations", "-i", "block-sparse", *options, "--seq-length", "4K", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "block_sparse strided, block 64, density 20.0% asked, 20.1% reached" in " ".join(result.stdout.split())
+
+
+def test_what_a_mask_lies_over_is_told_too(cli):
+    options = ("--set", "pattern=block_sparse", "--set", "mask=random", "--set", "per_head=true")
+    branches = ("--set", "segment_lengths=1K,2K", "--set", "dilation_rates=1,2")
+    result = cli("run", "implementations", "-i", "block-sparse", *options, *branches, "--seq-length", "4K", "--dry-run")
+    told = " ".join(result.stdout.split())
+    assert "a mask per head, over branches" in told
+    assert "1024/1, 2048/2" in told
+
+
+def test_other_patterns_are_told_by_their_kind(cli):
+    result = cli("run", "quick", "-i", "strided", "--lengths", "1K", "--dry-run")
+    assert " dilated " in result.stdout
+    assert "Nothing was run" in result.stdout

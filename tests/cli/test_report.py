@@ -1,0 +1,52 @@
+"""`dilabench report`: the ways to name a run."""
+
+import json
+
+import pytest
+
+from dilabench.store.archive import Archive
+from dilabench.store.baselines import Baselines
+
+
+@pytest.fixture
+def archive(make_row, make_record):
+    """Two stored runs, both of them named main."""
+    archive = Archive()
+    names = [archive.add(make_record([make_row()], run_id=run_id)) for run_id in ("aaaa", "bbbb")]
+    Baselines(archive.root).save("main", names, "2026-01-01")
+    Baselines(archive.root).save("first", names[:1], "2026-01-01")
+    return archive
+
+
+@pytest.mark.parametrize(
+    ("name", "run_id"), [("latest", "bbbb"), ("aa", "aaaa"), ("first", "aaaa"), ("20260102T030405Z-bbbb", "bbbb")]
+)
+@pytest.mark.usefixtures("archive")
+def test_a_stored_run(cli, name, run_id):
+    result = cli("report", name, "-f", "json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["run_id"] == run_id
+
+
+def test_a_compressed_file(cli, archive):
+    result = cli("report", str(archive.folder / archive.names()[0]), "-f", "markdown")
+    assert result.exit_code == 0, result.stderr
+    assert "Run `aaaa`" in result.stdout
+
+
+@pytest.mark.usefixtures("archive")
+def test_several_runs_are_not_one(cli):
+    result = cli("report", "main")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'main' stands for 2 runs; name one of them" in result.stderr
+
+
+def test_files_of_a_stored_run_need_a_place(cli, archive, tmp_path):
+    for name in ("latest", str(archive.folder / archive.names()[0])):
+        result = cli("report", name, "-f", "plots")
+        assert result.exit_code == 2
+        assert "reporter 'plots' writes files and " in result.stderr
+        assert "say where with -o" in result.stderr
+    assert len(list(archive.folder.iterdir())) == 2
+    assert cli("report", "latest", "-f", "markdown", "-o", "out").exit_code == 0
+    assert (tmp_path / "out" / "report.md").exists()

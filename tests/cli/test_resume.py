@@ -1,0 +1,42 @@
+"""`--resume`: what a run that goes on keeps of its first part."""
+
+import pytest
+
+from dilabench.bench.environment import snapshot, with_torch
+from dilabench.cli.resume import resumed_header
+from dilabench.machine import Machine
+from dilabench.results import RunHeader
+from dilabench.store.run_files import RunFolder
+
+CPU = Machine(device="cpu", no_cuda="test")
+
+
+@pytest.fixture
+def header():
+    return RunHeader(tool_version="0", run_id="r", suite="quick", started_at="now", environment=snapshot(CPU))
+
+
+def test_what_a_worker_told_of_its_torch_is_not_lost(header):
+    """The fingerprint would be another machine's if all rows were measured by the first part."""
+    facts = {"threads": "7", "matmul_tf32": "False", "git": "abc"}
+    environment = with_torch(header.environment, CPU, facts)
+    earlier = header.model_copy(update={"environment": environment, "ceilings": {"a": 1.0}})
+    found = resumed_header(earlier, header, CPU)
+    assert found == earlier
+    assert found.environment.fingerprint_hard["threads"] == "7"
+
+
+def test_the_environment_is_that_of_now(header):
+    now = header.model_copy(update={"environment": header.environment.model_copy(update={"os": "Linux 99"})})
+    found = resumed_header(header, now, CPU)
+    assert found.environment.os == found.environment.fingerprint_soft["os"] == "Linux 99"
+
+
+def test_a_run_goes_on_in_its_own_folder(cli, tmp_path, header):
+    folder = RunFolder.create(tmp_path, "quick", "r")
+    folder.start(header.model_copy(update={"config": {"suite": "quick"}}))
+    folder.close()
+    result = cli("run", "quick", "--resume", str(folder.path), "-o", "elsewhere", "--dry-run")
+    assert result.exit_code == 2
+    assert "--resume goes on with the run as it was asked for; leave out output" in result.stderr
+    assert cli("run", "quick", "--resume", str(folder.path), "-o", "copy.json", "--dry-run").exit_code == 0
