@@ -64,6 +64,20 @@ def visible_blocks(blocks: int, causal: bool) -> int:
     return blocks * (blocks + 1) // 2 if causal else blocks * blocks
 
 
+def block_shares(mask: Mask, lines: int, columns: int) -> NDArray[np.float64]:
+    """[lines, columns]: the share of blocks that is computed in each cell of a picture of one head's mask [n, n].
+
+    Cells hold as equal parts of the mask as can be; lines and columns beyond n are left out.
+    """
+    import numpy as np
+
+    blocks = mask.shape[0]
+    rows, keys = (np.arange(min(blocks, size) + 1) * blocks // min(blocks, size) for size in (lines, columns))
+    sums = np.add.reduceat(np.add.reduceat(mask.astype(int), rows[:-1], axis=0), keys[:-1], axis=1)
+    shares: NDArray[np.float64] = sums / np.outer(np.diff(rows), np.diff(keys))
+    return shares
+
+
 def needed_key_blocks(mask: Mask, block_size: int, rows: Sequence[range]) -> NDArray[np.int64]:
     """The key blocks that some of these query rows (ranges of positions) see in some head, rising.
 

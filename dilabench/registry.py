@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from dilabench.cuts import why_not_apart
 from dilabench.errors import PluginError, unknown_name
 from dilabench.machine import Machine
 from dilabench.results import Case
@@ -24,7 +25,9 @@ ALL_MODES = frozenset({"forward", "backward", "both"})
 class Capabilities:
     """What an implementation or backend computes; `reasons` says what a workload asks beyond that.
 
-    `check` may add a rule of its own: it takes the workload and returns the reason against it, or None.
+    `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
+    is one for the workload over so many ranks.
+    `parts_apart`: over ranks, the part of each must need nothing of the others (`dilabench.cuts.cut_apart`).
     `on_cuda` holds instead of all of this on CUDA, for a kernel that differs between the two kinds of device.
     """
 
@@ -41,7 +44,9 @@ class Capabilities:
     head_dim_multiple: int = 1
     max_head_dim: int | None = None
     max_world_size: int | None = 1
+    parts_apart: bool = False
     check: Callable[[Workload], str | None] | None = None
+    check_ranks: Callable[[Workload, int], str | None] | None = None
     on_cuda: "Capabilities | None" = None
 
     def reasons(self, workload: Workload, device: str, world_size: int = 1) -> tuple[str, ...]:
@@ -71,12 +76,16 @@ class Capabilities:
             yield f"head_dim {workload.head_dim} is above {self.max_head_dim}"
         if self.max_world_size is not None and world_size > self.max_world_size:
             yield f"runs on {self.max_world_size} device, not on {world_size}"
+        if self.parts_apart and world_size > 1 and (reason := why_not_apart(workload, world_size)):
+            yield reason
         if (dilated := workload.dilated) is not None:
             if dilated.heads == "grouped" and not self.grouped_heads:
                 yield "grouped heads are not supported"
             if dilated.merge_grad not in self.merge_grads and workload.mode != "forward":
                 yield f"merge_grad {dilated.merge_grad} is not supported"
         if self.check is not None and (reason := self.check(workload)):
+            yield reason
+        if self.check_ranks is not None and (reason := self.check_ranks(workload, world_size)):
             yield reason
 
 
@@ -99,9 +108,12 @@ class Named(Protocol):
 class Implementation:
     """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
 
-    `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense).
+    `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense); `backends`
+    names the only ones that it can call, where it cannot call any.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows that take different things are never ranked together.
+    `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their cell, and a suite
+    over many lengths has it only by name.
     """
 
     name: str
@@ -111,8 +123,10 @@ class Implementation:
     requires: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     uses_backend: bool = False
+    backends: tuple[str, ...] = ()
     takes: str = "heads"
     deterministic: bool = False
+    compiles: bool = False
     quirks: tuple[str, ...] = ()
 
 
@@ -121,7 +135,7 @@ class Backend:
     """A dense attention kernel. `target` is its `attend`, `backward_target` its `attend_backward`.
 
     `kernels`: regular expressions, at least one of which must match a kernel in the profile of a row that
-    claims this backend on CUDA.
+    claims this backend on CUDA. `compiles`: as for an implementation.
     """
 
     name: str
@@ -132,6 +146,7 @@ class Backend:
     requires: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    compiles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +295,10 @@ class Catalogue:
         backend = self.backends.get(case.backend)
         dense = case.workload.replace(pattern={"kind": "dense"}, layout="padded", cu_seqlens=None)
         reasons = [*unmet(backend.requires, machine), *backend.supports.reasons(dense, machine.device)]
+        if case.implementation in self.implementations:
+            only = self.implementations.get(case.implementation).backends
+            if only and backend.name not in only:
+                reasons.append(f"{case.implementation} calls only {' or '.join(only)}")
         if case.workload.mode != "forward" and backend.backward_target is None:
             reasons.append(f"mode {case.workload.mode} needs a backward pass, which it lacks")
         return tuple(reasons)

@@ -13,6 +13,7 @@ from dilabench.spec import Model, Workload, WorkloadRequest, content_hash
 SCHEMA_VERSION = "1.0"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
+Part = Literal["whole", "computation", "communication"]
 
 
 class Optimizations(Model):
@@ -20,7 +21,8 @@ class Optimizations(Model):
 
     `query_chunk`: tokens of a sequence that are processed at a time. `offload_inputs`: inputs and results stay in host
     memory, a chunk at a time on the device. `stream_tokens`: so many tokens in all pass through in pieces of the
-    workload, one after another; each piece is a sequence of its own.
+    workload, one after another; each piece is a sequence of its own. `sharding_inside`: over ranks, each call begins
+    and ends with whole tensors on every rank; otherwise with shards.
     """
 
     pattern_cache_entries: int = Field(default=64, ge=0)
@@ -31,6 +33,7 @@ class Optimizations(Model):
     query_chunk: int = Field(default=0, ge=0)
     offload_inputs: bool = False
     stream_tokens: int = Field(default=0, ge=0)
+    sharding_inside: bool = False
 
 
 class Case(Model):
@@ -91,12 +94,16 @@ class Verification(Model):
 
 
 class Slot(Model):
-    """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end."""
+    """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
+
+    Over ranks `samples_ns` are the slowest rank's, sample by sample, and `rank_samples_ns` those of each rank in order.
+    """
 
     session: int = 0
     round: int = 0
     position: int = 0
     samples_ns: tuple[int, ...]
+    rank_samples_ns: tuple[tuple[int, ...], ...] = ()
     enqueue_ns: tuple[int, ...] = ()
     sm_clock_mhz: int | None = None
     power_mw: int | None = None
@@ -116,6 +123,17 @@ class Timing(Model):
     def samples_ns(self) -> tuple[int, ...]:
         """The samples of all slots, in the order taken."""
         return tuple(sample for slot in self.slots for sample in slot.samples_ns)
+
+
+class Diagnostic(Model):
+    """Samples of a call over ranks as it is, or of a part of it alone: sample i of each part is from the same turn.
+
+    A part alone computes something wrong, so its times are those of no implementation. Samples as in `Slot`.
+    """
+
+    part: Part
+    samples_ns: tuple[int, ...]
+    rank_samples_ns: tuple[tuple[int, ...], ...] = ()
 
 
 class Memory(Model):
@@ -158,6 +176,7 @@ class Measured(Model):
     kernels: tuple[KernelUse, ...] = ()
     setup_ns: dict[str, int] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
     notes: tuple[Note, ...] = ()
 
 

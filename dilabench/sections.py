@@ -68,7 +68,22 @@ class BarPlot:
     log: bool = False
 
 
-Plot = CurvePlot | BarPlot
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskPlot:
+    """A picture of a block mask of `blocks` blocks a side.
+
+    `cells` are lines of the share that is computed, from the first queries down and the first keys on, None where the
+    causal mask hides everything: one cell per block, or fewer.
+    """
+
+    name: str
+    title: str
+    blocks: int
+    block_size: int
+    cells: tuple[tuple[float | None, ...], ...]
+
+
+Plot = CurvePlot | BarPlot | MaskPlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +103,20 @@ class Section:
 
 Analyse = Callable[[RunRecord], Sequence[Section]]
 
+# Analyses of what any suite's record may hold.
+FOR_EVERY_SUITE = ("dilabench.analysis.masks:analyse",)
+
 
 def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """What the record's suite has to say about it; nothing for a suite that is not installed or has no analysis."""
-    if record.suite not in catalogue.suites:
+    """What the record's suite has to say about it, if it is installed and says anything, and what any record shows."""
+    if not record.rows:
         return ()
-    target = catalogue.suites.get(record.suite).analysis
-    if target is None or not record.rows:
-        return ()
-    analyse: Analyse = load_target(target)
-    return tuple(analyse(record))
+    own = catalogue.suites.get(record.suite).analysis if record.suite in catalogue.suites else None
+    found: list[Section] = []
+    for target in (*([own] if own else []), *FOR_EVERY_SUITE):
+        analyse: Analyse = load_target(target)
+        found += analyse(record)
+    return tuple(found)
 
 
 def render(reporter: Reporter, record: RunRecord, folder: Path | None, sections: Sequence[Section]) -> str | None:

@@ -100,7 +100,11 @@ def test_parse_bytes_is_binary():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(3.2e-9, "3.2 ns"), (4.5e-5, "45 µs"), (0.0123, "12.3 ms"), (59.0, "59 s"), (180.0, "3.0 min"), (0.0, "0 ns")],
+    [
+        *[(3.2e-9, "3.2 ns"), (4.5e-5, "45 µs"), (0.0123, "12.3 ms"), (59.0, "59 s"), (180.0, "3.0 min")],
+        (0.0, "0 ns"),
+        *[(0.9996, "1 s"), (0.0009996, "1 ms"), (9.999e-7, "1 µs"), (0.9994, "999 ms")],
+    ],
 )
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text

@@ -1,9 +1,12 @@
 """What dilabench ships, registered through the same hooks as a third party's plug-in."""
 
+from dataclasses import replace
+
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, Timer, WorkloadPreset, hookimpl
+from dilabench.plugins.builtin_block_sparse import BLOCK_SPARSE, OVER_BLOCKS
 from dilabench.plugins.builtin_suites import SUITES
 from dilabench.plugins.builtin_timers import TIMERS
-from dilabench.spec import BlockSparsePattern, Workload
+from dilabench.spec import Workload
 from dilabench.workloads.presets import PRESETS
 
 DILATED = frozenset({"dilated"})
@@ -11,7 +14,6 @@ HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 DENSE = frozenset({"dense"})
-BLOCK_SPARSE = frozenset({"block_sparse"})
 
 
 FUSED_HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -23,86 +25,10 @@ def _no_fused_head_dim(workload: Workload) -> str | None:
     return None if workload.head_dim in FUSED_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
 
 
+FUSED = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
 FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
 
-
-def _no_block_tiles(workload: Workload) -> str | None:
-    """The reason against a block size that the kernels cannot cut into tiles."""
-    pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern) and pattern.block_size % 16:
-        return f"block_size {pattern.block_size} is not a multiple of 16"
-    return None
-
-
-def _only_whole_128_blocks(workload: Workload) -> str | None:
-    """The reason of libraries that take one block mask over the whole sequence, in blocks of their own tiles."""
-    pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern):
-        if pattern.branches is not None:
-            return "a block mask over dilated branches is not supported"
-        if pattern.block_size % 128:
-            return f"block_size {pattern.block_size} is not a multiple of 128"
-    return None
-
-
-def _only_flash4_blocks(workload: Workload) -> str | None:
-    """The reason of FlashAttention 4, whose blocks are its tiles."""
-    pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern) and pattern.block_size > 128:
-        return f"block_size {pattern.block_size} is not 128"
-    return _only_whole_128_blocks(workload)
-
-
-_BLOCK_SPARSE = (
-    Implementation(
-        "block-sparse",
-        "only the visible blocks: Triton kernels on CUDA, one flash call per block of queries on CPU",
-        "dilabench.impls.block_sparse:build",
-        supports=Capabilities(
-            patterns=BLOCK_SPARSE,
-            merge_grads=BOTH_MERGES,
-            on_cuda=Capabilities(
-                patterns=BLOCK_SPARSE,
-                dtypes=HALF | {"float32"},
-                merge_grads=BOTH_MERGES,
-                max_head_dim=256,
-                check=_no_block_tiles,
-            ),
-        ),
-        requires=("triton|cpu",),
-    ),
-    Implementation(
-        "block-sparse-flex",
-        "FlexAttention over a BlockMask of the same blocks",
-        "dilabench.impls.block_sparse_flex:build",
-        supports=Capabilities(
-            patterns=BLOCK_SPARSE,
-            devices=CUDA,
-            dtypes=HALF | {"float32"},
-            head_dim_multiple=16,
-            max_head_dim=256,
-            check=_only_whole_128_blocks,
-        ),
-        requires=("cuda>=sm80", "triton"),
-    ),
-    Implementation(
-        "block-sparse-flash4",
-        "FlashAttention 4 over lists of the same blocks",
-        "dilabench.impls.block_sparse_flash4:build",
-        supports=Capabilities(
-            patterns=BLOCK_SPARSE,
-            devices=CUDA,
-            dtypes=HALF,
-            window=False,
-            gqa=False,
-            head_dim_multiple=8,
-            max_head_dim=128,
-            check=_only_flash4_blocks,
-        ),
-        requires=("cuda>=sm90", "flash-attn-4"),
-    ),
-)
 
 # Over ranks: dense and dilated, any number of them. With one rank they are what one device computes.
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
@@ -131,6 +57,14 @@ _RINGS = (
         supports=OVER_RANKS,
         aliases=("ring_v2_collective",),
         uses_backend=True,
+    ),
+    Implementation(
+        "fused-sharded",
+        "whole segments on every rank, fused on each: nothing is sent",
+        "dilabench.impls.ring.apart:build",
+        supports=replace(FUSED, max_world_size=None, parts_apart=True),
+        requires=("cuda>=sm80", "triton"),
+        deterministic=True,
     ),
     Implementation(
         "zigzag-ring",
@@ -210,7 +144,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "fused",
             "one Triton kernel over all branches, each distinct pair once",
             "dilabench.impls.fused:build",
-            supports=Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim),
+            supports=FUSED,
             requires=("cuda>=sm80", "triton"),
             deterministic=True,
         ),
@@ -220,6 +154,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "dilabench.impls.flex:build",
             supports=FLEX_ON_CUDA,
             requires=("cuda>=sm80", "triton"),
+            compiles=True,
         ),
         Implementation(
             "flex-permuted",
@@ -227,6 +162,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "dilabench.impls.flex:build_permuted",
             supports=FLEX_ON_CUDA,
             requires=("cuda>=sm80", "triton"),
+            compiles=True,
         ),
         Implementation(
             "gather-multihead",
@@ -246,7 +182,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             uses_backend=True,
             takes="embeddings",
         ),
-        *_BLOCK_SPARSE,
+        *OVER_BLOCKS,
         *_RINGS,
     ]
 
@@ -325,6 +261,7 @@ def dilabench_register_backends() -> list[Backend]:
             supports=FLASH_ON_CUDA,
             requires=("cuda>=sm90", "flash-attn-4"),
             kernels=(r"flash_attn.?cute",),
+            compiles=True,
         ),
         Backend(
             "xformers",
@@ -343,6 +280,7 @@ def dilabench_register_backends() -> list[Backend]:
             supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, max_head_dim=256),
             requires=("cuda>=sm80", "triton"),
             kernels=(r"flex_attention",),
+            compiles=True,
         ),
     ]
 

@@ -52,7 +52,7 @@ SUITES: tuple[Suite, ...] = (
         "distributed",
         "how each parallel implementation scales over ranks, at fixed length and at fixed length per rank",
         "dilabench.suites.distributed:expand",
-        analysis="dilabench.analysis.parallel:analyse",
+        analysis="dilabench.analysis.over_ranks:analyse",
     ),
     Suite(
         "extreme",
@@ -63,7 +63,7 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "billion",
-        "2^30 tokens, really computed: resident where they fit, else streamed in pieces",
+        "2^30 tokens, really computed: resident on one device or over ranks, else streamed in pieces",
         "dilabench.suites.billion:expand",
         analysis="dilabench.analysis.processed:analyse",
         projections="dilabench.analysis.processed:project",

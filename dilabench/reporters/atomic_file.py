@@ -26,8 +26,9 @@ def write_text(path: Path, text: str) -> None:
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise EnvironmentNotReady(
             f"{str(path)!r} cannot be written: {error.strerror or error}; choose another folder with -o"
         ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.results import RunRecord
-from dilabench.sections import CurvePlot, Plot, Section
+from dilabench.sections import BarPlot, CurvePlot, Plot, Section
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FOLDER = "plots"
 FORMS = ("png", "svg")
@@ -36,11 +39,8 @@ def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
     # Only this reporter needs matplotlib, which takes a while to load.
     import matplotlib
 
-    from dilabench.reporters.plot_bars import draw_bars
-    from dilabench.reporters.plot_curves import draw_curves
-
     with matplotlib.rc_context(STYLE):
-        figure = draw_curves(plot) if isinstance(plot, CurvePlot) else draw_bars(plot)
+        figure = _drawn(plot)
         figure.text(
             0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5"
         )
@@ -51,3 +51,13 @@ def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
         except OSError as error:
             why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
             raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error
+
+
+def _drawn(plot: Plot) -> "Figure":
+    from dilabench.reporters.plot_bars import draw_bars
+    from dilabench.reporters.plot_curves import draw_curves
+    from dilabench.reporters.plot_mask import draw_mask
+
+    if isinstance(plot, CurvePlot):
+        return draw_curves(plot)
+    return draw_bars(plot) if isinstance(plot, BarPlot) else draw_mask(plot)

@@ -142,6 +142,7 @@ def implementation_text(case: Case) -> str:
         "query_chunk": "chunk",
         "offload_inputs": "offload",
         "stream_tokens": "streamed",
+        "sharding_inside": "sharding",
     }
     changed = case.optimizations.model_dump(exclude_defaults=True)
     texts = [

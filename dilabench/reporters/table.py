@@ -17,10 +17,11 @@ from dilabench.reporters.rows import COLUMNS, TEXT_COLUMNS, Section, WorkloadTab
 from dilabench.reporters.summary import Unmeasured, device_text, headline, notes, unmeasured
 from dilabench.results import RunRecord
 from dilabench.sections import Section as Finding
+from dilabench.units import parse_count
 
 PIPED_WIDTH = 120
 # Dropped from the left of this list when a terminal is too narrow for all columns.
-LEAST_NEEDED = ("TFLOP/s", "timer", "95 % CI", "peak mem.", "backend")
+LEAST_NEEDED = ("TFLOP/s", "timer", "95 % CI", "peak mem.", "backend", "tok/s", "verified")
 STYLES = {"failed": "bold red", "skipped": "dim"}
 
 
@@ -36,7 +37,7 @@ def render(
 def output_width() -> int:
     """The terminal's width; TERMINAL_WIDTH where that is set; a fixed width when piped."""
     if pinned := os.environ.get("TERMINAL_WIDTH"):
-        return int(pinned)
+        return parse_count(pinned, "TERMINAL_WIDTH")
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
 

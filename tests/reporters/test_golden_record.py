@@ -80,5 +80,13 @@ def test_table_snapshot(record: RunRecord, width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_table_leaves_columns_out_and_cuts_no_figure(record: RunRecord, width: int) -> None:
+    text = table.to_text(record, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert "speed-up" in text
+
+
 def test_markdown_snapshot(record: RunRecord) -> None:
     assert markdown.to_text(record) == (GOLDEN / "report.md").read_text()

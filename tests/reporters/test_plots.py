@@ -4,15 +4,17 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.reporters import markdown, plots, table
 from dilabench.reporters.plot_bars import draw_bars
 from dilabench.reporters.plot_curves import draw_curves
+from dilabench.reporters.plot_mask import COMPUTED, HIDDEN, SKIPPED, draw_mask
 from dilabench.reporters.plot_style import COLOURS, look
 from dilabench.results import RunRecord
-from dilabench.sections import BarPlot, Bars, Curve, CurvePlot, Point, Section, render, sections_of
+from dilabench.sections import BarPlot, Bars, Curve, CurvePlot, MaskPlot, Point, Section, render, sections_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 CURVES = CurvePlot(
@@ -89,6 +91,28 @@ def test_bars_begin_at_the_reference_and_leave_out_what_is_absent() -> None:
     assert [(bar.get_x(), bar.get_width()) for bar in pool] == [(1.0, -0.5)]
     assert len(cache) == 2
     assert [label.get_text() for label in axes.get_yticklabels()] == ["gather 4K", "gather 16K"]
+
+
+def test_a_mask_is_drawn_block_by_block() -> None:
+    mask = MaskPlot(name="mask", title="random", blocks=2, block_size=64, cells=((1.0, None), (0.0, 1.0)))
+    figure = draw_mask(mask)
+    (axes,) = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("keys (blocks of 64 tokens)", "queries (blocks of 64 tokens)")
+    assert axes.get_title(loc="left") == "random"
+    (image,) = axes.images
+    assert image.get_extent() == [0, 2, 2, 0]
+    colours = image.cmap(image.norm(image.get_array()))
+    assert to_hex(colours[0][0]) == to_hex(colours[1][1]) == to_hex(COMPUTED)
+    assert to_hex(colours[1][0]) == to_hex(SKIPPED)
+    assert to_hex(colours[0][1]) == to_hex(HIDDEN)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["computed", "skipped", "hidden by the causal mask"]
+
+
+def test_a_mask_with_more_blocks_than_cells_has_a_scale() -> None:
+    mask = MaskPlot(name="mask", title="random", blocks=4, block_size=64, cells=((1.0, 0.25), (0.5, 1.0)))
+    _, scale = draw_mask(mask).axes
+    assert scale.get_ylabel() == "share of the blocks that is computed"
 
 
 def test_series_differ_without_colour_too() -> None:

@@ -1,0 +1,97 @@
+"""The plan of a case over several ranks: what the fullest of them needs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from dilabench.memory_plan.allgather import AllGatherMemory
+from dilabench.memory_plan.kernels import Kernel
+from dilabench.memory_plan.module import parameter_bytes, projected
+from dilabench.memory_plan.rings import RankMemory, RingMemory
+from dilabench.memory_plan.shares import Share, packed_share_of, share_of
+from dilabench.memory_plan.sizes import MemoryPlan, Sizes
+from dilabench.memory_plan.ulysses import UlyssesMemory
+from dilabench.memory_plan.union import two_passes
+from dilabench.spec import Workload
+
+OVERLAPS = {"ring": False, "ring-overlap": True, "zigzag-ring": True, "ring-varlen": True, "ring-allgather": True}
+OVER_RANKS = frozenset({*OVERLAPS, "ring-multihead", "ulysses"})
+
+
+class RankPasses(Protocol):
+    """Bytes of one rank beyond its inputs, at the fullest moment of each pass."""
+
+    def forward(self) -> float:
+        """With out and lse."""
+        ...
+
+    def backward(self) -> float:
+        """Without out and lse, which are kept."""
+        ...
+
+
+def plan_ranks(name: str, workload: Workload, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan | None:
+    """The plan of an implementation over ranks; None for windows, and for branches on zigzag or packed shards."""
+    if workload.window != (-1, -1):
+        return None
+    packed = workload.layout == "packed"
+    if name == "ring-multihead":
+        zigzag = workload.causal and workload.dilated is None
+        core = plan_ranks("zigzag-ring" if zigzag else "ring-overlap", workload, size, kernel, on_cpu)
+        return _projected(core, _rows_of(workload, size)) if core else None
+    if packed != (name == "ring-varlen") or (workload.dilated and name in {"zigzag-ring", "ring-varlen"}):
+        return None
+    if name == "ulysses":
+        return _ulysses(workload, size, kernel, on_cpu)
+    if name not in OVERLAPS:
+        return None
+    plans = [_plan(name, workload, RankMemory(share, kernel, on_cpu)) for share in _shares(name, workload, size)]
+    return max(plans, key=lambda plan: plan.peak_bytes)
+
+
+def _shares(name: str, workload: Workload, size: int) -> Iterator[Share]:
+    """Those of the first, the last and a middle rank: under a causal mask work and memory rise or fall along them."""
+    for rank in sorted({0, size // 2, size - 1}):
+        if name == "ring-varlen":
+            yield packed_share_of(workload, rank, size)
+        else:
+            yield share_of(workload, rank, size, zigzag=name == "zigzag-ring")
+
+
+def _plan(name: str, workload: Workload, rank: RankMemory) -> MemoryPlan:
+    passes: RankPasses
+    kept = 0.0
+    if name == "ring-allgather":
+        passes = gather = AllGatherMemory(rank)
+        kept = gather.gathered
+    else:
+        passes = RingMemory(rank, OVERLAPS[name])
+    share = rank.share
+    return two_passes(
+        workload,
+        passes.forward(),
+        passes.backward() if workload.mode != "forward" else 0.0,
+        kept=kept,
+        tables=round(share.index_bytes),
+        sizes=share.sizes,
+    )
+
+
+def _ulysses(workload: Workload, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
+    passes = UlyssesMemory.of(workload, size, kernel, on_cpu)
+    backward = passes.backward() if workload.mode != "forward" else 0.0
+    return two_passes(workload, passes.forward(), backward, kept=passes.kept, sizes=passes.own)
+
+
+def _projected(core: MemoryPlan, rows: Workload) -> MemoryPlan:
+    """Around the ring: parameter gradients of all ranks are summed in one buffer at the end."""
+    plan = projected(core, rows)
+    if rows.mode == "forward":
+        return plan
+    last = round(Sizes.of(rows).q) + 2 * parameter_bytes(rows) - core.saved_bytes
+    return plan if last < plan.workspace_bytes else replace(plan, workspace_bytes=last)
+
+
+def _rows_of(workload: Workload, size: int) -> Workload:
+    """The shape of a rank's rows."""
+    return workload.replace(seq_len=-(-workload.seq_len // size), pattern={"kind": "dense"})

@@ -1,0 +1,197 @@
+"""Memory of the ring implementations on one rank, hop by hop (`impls.ring.hops`, `impls.ring.share`)."""
+
+from dataclasses import dataclass
+
+from dilabench.memory_plan.kernels import Kernel
+from dilabench.memory_plan.ledger import Ledger
+from dilabench.memory_plan.shares import Piece, Share
+from dilabench.memory_plan.sums import SoftmaxMemory, SumMemory
+from dilabench.memory_plan.union import Passes
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a rank allocates for its own calls. converts: sums are wider than parts, which are cast to be merged."""
+
+    share: Share
+    kernel: Kernel
+    on_cpu: bool
+
+    @property
+    def converts(self) -> bool:
+        """Whether merging happens in plain PyTorch: on the CPU, and in float64 everywhere."""
+        return self.on_cpu or self.share.workload.dtype in {"float32", "float64"}
+
+    def attend_own(self, ledger: Ledger, results: SoftmaxMemory) -> None:
+        """The part that needs nobody."""
+        if self.share.local is not None:
+            ledger.moment(Passes.of(self.share.local, self.kernel, gathered=False).forward())
+            results.put()
+        self.attend(ledger, results, self.share.own)
+
+    def attend(self, ledger: Ledger, results: SoftmaxMemory, pieces: tuple[Piece, ...]) -> None:
+        """Pieces, one after another: a result stays until the next has been made."""
+        for piece in pieces:
+            for _ in range(min(2, piece.times)):
+                ledger.moment(piece.call.sizes.result + self.kernel.forward(piece.call))
+                ledger.hold("part", piece.call.sizes.result)
+                results.add(piece)
+        ledger.free("part")
+
+    def attend_own_backward(self, ledger: Ledger, sums: tuple[SumMemory, SumMemory, SumMemory]) -> None:
+        """The gradients of `attend_own`."""
+        if self.share.local is not None:
+            ledger.moment(Passes.of(self.share.local, self.kernel, gathered=False).backward())
+            for total in sums:
+                total.put()
+        self.attend_backward(ledger, sums, self.share.own)
+
+    def attend_backward(
+        self, ledger: Ledger, sums: tuple[SumMemory, SumMemory, SumMemory], pieces: tuple[Piece, ...]
+    ) -> None:
+        """The gradients of pieces; those of one stay until the next has been made."""
+        for piece in pieces:
+            for _ in range(min(2, piece.times)):
+                sizes = piece.call.sizes
+                ledger.moment(self.kernel.backward(piece.call))
+                parts = {"dq": sizes.q, "dk": sizes.kv, "dv": sizes.kv}
+                for name, size in parts.items():
+                    ledger.hold(f"part of {name}", size)
+                for total, name, whole in zip(
+                    sums, parts, (piece.whole_queries, piece.whole_keys, piece.whole_keys), strict=True
+                ):
+                    if not whole:
+                        total.add(parts[name])
+                        continue
+                    if total.is_new:
+                        ledger.free(f"part of {name}")
+                    total.put()
+        ledger.free("part of dq", "part of dk", "part of dv")
+
+    def remote_backward(self, ledger: Ledger, holder: int, dq: SumMemory) -> float:
+        """Bytes of packed dK and dV of what was read of a holder."""
+        share, parcel = self.share, self.share.needs[holder]
+        dk, dv = (self._sum(ledger, name, parcel.rows / 2) for name in ("remote dk", "remote dv"))
+        self.attend_backward(ledger, (dq, dk, dv), share.reads[holder])
+        packed = share.gradient * parcel.packed
+        for index, total in enumerate((dk, dv)):
+            cast = total.finish(share.gradient)
+            ledger.moment(cast + (0.0 if parcel.whole else (index + 1) * packed / 2))
+            if parcel.whole and cast:
+                ledger.hold(f"cast {total.name}", cast)
+        ledger.free("cast remote dk", "cast remote dv")
+        for total in (dk, dv):
+            total.drop()
+        return packed
+
+    def sums(self, ledger: Ledger) -> tuple[SumMemory, SumMemory, SumMemory]:
+        """Those of q, k and v."""
+        sizes = self.share.sizes
+        dq, dk, dv = (
+            self._sum(ledger, "dq", sizes.q),
+            self._sum(ledger, "dk", sizes.kv),
+            self._sum(ledger, "dv", sizes.kv),
+        )
+        return dq, dk, dv
+
+    def _sum(self, ledger: Ledger, name: str, size: float) -> SumMemory:
+        return SumMemory(ledger, name, size, self.share.wide, self.on_cpu)
+
+
+def finished(ledger: Ledger, sums: tuple[SumMemory, SumMemory, SumMemory]) -> None:
+    """All three in their own dtypes beside what they were summed in."""
+    for total in sums:
+        ledger.hold(f"finished {total.name}", total.finish())
+
+
+@dataclass(frozen=True, slots=True)
+class RingMemory:
+    """`impls.ring.hops.Ring`: K and V of one rank after another, in one buffer or in two."""
+
+    rank: RankMemory
+    overlap: bool
+
+    def forward(self) -> float:
+        """Bytes beyond the inputs."""
+        ledger, share = Ledger(), self.rank.share
+        results = SoftmaxMemory(ledger, share, self.rank.converts)
+        if self.overlap:
+            self._request(ledger, 1)
+        self.rank.attend_own(ledger, results)
+        for distance in range(1, share.size):
+            holder = self._take(ledger, distance)
+            if holder in share.needs:
+                self._unpack(ledger, holder)
+                self.rank.attend(ledger, results, share.reads[holder])
+        results.finish()
+        return ledger.peak
+
+    def backward(self) -> float:
+        """Bytes beyond the inputs, out and lse."""
+        ledger, share = Ledger(), self.rank.share
+        sums = self.rank.sums(ledger)
+        if self.overlap:
+            self._request(ledger, 1)
+        self.rank.attend_own_backward(ledger, sums)
+        waiting: list[int] = []
+        for distance in range(1, share.size):
+            holder = self._take(ledger, distance)
+            if not self.overlap:
+                ledger.free(f"gradients {distance - 1}")
+            if holder in share.needs:
+                self._unpack(ledger, holder)
+                ledger.hold(f"gradients {distance}", self.rank.remote_backward(ledger, holder, sums[0]))
+            self._give_back(ledger, distance)
+            waiting.append(distance)
+            if not self.overlap or len(waiting) > 1:
+                self._add(ledger, waiting.pop(0), sums)
+        for distance in waiting:
+            self._add(ledger, distance, sums)
+        finished(ledger, sums)
+        return ledger.peak
+
+    def _take(self, ledger: Ledger, distance: int) -> int:
+        """The holder of this hop's keys. What came before is still bound while the next is asked for."""
+        share = self.rank.share
+        if not self.overlap:
+            self._request(ledger, distance)
+        elif distance + 1 < share.size:
+            self._request(ledger, distance + 1)
+        ledger.free(f"sent {distance}")
+        holder = (share.rank - distance) % share.size
+        if holder in share.needs:
+            # Keys of an earlier hop go when these take their names.
+            for earlier in range(1, distance):
+                ledger.free(f"arrived {earlier}")
+        return holder
+
+    def _request(self, ledger: Ledger, distance: int) -> None:
+        share = self.rank.share
+        reader, holder = (share.rank + distance) % share.size, (share.rank - distance) % share.size
+        if reader in share.gives and share.gives[reader].copied:
+            ledger.hold(f"sent {distance}", share.gives[reader].packed)
+        if holder in share.needs:
+            ledger.hold(f"arrived {distance}", share.needs[holder].packed)
+
+    def _unpack(self, ledger: Ledger, holder: int) -> None:
+        parcel = self.rank.share.needs[holder]
+        if not parcel.whole:
+            ledger.hold("unpacked", parcel.rows)
+
+    def _give_back(self, ledger: Ledger, distance: int) -> None:
+        share = self.rank.share
+        reader = (share.rank + distance) % share.size
+        if reader in share.gives:
+            ledger.hold(f"returned {distance}", share.gradient * share.gives[reader].packed)
+
+    def _add(self, ledger: Ledger, distance: int, sums: tuple[SumMemory, SumMemory, SumMemory]) -> None:
+        share = self.rank.share
+        reader = (share.rank + distance) % share.size
+        if distance + 1 < share.size and self.overlap:
+            # What was sent is kept until it has arrived; that of the last hop still has its name.
+            ledger.free(f"gradients {distance}")
+        if reader in share.gives:
+            packed = share.gradient * share.gives[reader].packed / 2
+            sums[1].add(packed)
+            sums[2].add(packed)
+        ledger.free(f"returned {distance}")

@@ -1,0 +1,84 @@
+"""Formulas of a rank among several against its measured peak: alone, where nothing arrives, and among real ranks."""
+
+import pytest
+
+from dilabench.distributed.launch import launch
+from dilabench.memory_plan import plan_memory
+
+WITHIN = 0.1
+BRANCHES = {
+    "inside": {"segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)},
+    "one_across": {"segment_lengths": (256, 2048), "dilation_rates": (1, 4)},
+    "all_across": {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)},
+}
+SHAPES = {
+    "causal": {},
+    "full": {"causal": False},
+    "grouped_queries": {"num_kv_heads": 2},
+    "batch_in_float64": {"dtype": "float64", "batch_size": 2, "seq_len": 1024},
+}
+OVER_RANKS = ["ring", "ring-overlap", "ring-allgather", "ulysses", "ring-multihead"]
+BOTH_MODES = pytest.mark.parametrize("mode", ["forward", "both"])
+
+
+@pytest.fixture
+def check(peaks):
+    """The plan of the fullest rank against its peak."""
+
+    def checked(implementation, ranks, backend="sdpa-flash", **fields):
+        case = peaks.case_of(implementation, backend, **{"seq_len": 2048, **fields})
+        case = case.model_copy(update={"world_size": ranks})
+        assert plan_memory(case, "cpu").peak_bytes == pytest.approx(peaks.fullest_rank_peak(case), rel=WITHIN)
+
+    return checked
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("implementation", [*OVER_RANKS, "zigzag-ring"])
+def test_dense_attention(implementation, shape, mode, peaks, check):
+    check(implementation, 4, pattern=peaks.DENSE, mode=mode, **SHAPES[shape])
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize("implementation", OVER_RANKS)
+def test_branches_inside_and_across_ranks(implementation, branches, mode, check):
+    check(implementation, 4, pattern={"kind": "dilated", **BRANCHES[branches]}, mode=mode)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("implementation", ["ring", "zigzag-ring", "ring-allgather", "ulysses"])
+def test_through_the_math_backend_in_half_precision(implementation, mode, peaks, check):
+    check(implementation, 2, "math", pattern=peaks.DENSE, mode=mode, dtype="bfloat16")
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", ["causal", "full"])
+@pytest.mark.parametrize("bounds", [(0, 256, 768, 1792, 2048), (0, 2048)], ids=str)
+def test_packed_sequences(bounds, shape, mode, peaks, check):
+    fields = {**SHAPES[shape], "layout": "packed", "cu_seqlens": bounds}
+    check("ring-varlen", 4, pattern=peaks.DENSE, mode=mode, **fields)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("implementation", ["ring", "ulysses"])
+def test_one_rank_is_one_device(implementation, mode, check):
+    check(implementation, 1, mode=mode)
+
+
+def test_ranks_without_rows_need_nothing_impossible(peaks):
+    case = peaks.case_of("ring", "sdpa-flash", seq_len=2).model_copy(update={"world_size": 4})
+    assert plan_memory(case, "cpu").peak_bytes > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["ring", "ring-overlap", "ring-allgather", "ulysses", "ring-multihead"])
+def test_a_lone_rank_allocates_what_a_real_one_does(implementation, peaks):
+    pattern = {"kind": "dilated", **BRANCHES["all_across"]}
+    case = peaks.case_of(implementation, "sdpa-flash", pattern, seq_len=2048, mode="both")
+    case = case.model_copy(update={"world_size": 2})
+    real = launch(peaks.real_rank_peak, 2, [case])
+    alone = [peaks.rank_peak(case, peaks.LoneRank.of(rank, 2)) for rank in range(2)]
+    assert alone == pytest.approx(real, rel=0.01)
