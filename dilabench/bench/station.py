@@ -18,7 +18,7 @@ from dilabench.units import format_seconds
 
 MAX_TIMEOUT_S = 600.0
 # On a GPU a first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
-MIN_TIMEOUT_S = {"cpu": 10.0, "cuda": 60.0}
+MIN_TIMEOUT_S = {"cpu": 20.0, "cuda": 60.0}
 SHARES_PER_COMMAND = 4.0
 OVERRUN_S = 1.0
 

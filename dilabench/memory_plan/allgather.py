@@ -26,7 +26,7 @@ class AllGatherMemory:
     def forward(self) -> float:
         """Bytes beyond the inputs."""
         ledger, share = Ledger(), self.rank.share
-        results = SoftmaxMemory(ledger, share, self.rank.converts)
+        results = SoftmaxMemory(ledger, share, self.rank.defers)
         ledger.hold("packed", sum(parcel.packed for parcel in share.gives.values() if parcel.copied))
         ledger.hold("sent", self.given)
         ledger.hold("gathered", self.gathered)
@@ -52,8 +52,7 @@ class AllGatherMemory:
         self.rank.attend_own_backward(ledger, sums)
         ledger.free("sent")
         for parcel in share.gives.values():
-            sums[1].add(share.gradient * parcel.packed / 2)
-            sums[2].add(share.gradient * parcel.packed / 2)
+            self.rank.add_parcel(parcel, sums, None)
         finished(ledger, sums)
         return ledger.peak
 

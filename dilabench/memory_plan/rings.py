@@ -4,23 +4,23 @@ from dataclasses import dataclass
 
 from dilabench.memory_plan.kernels import Kernel
 from dilabench.memory_plan.ledger import Ledger
-from dilabench.memory_plan.shares import Piece, Share
+from dilabench.memory_plan.shares import Parcel, Piece, Share
 from dilabench.memory_plan.sums import SoftmaxMemory, SumMemory
 from dilabench.memory_plan.union import Passes
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a rank allocates for its own calls. converts: sums are wider than parts, which are cast to be merged."""
+    """What a rank allocates for its own calls."""
 
     share: Share
     kernel: Kernel
     on_cpu: bool
 
     @property
-    def converts(self) -> bool:
-        """Whether merging happens in plain PyTorch: on the CPU, and in float64 everywhere."""
-        return self.on_cpu or self.share.workload.dtype in {"float32", "float64"}
+    def defers(self) -> bool:
+        """Whether partial results wait for each other, to be summed by a kernel."""
+        return not self.on_cpu and self.share.workload.dtype in {"float16", "bfloat16"}
 
     def attend_own(self, ledger: Ledger, results: SoftmaxMemory) -> None:
         """The part that needs nobody."""
@@ -43,7 +43,7 @@ class RankMemory:
         if self.share.local is not None:
             ledger.moment(Passes.of(self.share.local, self.kernel, gathered=False).backward())
             for total in sums:
-                total.put()
+                total.put(total.size, whole=True, moved="gradients of the union")
         self.attend_backward(ledger, sums, self.share.own)
 
     def attend_backward(
@@ -57,15 +57,12 @@ class RankMemory:
                 parts = {"dq": sizes.q, "dk": sizes.kv, "dv": sizes.kv}
                 for name, size in parts.items():
                     ledger.hold(f"part of {name}", size)
-                for total, name, whole in zip(
-                    sums, parts, (piece.whole_queries, piece.whole_keys, piece.whole_keys), strict=True
-                ):
-                    if not whole:
-                        total.add(parts[name])
-                        continue
-                    if total.is_new:
-                        ledger.free(f"part of {name}")
-                    total.put()
+                wholes = piece.whole_queries, piece.whole_keys, piece.whole_keys
+                for total, (name, size), whole in zip(sums, parts.items(), wholes, strict=True):
+                    if piece.in_order:
+                        total.put(size, whole=whole, moved=f"part of {name}")
+                    else:
+                        total.add(size)
         ledger.free("part of dq", "part of dk", "part of dv")
 
     def remote_backward(self, ledger: Ledger, holder: int, dq: SumMemory) -> float:
@@ -94,8 +91,17 @@ class RankMemory:
         )
         return dq, dk, dv
 
+    def add_parcel(self, parcel: Parcel, sums: tuple[SumMemory, SumMemory, SumMemory], name: str | None) -> None:
+        """dK and dV that another rank has made, held as `name`, or in a buffer that stays anyway (None)."""
+        half = self.share.gradient * parcel.packed / 2
+        for total in sums[1:]:
+            if parcel.whole:
+                total.put(half, whole=parcel.rows / 2 == total.size, moved=name)
+            else:
+                total.add(half)
+
     def _sum(self, ledger: Ledger, name: str, size: float) -> SumMemory:
-        return SumMemory(ledger, name, size, self.share.wide, self.on_cpu)
+        return SumMemory(ledger, name, size, wide=self.share.wide, defers=self.defers, on_cpu=self.on_cpu)
 
 
 def finished(ledger: Ledger, sums: tuple[SumMemory, SumMemory, SumMemory]) -> None:
@@ -114,7 +120,7 @@ class RingMemory:
     def forward(self) -> float:
         """Bytes beyond the inputs."""
         ledger, share = Ledger(), self.rank.share
-        results = SoftmaxMemory(ledger, share, self.rank.converts)
+        results = SoftmaxMemory(ledger, share, self.rank.defers)
         if self.overlap:
             self._request(ledger, 1)
         self.rank.attend_own(ledger, results)
@@ -191,7 +197,5 @@ class RingMemory:
             # What was sent is kept until it has arrived; that of the last hop still has its name.
             ledger.free(f"gradients {distance}")
         if reader in share.gives:
-            packed = share.gradient * share.gives[reader].packed / 2
-            sums[1].add(packed)
-            sums[2].add(packed)
+            self.rank.add_parcel(share.gives[reader], sums, f"returned {distance}")
         ledger.free(f"returned {distance}")

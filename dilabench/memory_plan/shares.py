@@ -30,10 +30,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernel calls of a branch on a pair of ranks, `times` alike. whole: all query, or all key rows, in order."""
+    """Kernel calls of a branch on a pair of ranks, `times` alike.
+
+    in_order: it takes successive rows and all heads in their order. whole: all query, or all key rows of them.
+    """
 
     call: Call
     times: int
+    in_order: bool
     whole_queries: bool
     whole_keys: bool
 
@@ -202,9 +206,13 @@ def _piece(
         readers=readers,
         one_key=workload.num_kv_heads == 1,
     )
-    alone = rate == segments == times == 1 and heads == workload.num_heads
+    in_order = rate == segments == times == 1 and heads == workload.num_heads
     return Piece(
-        call=call, times=times, whole_queries=alone and rows == whole[0], whole_keys=alone and columns == whole[1]
+        call=call,
+        times=times,
+        in_order=in_order,
+        whole_queries=in_order and rows == whole[0],
+        whole_keys=in_order and columns == whole[1],
     )
 
 

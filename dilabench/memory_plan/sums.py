@@ -3,87 +3,106 @@
 from dilabench.memory_plan.ledger import Ledger
 from dilabench.memory_plan.shares import Piece, Share
 
+# `impls.ring.sums` lets so many parts wait on CUDA; a test holds the two together.
+MOST_PARTS = 4
+
 
 class SoftmaxMemory:
-    """Out and lse of a rank's queries: one result as it is, or several merged in wider sums."""
+    """Out and lse of a rank's queries, from results over disjoint keys.
 
-    def __init__(self, ledger: Ledger, share: Share, converts: bool) -> None:
-        self._ledger, self._share, self._converts = ledger, share, converts
-        self._alone = self._merged = False
+    defers: results wait for each other as they are, as in half precision on CUDA; else all but a first one that is
+    complete are merged at once into wider sums.
+    """
+
+    def __init__(self, ledger: Ledger, share: Share, defers: bool) -> None:
+        self._ledger, self._share, self._defers = ledger, share, defers
+        self._parts: list[str] = []
+        self._complete = self._merged = False
 
     def put(self) -> None:
         """A first result for all queries."""
-        self._ledger.hold("out", self._share.sizes.result)
-        self._alone = True
+        self._take("out", self._share.sizes.result, complete=True)
 
     def add(self, piece: Piece) -> None:
         """The result of a piece, which is held as 'part'."""
-        if not (self._alone or self._merged) and piece.whole_queries:
+        size = piece.call.sizes.result
+        if piece.in_order and (self._defers or (not self._parts and piece.whole_queries)):
+            if len(self._parts) == MOST_PARTS:
+                self._fold()
             self._ledger.free("part")
-            self.put()
+            self._take(f"result {len(self._parts)}", size, complete=piece.whole_queries)
             return
-        self._widen()
-        if self._converts:
+        self._fold()
+        if not self._defers:
             sizes, share = piece.call.sizes, self._share
             part = share.wide * sizes.q if share.wide > 1 else 0.0
             self._ledger.moment(part + 3 * share.wide_lse * sizes.lse)
 
     def finish(self, keeps: bool = False) -> None:
-        """Out and lse in their own dtypes stay. keeps: the sums as well."""
-        if not self._alone:
-            self._widen()
-            if self._share.wide > 1:
-                self._ledger.hold("out", self._share.sizes.result)
-            if not keeps and self._share.wide > 1:
-                self._ledger.free("totals")
+        """Out and lse in their own dtypes stay. keeps: what they come from as well."""
+        if not self._parts:
+            self._fold()
+        if len(self._parts) == 1 and self._complete and not (self._merged and self._share.wide > 1):
+            return
+        self._ledger.hold("finished out", self._share.sizes.result)
+        if not keeps:
+            self._ledger.free(*self._parts)
 
-    def _widen(self) -> None:
+    def _take(self, name: str, size: float, complete: bool) -> None:
+        self._ledger.hold(name, size)
+        self._complete = complete and not self._parts
+        self._parts.append(name)
+
+    def _fold(self) -> None:
         if not self._merged:
             share = self._share
             self._ledger.hold("totals", share.wide * share.sizes.q + share.wide_lse * share.sizes.lse)
-            self._ledger.free("out")
-        self._alone, self._merged = False, True
+        self._ledger.free(*(part for part in self._parts if part != "totals"))
+        self._parts, self._complete, self._merged = ["totals"], True, True
 
 
 class SumMemory:
-    """The gradient of a tensor: one part as it is, or a sum that is held wider."""
+    """The gradient of a tensor from parts; `defers` as above."""
 
-    def __init__(self, ledger: Ledger, name: str, size: float, wide: float, on_cpu: bool) -> None:
-        self._ledger, self.name, self.size, self._wide, self._on_cpu = ledger, name, size, wide, on_cpu
-        self._alone = self._total = False
+    def __init__(self, ledger: Ledger, name: str, size: float, *, wide: float, defers: bool, on_cpu: bool) -> None:
+        self._ledger, self.name, self.size, self._wide = ledger, name, size, wide
+        self._defers, self._on_cpu = defers, on_cpu
+        self._parts: list[str] = []
+        self._complete = self._merged = False
 
-    @property
-    def is_new(self) -> bool:
-        """Nothing was added yet."""
-        return not (self._alone or self._total)
+    def put(self, size: float, *, whole: bool, moved: str | None = None) -> None:
+        """A part on successive rows. What waits takes the place of what is held as `moved`; None: of nothing held."""
+        if not self._defers and (self._parts or not whole):
+            self.add(size)
+            return
+        if len(self._parts) == MOST_PARTS:
+            self._fold()
+        self._complete = whole and not self._parts
+        self._parts.append(f"{self.name} {len(self._parts)}")
+        if moved is not None:
+            self._ledger.free(moved)
+            self._ledger.hold(self._parts[-1], size)
 
-    def put(self) -> None:
-        """A part that covers everything: the first stays as it is."""
-        if self.is_new:
-            self._ledger.hold(self.name, self.size)
-            self._alone = True
-        else:
-            self.add(self.size)
-
-    def add(self, part: float) -> None:
-        """Something is added to a part of it. On the CPU, torch first makes a copy of it as wide as the sum."""
-        self._widen()
+    def add(self, size: float) -> None:
+        """A part on other rows is added at once. On the CPU, torch first makes a copy of it as wide as the sum."""
+        self._fold()
         if self._on_cpu and self._wide > 1:
-            self._ledger.moment(self._wide * part)
-
-    def _widen(self) -> None:
-        if not self._total:
-            self._ledger.hold(f"{self.name} total", self._wide * self.size)
-            self._ledger.free(self.name)
-        self._alone, self._total = False, True
+            self._ledger.moment(self._wide * size)
 
     def finish(self, dtype: float = 1.0) -> float:
-        """Bytes of the copy that a cast makes, to `dtype` times the tensor's size; 0 where none is needed."""
-        if self.is_new:
-            self._widen()
-        held = 1.0 if self._alone else self._wide
-        return 0.0 if held == dtype else dtype * self.size
+        """Bytes of the result in `dtype` times the tensor's size; 0 where it is a part, or the sum, as it is."""
+        if not self._parts:
+            self._fold()
+        alone = len(self._parts) == 1 and self._complete
+        return 0.0 if alone and dtype == (self._wide if self._merged else 1.0) else dtype * self.size
 
     def drop(self) -> None:
         """It is gone."""
-        self._ledger.free(self.name, f"{self.name} total")
+        self._ledger.free(*self._parts)
+
+    def _fold(self) -> None:
+        total = f"{self.name} total"
+        if not self._merged:
+            self._ledger.hold(total, self._wide * self.size)
+        self._ledger.free(*(part for part in self._parts if part != total))
+        self._parts, self._complete, self._merged = [total], True, True

@@ -54,7 +54,7 @@ class UlyssesMemory:
         ledger.free("flat")
         ledger.hold("whole", whole.gradients)
         ledger.free("received")
-        results = SoftmaxMemory(ledger, self.inner.share, self.inner.converts)
+        results = SoftmaxMemory(ledger, self.inner.share, self.inner.defers)
         self.inner.attend(ledger, results, self.inner.share.own)
         # The sums of several results stay bound until the call is over.
         results.finish(keeps=True)

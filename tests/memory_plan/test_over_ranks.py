@@ -3,7 +3,11 @@
 import pytest
 
 from dilabench.distributed.launch import launch
+from dilabench.impls.ring import sums as ring_sums
 from dilabench.memory_plan import plan_memory
+from dilabench.memory_plan.kernels import kernel_of
+from dilabench.memory_plan.ranks import plan_ranks
+from dilabench.memory_plan.rings import RankMemory
 
 WITHIN = 0.1
 BRANCHES = {
@@ -59,6 +63,29 @@ def test_through_the_math_backend_in_half_precision(implementation, mode, peaks,
 def test_packed_sequences(bounds, shape, mode, peaks, check):
     fields = {**SHAPES[shape], "layout": "packed", "cu_seqlens": bounds}
     check("ring-varlen", 4, pattern=peaks.DENSE, mode=mode, **fields)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+@pytest.mark.parametrize("shape", ["causal", "full", "packed"])
+@pytest.mark.parametrize("implementation", ["ring", "ring-overlap", "zigzag-ring", "ring-allgather"])
+def test_results_that_wait_for_each_other_as_on_cuda(implementation, shape, ranks, mode, peaks, monkeypatch):
+    fields = {"causal": shape != "full", "seq_len": 512 * ranks}
+    if shape == "packed":
+        if implementation != "zigzag-ring":
+            pytest.skip("only one ring takes packed sequences")
+        implementation = "ring-varlen"
+        fields |= {"layout": "packed", "cu_seqlens": (0, 128 * ranks, 512 * ranks)}
+    case = peaks.case_of(implementation, "sdpa-flash", peaks.DENSE, mode=mode, **fields)
+    case = case.model_copy(update={"world_size": ranks})
+    # The kernels that sum on CUDA need no memory of their own.
+    monkeypatch.setattr(ring_sums, "defers", lambda dtype, device: True)
+    monkeypatch.setattr(ring_sums, "_sum_", lambda total, parts: None)
+    monkeypatch.setattr(ring_sums, "_softmax_", lambda out, lse, parts: None)
+    monkeypatch.setattr(RankMemory, "defers", property(lambda rank: True))
+    kernel = kernel_of("sdpa-flash", case.workload, "cpu")
+    plan = plan_ranks(implementation, case.workload, ranks, kernel, on_cpu=False)
+    assert plan.peak_bytes == pytest.approx(peaks.fullest_rank_peak(case), rel=WITHIN)
 
 
 @BOTH_MODES

@@ -6,10 +6,12 @@ from torch.nn.attention import flex_attention
 
 from dilabench.backends import math
 from dilabench.impls import block_sparse, flex, reference
+from dilabench.impls.ring import sums as ring_sums
 from dilabench.impls.strided_calls import strided_calls
 from dilabench.memory_plan import block_sparse as planned_blocks
 from dilabench.memory_plan import flexed, longest_that_fits, math_blocks, plan_memory
 from dilabench.memory_plan import reference as planned_reference
+from dilabench.memory_plan import sums as planned_sums
 from dilabench.memory_plan.calls import largest_calls
 from dilabench.results import Optimizations
 
@@ -34,6 +36,7 @@ def test_sizes_that_formulas_share_with_the_code_are_the_same():
     assert math_blocks.BLOCK_BYTES == math.BLOCK_BYTES
     assert planned_reference.MAX_BLOCK_SCORES == reference.MAX_BLOCK_SCORES
     assert planned_blocks.HEAD_DIMS == block_sparse.HEAD_DIMS
+    assert planned_sums.MOST_PARTS == ring_sums.MOST_PARTS
 
 
 def test_what_has_no_formula_is_not_guessed(peaks):
