@@ -108,7 +108,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", default="math,reference,block-sparse,rings,flex", help="also: known")
+    parser.add_argument("--groups", default="reference,block-sparse,rings,flex,math", help="also: known")
     parser.add_argument("--seconds", type=float, default=45.0, help="after this no row is begun")
     parser.add_argument("--json")
     return parser.parse_args()

@@ -11,6 +11,8 @@ def pytest_configure() -> None:
     # Read when text is laid out, in this process and in those that tests start.
     os.environ.setdefault("TERMINAL_WIDTH", PINNED_WIDTH)
     os.environ.pop("FORCE_COLOR", None)
+    # Small tensors gain nothing from threads, and spinning ones starve whoever shares the cores: ranks and workers.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

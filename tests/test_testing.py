@@ -16,10 +16,12 @@ nan_memory = pytest.fixture(poisoned_memory)
 FORWARD_ONLY = Capabilities(modes=frozenset({"forward"}))
 
 
+@pytest.mark.slow
 def test_reference_by_name_runs_every_odd_workload() -> None:
     assert len(check_implementation("reference")) == len(odd_workloads())
 
 
+@pytest.mark.slow
 def test_a_build_function_runs_what_it_supports() -> None:
     workloads = odd_workloads()[:3]
     assert len(check_implementation(reference.build, workloads, deterministic=True)) == 3
@@ -68,6 +70,7 @@ def test_memory_is_poisoned_by_the_fixture(nan_memory: None) -> None:
     assert torch.empty(5).isnan().all()
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(workload=random_workloads(max_seq_len=24))
 def test_the_reference_passes_on_random_workloads(workload: Workload) -> None:

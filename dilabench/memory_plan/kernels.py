@@ -77,7 +77,7 @@ ON_CUDA = {
     "flash4": FLASH3,
     "sdpa-cudnn": KernelMemory(accumulators=1, stats=1, view_copies=3),
     "sdpa-efficient": KernelMemory(accumulators=1, stats=1, view_copies=1, repeats=True),
-    # Derived from its code, not yet measured: dout, both outs and their difference in float32 stand there at once.
+    # dout, both outs and their difference in float32 stand there at once.
     "flex": KernelMemory(stats=1, recomputes=4),
 }
 ON_CPU = {"sdpa-flash": KernelMemory(repeats=True)}

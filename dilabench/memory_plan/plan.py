@@ -1,8 +1,7 @@
 """The plan of a case, by its implementation.
 
-Derived from the code and held to peaks measured on CPU, but not yet to peaks on CUDA: the backends `math` and `flex`,
-`flex`, `flex-permuted`, the block-sparse implementations, `reference`, and everything over ranks.
-`scripts/gpu_memory_plan.py` measures them on a GPU.
+Not yet measured on a GPU: the implementations `flex`, `flex-permuted`, `reference`, the block-sparse ones, and
+everything over ranks. Their factors on CUDA are derived from the code; `scripts/gpu_memory_plan.py` measures them.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Memory of `reference`: everything in float64, blocks of explicit scores, index tensors of positions."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 from dilabench.memory_plan.block_sparse import density
@@ -45,35 +46,50 @@ class _Scores:
 
     @classmethod
     def of(cls, workload: Workload, device: str) -> Self:
-        """Scores of this block and the block before; what hides pairs; a head's keys in float64."""
-        rows, keys = _largest_block(workload)
-        rows_at_once = min(rows, max(1, MAX_BLOCK_SCORES // (workload.batch_size * keys)))
-        scores = float(workload.batch_size * rows_at_once * keys * FLOAT64_BYTES)
-        alone = rows_at_once == workload.seq_len and workload.num_heads == 1
-        before = 0.0 if alone else scores
-        if rows > rows_at_once and workload.causal:
-            # The last block of rows sees all keys, the one before it a block's rows fewer.
-            before = scores * (1 - rows_at_once / keys)
-        pairs = rows_at_once * keys
-        # On CUDA the distances between positions stay on the host.
-        hiding = (INDEX_BYTES + 2) * pairs if device == "cpu" else pairs
+        """Scores of a block and the one before; what hides pairs; a head's keys in float64."""
+        item = workload.batch_size * FLOAT64_BYTES
+        rows, keys = _largest_group(workload)
         taken = workload.batch_size * keys * workload.head_dim * (FLOAT64_BYTES + DTYPE_BYTES[workload.dtype])
-        forward = max(
-            before + pairs + hiding,
-            before + 2 * scores + pairs,
-            before + scores + pairs + taken,
-        )
         detached = workload.dilated is not None and workload.dilated.merge_grad == "detached"
         matrices = 7 if detached else 4
-        backward = max(
-            2 * before + pairs + hiding,
-            2 * before + scores + pairs + taken,
-            2 * before + matrices * scores + pairs,
-        )
+        forward = backward = 0.0
+        for earlier, pairs in _turns(workload, rows, keys):
+            before, scores = float(item * earlier), float(item * pairs)
+            # On CUDA the distances between positions stay on the host.
+            hiding = (INDEX_BYTES + 2) * pairs if device == "cpu" else pairs
+            forward = max(
+                forward,
+                before + earlier + hiding,
+                before + 2 * scores + pairs,
+                before + scores + pairs + taken,
+            )
+            backward = max(
+                backward,
+                2 * before + earlier + hiding,
+                2 * before + scores + pairs + taken,
+                2 * before + matrices * scores + pairs,
+            )
         return cls(forward, backward)
 
 
-def _largest_block(workload: Workload) -> tuple[int, int]:
+def _turns(workload: Workload, rows: int, keys: int) -> list[tuple[int, int]]:
+    """(Query, key) pairs of the block before and of this one, where the most are held."""
+    at_once = min(rows, max(1, MAX_BLOCK_SCORES // (workload.batch_size * keys)))
+    if rows < workload.seq_len:
+        # Other groups of rows come before.
+        return [(at_once * keys, at_once * keys)]
+    blocks = -(-rows // at_once)
+    left, right = workload.window[0], 0 if workload.causal else workload.window[1]
+    pairs = []
+    for block in range(max(0, blocks - 3), blocks):
+        start, stop = block * at_once, min(rows, (block + 1) * at_once)
+        first = 0 if left < 0 else max(0, start - left)
+        pairs.append((stop - start) * ((keys if right < 0 else min(keys, stop + right)) - first))
+    before = pairs[-1] if workload.num_heads > 1 else 0
+    return list(pairwise([before, *pairs]))
+
+
+def _largest_group(workload: Workload) -> tuple[int, int]:
     """Rows that share their keys, and how many those are, where their product is largest."""
     pattern, length = workload.pattern, workload.seq_len
     if isinstance(pattern, BlockSparsePattern) and pattern.branches is None:

@@ -282,11 +282,27 @@ def packed_share_of(workload: Workload, rank: int, size: int) -> Share:
         size=size,
         sizes=Sizes.of(workload).part(total / workload.seq_len),
         local=None,
-        own=tuple(_packed_piece(workload, own, total, 1.0, 1.0, masked=True) for own in rows),
+        own=tuple(_packed_own(workload, rank, rows)),
         reads=reads,
         needs=needs,
         gives=gives,
     )
+
+
+def _packed_own(workload: Workload, rank: int, rows: Sequence[int]) -> Iterator[Piece]:
+    """A rank's own part of every sequence.
+
+    On the first rank the last chunk of a sequence and the first of the next are neighbours, so that a causal mask over
+    both chunks is no longer one call: two squares, one rectangle.
+    """
+    total = sum(rows)
+    for own in rows:
+        if rank or len(rows) == 1 or not workload.causal:
+            yield _packed_piece(workload, own, total, 1.0, 1.0, masked=True)
+            continue
+        half = own // 2
+        yield _piece(workload, 1, (total, total), half, half, times=1, segments=2, masked=True)
+        yield _piece(workload, 1, (total, total), half, half, times=1, segments=1, masked=False)
 
 
 def _packed_piece(workload: Workload, own: int, total: int, queries: float, keys: float, *, masked: bool) -> Piece:

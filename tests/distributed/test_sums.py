@@ -107,6 +107,7 @@ def test_a_softmax_is_as_accurate(count, middle, monkeypatch):
         assert torch.equal(lse, kept_lse)
 
 
+@pytest.mark.slow
 def test_no_more_parts_are_held_than_the_bound(monkeypatch):
     monkeypatch.setattr(sums, "defers", lambda dtype, device: True)
     total, results = sums.Sum((B, N, H, D), torch.bfloat16, torch.device("cpu")), sums.Softmax(torch.zeros(B, N, H, D))

@@ -42,6 +42,7 @@ def errors() -> dict[str, dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: str) -> None:
     found = errors[case]
@@ -50,10 +51,12 @@ def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: st
     assert max(found.values()) < 2e-6, found
 
 
+@pytest.mark.slow
 def test_a_single_block(errors: dict[str, dict[str, float]]) -> None:
     assert max(errors["one block"].values()) < 2e-6, errors["one block"]
 
 
+@pytest.mark.slow
 def test_half_precision_stays_within_twice_its_rounding(errors: dict[str, dict[str, float]]) -> None:
     found = errors["half"]
     assert found["empty rows"] == 0

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
 
+# The interpreter takes most of a minute for all cases at once.
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
 FUSED = [
     "plain",

@@ -119,13 +119,13 @@ def test_shapes_under_scattered_blocks(shape, mode, peaks, check):
 
 
 REFERENCE = {
-    "rows_in_blocks": ("DENSE", {"seq_len": 4096, "num_heads": 1}),
+    "rows_in_blocks": ("DENSE", {"seq_len": 2560, "num_heads": 1}),
     "heads": ("DENSE", {"seq_len": 1024}),
     "batch": ("DENSE", {"seq_len": 512, "batch_size": 4}),
     "full_float64": ("DENSE", {"seq_len": 1024, "dtype": "float64", "causal": False}),
     "half": ("DENSE", {"seq_len": 1024, "dtype": "bfloat16", "num_kv_heads": 2}),
-    "branches": ("BRANCHES", {"seq_len": 512}),
-    "long_branches": ("LONG_BRANCHES", {"seq_len": 2048, "num_heads": 2}),
+    "branches": ("BRANCHES", {"seq_len": 256}),
+    "long_branches": ("LONG_BRANCHES", {"seq_len": 1024, "num_heads": 2}),
 }
 
 

@@ -1,0 +1,45 @@
+"""Formulas against the peaks in the records of docs/results: what GPUs that no test has were seen to need."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dilabench.memory_plan import plan_memory
+from dilabench.results import Measured, Optimizations, RunRecord
+
+WITHIN = 0.1
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def recorded():
+    """(file, case, device, peak) of every measured row without optimizations that keep memory between calls."""
+    for path in sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or "schema_version" not in content:
+            continue
+        record = RunRecord.model_validate(content)
+        for row in record.rows:
+            plain = row.case.optimizations == Optimizations() and row.case.world_size == 1
+            if plain and isinstance(row.outcome, Measured) and row.outcome.memory:
+                yield path.stem, row.case, record.device, row.outcome.memory.peak_bytes
+
+
+ROWS = list(recorded())
+ON_CUDA = [(name, case, peak) for name, case, device, peak in ROWS if device == "cuda"]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in ON_CUDA}))
+def test_formulas_hold_against_recorded_peaks(name):
+    for source, case, peak in ON_CUDA:
+        plan = plan_memory(case, "cuda")
+        if source == name and plan is not None:
+            text = f"{case.implementation} {case.backend} {case.workload.mode} {case.workload.label()}"
+            assert plan.peak_bytes == pytest.approx(peak, rel=WITHIN), text
+
+
+def test_records_are_there_for_every_dense_kernel():
+    found = {(case.implementation, case.backend) for _, case, _ in ON_CUDA if plan_memory(case, "cuda")}
+    backends = ("math", "flex", "flash4", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "xformers")
+    assert {("dense", backend) for backend in backends} <= found
+    assert {("fused", None), ("strided", "math"), ("strided", "flex"), ("gather", "sdpa-cudnn")} <= found
