@@ -75,7 +75,7 @@ ON_CUDA = {
     "xformers": FLASH2,
     "flash3": FLASH3,
     "flash4": FLASH3,
-    "sdpa-cudnn": KernelMemory(accumulators=1, stats=1, view_copies=3),
+    "sdpa-cudnn": KernelMemory(accumulators=1, stats=1, view_copies=3, expands_gradients=True),
     "sdpa-efficient": KernelMemory(accumulators=1, stats=1, view_copies=1, repeats=True),
     # dout, both outs and their difference in float32 stand there at once.
     "flex": KernelMemory(stats=1, recomputes=4),

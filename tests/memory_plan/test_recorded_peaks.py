@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dilabench.memory_plan import plan_memory
-from dilabench.results import Measured, Optimizations, RunRecord
+from dilabench.results import Case, Measured, Optimizations, RunRecord
+from dilabench.spec import WorkloadRequest
 
 WITHIN = 0.1
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -36,6 +37,16 @@ def test_formulas_hold_against_recorded_peaks(name):
         if source == name and plan is not None:
             text = f"{case.implementation} {case.backend} {case.workload.mode} {case.workload.label()}"
             assert plan.peak_bytes == pytest.approx(peak, rel=WITHIN), text
+
+
+# MiB, as scripts/gpu_memory_plan.py measured them on an H200 (torch 2.11, cuDNN 9.19).
+@pytest.mark.parametrize(("implementation", "peak_mib"), [("dense", 291.0), ("gather", 415.6), ("strided", 292.0)])
+def test_cudnn_with_shared_keys_expands_their_gradients(implementation, peak_mib):
+    fields = {"batch_size": 1, "seq_len": 32768, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "mode": "both"}
+    pattern = {"pattern": "dense"} if implementation == "dense" else {}
+    workload = WorkloadRequest.model_validate({**fields, **pattern}).resolve("bfloat16")
+    plan = plan_memory(Case(implementation=implementation, backend="sdpa-cudnn", workload=workload), "cuda")
+    assert plan.peak_bytes / 2**20 == pytest.approx(peak_mib, rel=WITHIN)
 
 
 def test_records_are_there_for_every_dense_kernel():
