@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -109,6 +110,8 @@ class Worker:
     def __init__(self, key: str, settings: WorkerSettings, start: Callable[[WorkerSettings], Host] = LocalHost) -> None:
         self.key = key
         self.handles: set[str] = set()
+        # Whoever asks and whoever ends a whole group are different threads, and a file descriptor is closed once.
+        self._ending = threading.Lock()
         self._host = start(settings)
         try:
             hello = self._receive("start", START_TIMEOUT_S).hello
@@ -157,7 +160,8 @@ class Worker:
 
     def kill(self) -> None:
         """End the process and everything it started, at once."""
-        self._host.kill()
+        with self._ending:
+            self._host.kill()
 
     def _receive(self, doing: str, timeout_s: float) -> Reply:
         connection = self._host.connection

@@ -28,6 +28,29 @@ def test_a_worker_says_who_it_is(pool):
     assert pool.resident("y") is not worker
 
 
+def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
+    worker = pool.resident("x")
+    host, ending, overlaps = worker._host, threading.Lock(), []
+    kill = host.kill
+
+    def watched():
+        if not ending.acquire(blocking=False):
+            overlaps.append(threading.current_thread().name)
+            return
+        time.sleep(0.05)
+        kill()
+        ending.release()
+
+    host.kill = watched
+    threads = [threading.Thread(target=worker.kill) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not overlaps
+    assert not worker.alive
+
+
 def test_ceilings_are_measured_in_the_dtypes_asked_for(pool):
     ceilings = pool.resident("x").ask("ceilings", timeout_s=60, dtypes=["float32"]).ceilings
     assert set(ceilings) == {"matmul_float32_flops_per_s", "copy_bytes_per_s"}

@@ -103,4 +103,7 @@ def test_a_lone_rank_allocates_what_a_real_one_does(implementation, peaks):
     case = case.model_copy(update={"world_size": 2})
     real = launch(peaks.real_rank_peak, 2, [case])
     alone = [peaks.rank_peak(case, peaks.LoneRank.of(rank, 2)) for rank in range(2)]
-    assert alone == pytest.approx(real, rel=0.01)
+    # gloo's own thread lets go of what an all-to-all sent and received when it gets to it: at once, or a step later.
+    late = 0.3 if implementation == "ulysses" else 0.01
+    for rank, peak in enumerate(alone):
+        assert 0.99 * peak <= real[rank] <= (1 + late) * peak
