@@ -105,8 +105,8 @@ def test_a_lone_rank_allocates_what_a_real_one_does(implementation, peaks):
     case = case.model_copy(update={"world_size": 2})
     real = launch(peaks.real_rank_peak, 2, [case])
     alone = [peaks.rank_peak(case, peaks.LoneRank.of(rank, 2)) for rank in range(2)]
-    # gloo's own thread lets go of what an all-to-all moved when it gets to it, at once or steps later: there, a real rank
-    # was seen to hold anything up to half as much again, and only the least is certain.
-    most = math.inf if implementation == "ulysses" else 1.01
+    # gloo's own thread lets go of a buffer when it gets to it, at once or steps later: a real rank was seen to hold 5 %
+    # more in a ring and half as much again where tensors change hands whole. Only the least is certain.
+    most = math.inf if implementation == "ulysses" else 1 + WITHIN
     for rank, peak in enumerate(alone):
         assert 0.99 * peak <= real[rank] <= most * peak
