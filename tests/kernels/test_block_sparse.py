@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ from hypothesis import strategies as st
 
 from dilabench.kernels.block_lists import Visibility, largest_tile, padded_lists, tile_lists
 
-HERE = Path(__file__).resolve().parent
 CASES = [
     "full tiles",
     "causal, shared keys, mask per head",
@@ -33,13 +28,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, dict[str, float]]:
+def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    script = [sys.executable, "-W", "ignore::RuntimeWarning", str(HERE / "interpreted_block_cases.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted("interpreted_block_cases.py", "-W", "ignore::RuntimeWarning")
 
 
 @pytest.mark.slow

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +10,6 @@ pytest.importorskip("triton", reason="Triton is not installed: its interpreter r
 
 # The interpreter takes most of a minute for all cases at once.
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).resolve().parent
 FUSED = [
     "plain",
     "causal",
@@ -32,12 +27,8 @@ FUSED = [
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, dict[str, float]]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    script = [sys.executable, str(HERE / "interpreted_cases.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return interpreted("interpreted_cases.py")
 
 
 @pytest.mark.parametrize("case", FUSED)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,18 +11,13 @@ pytest.importorskip("triton", reason="Triton is not installed: its interpreter r
 
 from dilabench.kernels.sum_parts import softmax_parts_, sum_parts_
 
-HERE = Path(__file__).resolve().parent
 # A unit in the last place: the interpreter cuts bfloat16 off where a GPU rounds.
 ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, dict[str, float]]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    script = [sys.executable, str(HERE / "interpreted_part_cases.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return interpreted("interpreted_part_cases.py")
 
 
 @pytest.mark.slow
