@@ -76,6 +76,12 @@ class LoadedBackend:
     attend: Attend
     attend_backward: AttendBackward | None = None
 
+    def require_backward(self) -> AttendBackward:
+        """The backward pass; raises ValueError for a backend that has none."""
+        if self.attend_backward is None:
+            raise ValueError(f"backend {self.name} has no backward pass; use mode=forward or another backend")
+        return self.attend_backward
+
 
 class PatternCache:
     """Index tensors and tables that are expensive to build, kept on their device, bounded by a number of entries.

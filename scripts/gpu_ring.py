@@ -88,8 +88,15 @@ def main() -> int:
     options.backend = options.backend or ("sdpa-cudnn" if options.device == "cuda" else "sdpa-flash")
     started = options.started = time.monotonic()
     world = world_from_environment(options.device, timeout_s=150.0)
-    report: Row = {"ranks": world.size, "backend": options.backend, "dtype": options.dtype, "verified": []}
+    report: Row = {
+        "ranks": world.size,
+        "transport": world.transport,
+        "backend": options.backend,
+        "dtype": options.dtype,
+        "verified": [],
+    }
     report |= {"verified_peers": [], "timed": [], "peers": []}
+    say(world, f"messages by {world.transport}")
     try:
         if not options.skip_verify:
             verify_all(world, options, report)

@@ -38,7 +38,7 @@ from dilabench.bench.warmup import WarmUpLimits, WarmUpResult, warm_up
 from dilabench.distributed.launch import meeting_store
 from dilabench.distributed.world import World
 from dilabench.registry import load_target
-from dilabench.results import Slot
+from dilabench.results import Note, Slot
 
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
@@ -127,7 +127,7 @@ class Desk:
         gc.collect()
         with _no_collection():
             result = self._warmed(timer, call, limits)
-        return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=timer.notes()))
+        return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=self._notes(timer)))
 
     def _warmed(self, timer: SampleTimer, call: PreparedCall, limits: WarmUpLimits) -> WarmUpResult:
         world = self._world
@@ -154,7 +154,15 @@ class Desk:
             temperature_c=clocks.temperature_c,
             throttle=clocks.throttle,
         )
-        return Reply(slot=slot, notes=timer.notes(), counters=self._calls[command.handle].counters())
+        return Reply(slot=slot, notes=self._notes(timer), counters=self._calls[command.handle].counters())
+
+    def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
+        """What a timer says about itself, and what slows every message down."""
+        world = self._world
+        if world is None or world.device.type != "cuda" or world.copies is not None:
+            return tuple(timer.notes())
+        message = f"messages go by {world.transport}, whose kernels wait for attention kernels and slow them down"
+        return *timer.notes(), Note(code="messages_by_kernels", message=message)
 
     def _diagnose(self, command: Command) -> Reply:
         spec = TimerSpec.model_validate(command.arguments["timer"])

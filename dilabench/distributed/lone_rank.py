@@ -33,7 +33,7 @@ class LoneRank(World):
         for tensors in receives.values():
             for tensor in tensors:
                 tensor.zero_()
-        return Pending((), [tensor for tensors in sends.values() for tensor in tensors])
+        return Pending((), [tensor.contiguous() for tensors in sends.values() for tensor in tensors])
 
     def all_to_all(
         self,

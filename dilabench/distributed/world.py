@@ -1,14 +1,17 @@
 """The ranks that compute one problem together: who they are, and how tensors get from one to another.
 
-Everything goes through torch.distributed (NCCL for CUDA, gloo for the CPU) and is counted. Point-to-point messages are
-always batched: a send before a receive on every rank would wait for ever. Nothing is sent to oneself.
+Everything goes through torch.distributed (NCCL for CUDA, gloo for the CPU) and is counted; messages between the GPUs of
+one host go by their copy engines where these can be used. Point-to-point messages are always batched: a send before a
+receive on every rank would wait for ever. Nothing is sent to oneself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from dilabench.distributed.copies import Copies
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.traffic import Traffic
 
 DEFAULT_TIMEOUT_S = 120.0
+# "nccl" leaves the copy engines alone; anything else uses them where they work.
+TRANSPORT_VARIABLE = "DILABENCH_TRANSPORT"
+TRIAL_TIMEOUT_S = 20.0
 
 
 class Pending:
@@ -42,6 +49,7 @@ class World:
     """This process among `size` ranks. A world of one has no process group and sends nothing.
 
     `control`: a gloo group for small facts (sizes, times, failures), so that asking never waits for the device.
+    `copies`: the copy engines, where messages go by them; `transport`: what they go by, in words.
     """
 
     rank: int
@@ -51,6 +59,8 @@ class World:
     control: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
     timeout_s: float = DEFAULT_TIMEOUT_S
+    copies: Copies | None = None
+    transport: str = "gloo"
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -83,6 +93,8 @@ class World:
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
             world = cls(rank, size, device, dist.group.WORLD, control, timeout_s=timeout_s)
             world._warm_up()
+            if cuda:
+                world = world._with_copies()
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -90,6 +102,8 @@ class World:
 
     def close(self) -> None:
         """Leave the world. Also right after a failure: then nothing is waited for."""
+        if self.copies is not None:
+            self.copies.close()
         if self.group is not None and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -97,22 +111,15 @@ class World:
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Pending:
-        """Send contiguous tensors to peers and receive into contiguous tensors from peers, all in one batch."""
-        operations = [
-            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer)
-            for peer, tensors in receives.items()
-            for tensor in tensors
-        ]
-        operations += [
-            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer)
-            for peer, tensors in sends.items()
-            for tensor in tensors
-        ]
-        if not operations:
+        """Send tensors to peers and receive into contiguous tensors from peers, all in one batch."""
+        if not any(sends.values()) and not any(receives.values()):
             return Pending(())
         self.traffic.add(kind, sent=_nbytes(sends), received=_nbytes(receives))
-        kept = [tensor for tensors in sends.values() for tensor in tensors]
-        return Pending(dist.batch_isend_irecv(operations), kept)
+        if self.copies is not None:
+            return Pending([self.copies.swap(sends, receives)], [x for several in receives.values() for x in several])
+        kept = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
+        works = dist.batch_isend_irecv([*self._operations(dist.irecv, receives), *self._operations(dist.isend, kept)])
+        return Pending(works, [tensor for tensors in kept.values() for tensor in tensors])
 
     def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
         """Send `give[p]` elements of a flat tensor to each rank p, receive `take[p]` from it; asynchronous.
@@ -130,6 +137,8 @@ class World:
             sent=item * (sum(give) - give[self.rank]),
             received=item * (sum(take) - take[self.rank]),
         )
+        if self.copies is not None:
+            return received, self._copied(flat.split(list(give)), received.split(list(take)))
         work = dist.all_to_all_single(received, flat, list(take), list(give), group=self.group, async_op=True)
         return received, Pending([work], [flat])
 
@@ -172,8 +181,55 @@ class World:
         """Wait until every rank is here, with the device's work done. Raises RuntimeError when one does not come."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self.copies is not None:
+            self.copies.check()
         if self.size > 1:
             dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
+
+    def _operations(self, operation: Any, tensors: Mapping[int, Sequence[Tensor]]) -> list[dist.P2POp]:
+        return [dist.P2POp(operation, x, group=self.group, group_peer=peer) for peer in tensors for x in tensors[peer]]
+
+    def _copied(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> Pending:
+        """Part p of `give` to rank p and of `take` from it; one's own part is copied."""
+        assert self.copies is not None
+        take[self.rank].copy_(give[self.rank])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        arrival = self.copies.swap({peer: [give[peer]] for peer in others}, {peer: [take[peer]] for peer in others})
+        return Pending([arrival], take)
+
+    def _with_copies(self) -> World:
+        """The same ranks with messages by copy engines where these work on all of them; `transport` says why not."""
+        assert self.group is not None
+        copies, why = None, self._hindrance()
+        if not why:
+            try:
+                region = min(self.share(Copies.most_bytes(self.device, self.size)))
+                copies = Copies(self.rank, self.device, self.group, region, TRIAL_TIMEOUT_S)
+                copies.try_out()
+                copies.timeout_s = self.timeout_s
+            except RuntimeError as error:
+                why = f"rank {self.rank}: {next(iter(str(error).splitlines()), '')}"
+        why = next(filter(None, self.share(why)), "")
+        if copies is not None and why:
+            copies.close()
+        if why:
+            return replace(self, transport=f"nccl ({why})")
+        return replace(self, copies=copies, transport="copy engines")
+
+    def _hindrance(self) -> str:
+        """Why messages cannot go by copy engines, as far as that is known without trying; the same on all ranks."""
+        if os.environ.get(TRANSPORT_VARIABLE) == "nccl":
+            return f"{TRANSPORT_VARIABLE}=nccl"
+        places = self.share((platform.node(), self.device.index))
+        if len({host for host, _ in places}) > 1:
+            return "ranks on several hosts"
+        unreachable = [
+            index
+            for _, index in places
+            if index != self.device.index and not torch.cuda.can_device_access_peer(self.device, index)
+        ]
+        found = f"GPU {self.device.index} cannot reach the memory of GPU {unreachable[0]}" if unreachable else ""
+        return next(filter(None, self.share(found)), "")
 
     def _warm_up(self) -> None:
         """Every kind of operation once, with every peer: NCCL connects at the first use."""

@@ -8,7 +8,7 @@ gets its own out and lse, and the output gradient times its weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import AttendBackward, LoadedBackend
+from dilabench.impls.one_operator import as_one_operator, new_number, register
 from dilabench.spec import DilatedPattern, Window, Workload
 
 
@@ -66,7 +67,7 @@ class Rows(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Union:
     """The union of branches of one workload, as plain tensor functions and as an AttentionFn with lse.
 
@@ -81,6 +82,10 @@ class Union:
     window: Window
     scale: float
     detached: bool = False
+    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        register(self.number, self)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
@@ -88,6 +93,9 @@ class Union:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
+        # A detached backward needs every call's own results as well, which one operator does not hand on.
+        if torch.compiler.is_compiling() and not self.detached:
+            return as_one_operator(self.number, q, k, v)
         out, lse = _UnionFunction.apply(self, q, k, v)
         return out, lse
 
@@ -133,7 +141,7 @@ class Union:
         onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them."""
-        attend_backward = self._require_backward()
+        attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         total = onto
@@ -191,11 +199,6 @@ class Union:
             out.zero_()
             lse.fill_(float("-inf"))
         return out, lse
-
-    def _require_backward(self) -> AttendBackward:
-        if self.backend.attend_backward is None:
-            raise ValueError(f"backend {self.backend.name} has no backward pass; use mode=forward or another backend")
-        return self.backend.attend_backward
 
 
 def union_of(

@@ -58,10 +58,8 @@ def stand_in(backend: LoadedBackend) -> ModuleType:
         rng_state: Tensor | None = None,
     ) -> None:
         _refuse(dropout_p, softcap, alibi_slopes)
-        if backend.attend_backward is None:
-            raise ValueError(f"backend {backend.name} has no backward pass; use mode=forward or another backend")
         window = (window_size_left, window_size_right)
-        gradients = backend.attend_backward(
+        gradients = backend.require_backward()(
             dout, q, k, v, out, softmax_lse, causal=causal, window=window, scale=softmax_scale
         )
         for given, gradient in zip((dq, dk, dv), gradients, strict=True):

@@ -31,10 +31,10 @@ class Parcel:
         return x.shape[0], self.vectors, x.shape[3]
 
     def pack(self, x: Tensor) -> Tensor:
-        """The needed part of x [B, N, K, D], contiguous; the tensor itself where all of it is needed."""
+        """The needed part of x [B, N, K, D]; a view of it where whole rows are needed."""
         rows = x[:, self.first : self.stop]
         if self.index is None:
-            return rows.contiguous()
+            return rows
         return rows.flatten(1, 2).index_select(1, self.index)
 
     def unpack(self, packed: Tensor, num_heads: int) -> Tensor:

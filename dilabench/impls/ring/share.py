@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilabench.contracts import AttendBackward, BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls import strided
@@ -90,7 +90,7 @@ class Share:
         first_row: int = 0,
     ) -> None:
         """The gradients of pieces, from the out and lse of all keys; dk and dv have the rows of k."""
-        attend_backward = self._require_backward()
+        attend_backward = self.backend.require_backward()
         scale = self.workload.softmax_scale
         for piece in pieces:
             dq, dk, dv = attend_backward(
@@ -115,12 +115,7 @@ class Share:
         parcel = self.needs[holder]
         sums = dq, Sum.like(k), Sum.like(v)
         self.attend_backward(self.reads[holder], sums, dout, q, k, v, out, lse, parcel.first)
-        return [parcel.pack_rows(total.finish(self.gradient_dtype)).contiguous() for total in sums[1:]]
-
-    def _require_backward(self) -> AttendBackward:
-        if self.backend.attend_backward is None:
-            raise ValueError(f"backend {self.backend.name} has no backward pass; use mode=forward or another backend")
-        return self.backend.attend_backward
+        return [parcel.pack_rows(total.finish(self.gradient_dtype)) for total in sums[1:]]
 
 
 def share_of(

@@ -73,3 +73,11 @@ def test_the_stand_in_refuses_what_it_would_not_compute():
     q = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match=r"dropout 0\.1, softcap 0\.0 and ALiBi slopes"):
         module._flash_attn_forward(q, q, q, 0.1, 1.0, True, -1, -1, 0.0, None, False)
+
+
+def test_the_stand_in_over_a_backend_without_a_backward_pass_says_so():
+    module = flash_attn_stand_in.stand_in(LoadedBackend("one-way", math.attend))
+    q = torch.randn(1, 4, 1, 8)
+    lse = torch.zeros(1, 1, 4)
+    with pytest.raises(ValueError, match="backend one-way has no backward pass"):
+        module._flash_attn_backward(q, q, q, q, q, lse, q, q, q, 0.0, 1.0, True, -1, -1, 0.0, None, False)

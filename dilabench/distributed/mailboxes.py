@@ -1,0 +1,134 @@
+"""How bytes get from rank to rank through memory that all of them can reach: nobody is overrun, nobody polls.
+
+Every rank owns a mailbox: a region for each reader, written round and round, and two counters for each other rank. A
+sender waits until what lay there has been taken, lays a chunk down and counts up `posted` at the reader; the reader
+waits for that count, takes the chunk straight to its place and counts up `taken` at the sender. All of this is put into
+queues of the device in advance; the processor is not asked again. Both sides know the lengths of all messages, so both
+know where each chunk lies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+# Counters lie a cache line apart, so that ranks that count at once do not meet on one.
+_LINE = 64
+# Of the places of chunks: every dtype may lie there.
+_ALIGNMENT = 512
+# Counts are compared cyclically: half of what 32 bits hold is ahead of all that occur.
+_RELEASED = 0x7FFFFFFF
+
+
+class Queue(Protocol):
+    """Work that happens in the order in which it was put in. Addresses are those of this process."""
+
+    def wait(self, counter: int, count: int) -> None:
+        """Go on when the 32-bit counter at this address has reached the count."""
+
+    def set(self, counter: int, count: int) -> None:
+        """Write the count, after everything before it has been written."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy bytes."""
+
+
+@dataclass(slots=True)
+class _Way:
+    """From one rank to another: chunks so far, bytes so far (unused ends of rounds too), chunks that may lie there."""
+
+    count: int = 0
+    position: int = 0
+    lying: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class Mailboxes:
+    """One rank's way to and from the mailboxes of all ranks.
+
+    addresses: where each rank's mailbox of `mailbox_bytes` is mapped in this process; its counters are zero at first.
+    Messages between two ranks must be sent and received in the same order. With the peers of each exchange in the order
+    of their distance no circle of waiting is possible: the first transfer in that order that is not done can go on.
+    """
+
+    def __init__(self, rank: int, addresses: Sequence[int], region: int) -> None:
+        self._rank, self._addresses, self._region = rank, addresses, region
+        self._out = [_Way() for _ in addresses]
+        self._in = [_Way() for _ in addresses]
+
+    @staticmethod
+    def mailbox_bytes(size: int, region: int) -> int:
+        """Bytes of one rank's mailbox among `size` ranks, with so many for each reader."""
+        return _counters_bytes(size) + (size - 1) * region
+
+    def send(self, queue: Queue, peer: int, nbytes: int, lay: Callable[[int, int, int], None]) -> None:
+        """Queue a message to a rank.
+
+        lay: queues the copy of a chunk, given its place in this rank's mailbox, its start in the message, its length.
+        """
+        way = self._out[peer]
+        for start, length in self._chunks(nbytes):
+            first, place = self._next(way, length)
+            must_be_taken = 0
+            while way.lying and way.lying[0][0] < first + length - self._region:
+                must_be_taken = way.lying.popleft()[1]
+            if must_be_taken:
+                queue.wait(self._taken(self._rank, peer), must_be_taken)
+            lay(self._region_of(self._rank, peer) + place, start, length)
+            queue.set(self._posted(peer, self._rank), way.count)
+            way.lying.append((first, way.count))
+
+    def receive(self, queue: Queue, peer: int, target: int, nbytes: int) -> None:
+        """Queue a message from a rank to an address; as many bytes as it sends."""
+        way = self._in[peer]
+        for start, length in self._chunks(nbytes):
+            _, place = self._next(way, length)
+            queue.wait(self._posted(self._rank, peer), way.count)
+            queue.copy(target + start, self._addresses[peer] + self._region_of(peer, self._rank) + place, length)
+            queue.set(self._taken(peer, self._rank), way.count)
+
+    def release(self, queue: Queue) -> None:
+        """Raise this rank's counters, which ends all its waits; what they waited for has then not come."""
+        for other in range(self._size):
+            for counter in (self._posted(self._rank, other), self._taken(self._rank, other)):
+                queue.set(counter, _RELEASED)
+
+    @property
+    def _size(self) -> int:
+        return len(self._addresses)
+
+    def _chunks(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """(start, length): no longer than half a region, so that one is laid down while another is taken."""
+        longest = self._region // 2
+        for start in range(0, nbytes, longest):
+            yield start, min(longest, nbytes - start)
+
+    def _next(self, way: _Way, length: int) -> tuple[int, int]:
+        """Where the next chunk begins: in bytes since the first one, and in the region."""
+        place = way.position % self._region
+        if place + length > self._region:
+            way.position += self._region - place
+        first = way.position
+        way.position += _aligned(length)
+        way.count += 1
+        return first, first % self._region
+
+    def _region_of(self, owner: int, reader: int) -> int:
+        return _counters_bytes(self._size) + ((reader - owner) % self._size - 1) * self._region
+
+    def _posted(self, owner: int, sender: int) -> int:
+        """In the reader's mailbox: chunks that this sender has laid down for it."""
+        return self._addresses[owner] + sender * _LINE
+
+    def _taken(self, owner: int, reader: int) -> int:
+        """In the sender's mailbox: chunks that this reader has taken."""
+        return self._addresses[owner] + (self._size + reader) * _LINE
+
+
+def _counters_bytes(size: int) -> int:
+    return _aligned(2 * size * _LINE)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

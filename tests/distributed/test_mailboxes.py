@@ -1,0 +1,124 @@
+"""Messages over mailboxes, with threads in place of the device's queues and host memory in place of the device's."""
+
+import ctypes
+import random
+import threading
+import time
+from queue import SimpleQueue
+
+import pytest
+
+from dilabench.distributed.mailboxes import Mailboxes
+
+# Places are multiples of 512 bytes: three of them, and the longest chunk takes half of that.
+REGION = 1536
+PATIENCE_S = 20.0
+
+
+class ThreadQueue:
+    """Steps in order, in a thread of their own."""
+
+    def __init__(self):
+        self._steps = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self, counter, count):
+        number = ctypes.c_uint32.from_address(counter)
+        self._steps.put(lambda: self._until(lambda: ctypes.c_int32(number.value - count).value >= 0))
+
+    def set(self, counter, count):
+        number = ctypes.c_uint32.from_address(counter)
+        self._steps.put(lambda: setattr(number, "value", count))
+
+    def copy(self, target, source, nbytes):
+        self._steps.put(lambda: ctypes.memmove(target, source, nbytes))
+
+    def finish(self, patience_s=PATIENCE_S):
+        """Whether everything was done in time."""
+        self._steps.put(None)
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
+    @staticmethod
+    def _until(reached):
+        while not reached():
+            time.sleep(0)
+
+    def _run(self):
+        while (step := self._steps.get()) is not None:
+            step()
+
+
+class Ranks:
+    """Mailboxes of all ranks in one process; each rank with a queue that sends and one that receives."""
+
+    def __init__(self, size):
+        nbytes = Mailboxes.mailbox_bytes(size, REGION)
+        self.memory = [ctypes.create_string_buffer(nbytes) for _ in range(size)]
+        self.addresses = [ctypes.addressof(memory) for memory in self.memory]
+        self.outward, self.inward = ([ThreadQueue() for _ in range(size)] for _ in range(2))
+        self.mailboxes = [Mailboxes(rank, self.addresses, REGION) for rank in range(size)]
+
+    def send(self, rank, peer, message):
+        queue, source = self.outward[rank], ctypes.addressof(message)
+
+        def lay(place, start, length):
+            assert place + length <= len(self.memory[rank])
+            queue.copy(self.addresses[rank] + place, source + start, length)
+
+        self.mailboxes[rank].send(queue, peer, len(message) - 1, lay)
+
+    def receive(self, rank, peer, place):
+        self.mailboxes[rank].receive(self.inward[rank], peer, ctypes.addressof(place), len(place) - 1)
+
+    def finish(self):
+        return [queue.finish() for queue in self.outward + self.inward]
+
+
+def exchange(size, rounds, lengths):
+    """All ranks send to all, nearest first, many times; the messages as sent and as received."""
+    ranks = Ranks(size)
+    sent, received = {}, {}
+    for step in range(rounds):
+        for distance in range(1, size):
+            for rank in range(size):
+                peer = (rank + distance) % size
+                message = ctypes.create_string_buffer(random.randbytes(lengths(step, rank, peer)))
+                sent[step, rank, peer] = message
+                ranks.send(rank, peer, message)
+            for rank in range(size):
+                peer = (rank - distance) % size
+                place = ctypes.create_string_buffer(len(sent[step, peer, rank]))
+                received[step, peer, rank] = place
+                ranks.receive(rank, peer, place)
+    assert all(ranks.finish()), "some queue waits for ever"
+    return {key: x.raw[:-1] for key, x in sent.items()}, {key: x.raw[:-1] for key, x in received.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_message_arrives_as_it_was_sent(size):
+    sizes = [0, 1, 511, 512, 513, REGION // 2, REGION // 2 + 1, REGION, 3 * REGION + 5]
+    sent, received = exchange(size, 12, lambda step, rank, peer: sizes[(step + rank + 2 * peer) % len(sizes)])
+    assert sent == received
+
+
+def test_a_message_longer_than_the_region_waits_for_the_reader():
+    ranks = Ranks(2)
+    message = ctypes.create_string_buffer(random.randbytes(2 * REGION))
+    ranks.send(0, 1, message)
+    assert not ranks.outward[0].finish(0.2), "the sender overran bytes that nobody had taken"
+    place = ctypes.create_string_buffer(len(message))
+    ranks.receive(1, 0, place)
+    assert all(ranks.finish())
+    assert place.raw == message.raw
+
+
+def test_a_released_rank_waits_for_nobody():
+    ranks = Ranks(2)
+    ranks.receive(0, 1, ctypes.create_string_buffer(9))
+    assert not ranks.inward[0].finish(0.2), "nothing was sent"
+    rescue = ThreadQueue()
+    ranks.mailboxes[0].release(rescue)
+    assert rescue.finish()
+    assert ranks.inward[0].finish()
