@@ -18,8 +18,15 @@ from dilabench.bench.verify.call import Call, Result, digest, form_checks
 from dilabench.bench.verify.compare import compare, locate
 from dilabench.bench.verify.heads import NO_GRADIENT, how_many, kept_check, repeat_checks
 from dilabench.bench.verify.oracle import Oracle
+from dilabench.bench.verify.rounding import gradient_sizes
 from dilabench.bench.verify.stream import stream_check
-from dilabench.bench.verify.tolerance import Expected, branch_merges, expect, plain_dtype
+from dilabench.bench.verify.tolerance import (
+    FLOOR_ULPS,
+    Expected,
+    expect,
+    gradient_floor_ulps,
+    plain_dtype,
+)
 from dilabench.impls.multiplicity import seen_by
 from dilabench.impls.reference import differentiable_rows
 from dilabench.results import Check
@@ -35,13 +42,20 @@ class SampledCore(nn.Module):
     def __init__(self, workload: Workload, rows: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
         self.workload, self.rows, self.compute_dtype = workload, rows, dtype
+        self.seen: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape."""
-        packed = q.ndim == 3
-        q, k, v = (x[None] if packed else x for x in (q, k, v))
-        out = differentiable_rows(q, k, v, self.workload, self.rows, self.compute_dtype)[0]
-        return out[0] if packed else out
+        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape. Keeps q, k, v, out and lse in `seen`."""
+        q_heads, k_heads, v_heads = (self.batched(x) for x in (q, k, v))
+        out, lse = differentiable_rows(q_heads, k_heads, v_heads, self.workload, self.rows, self.compute_dtype)
+        out = out[0] if q.ndim == 3 else out
+        self.seen = q, k, v, out, lse.detach()
+        return out
+
+    @staticmethod
+    def batched(x: Tensor) -> Tensor:
+        """With the batch axis that packed heads lack."""
+        return x[None] if x.ndim == 3 else x
 
 
 def embeddings_checks(
@@ -78,12 +92,19 @@ def embeddings_checks(
 
 def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: bool) -> dict[str, Expected]:
     """out on the sampled rows, 'dx' and the gradient of each parameter."""
-    exact = _run(module, oracle, torch.float64, names, backward)
-    dtype = plain_dtype(oracle.dtype)
-    plain = _run(module, oracle, dtype, names, backward)
-    sizes = {name: _size(name, value, exact) for name, value in exact.items()}
-    merges = branch_merges(oracle.workload)
-    expected = {name: expect(exact[name], sizes[name], plain[name], oracle.dtype, merges) for name in exact}
+    yardstick = _Yardstick(module, oracle, torch.float64, backward)
+    exact = yardstick.results(names)
+    sizes = {name: _size(name, value, exact) for name, value in exact.items() if name != "dx"}
+    floors = dict.fromkeys(exact, FLOOR_ULPS)
+    if backward:
+        sizes["dx"], floors["dx"] = yardstick.dx_size(exact["dx"]), gradient_floor_ulps(oracle.dtype)
+    # Its graph holds q, k and v of all positions.
+    del yardstick
+    plain = _Yardstick(module, oracle, plain_dtype(oracle.dtype), backward).results(names)
+    expected = {
+        name: expect(exact[name], sizes[name], plain[name], oracle.workload, oracle.dtype, floors[name])
+        for name in exact
+    }
     if not backward:
         return expected
     for rank in {exact[name].ndim for name in names}:
@@ -94,34 +115,78 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
     return expected
 
 
-def _run(module: nn.Module, oracle: Oracle, dtype: torch.dtype, names: list[str], backward: bool) -> dict[str, Tensor]:
-    yardstick = copy.deepcopy(module).to(dtype)
-    yardstick.attention = SampledCore(oracle.workload, oracle.sample.rows, dtype)
-    batches = oracle.sample.batches.to(oracle.device)
-    packed = oracle.workload.layout == "packed"
-    x = oracle.inputs[0] if packed else oracle.inputs[0][batches]
-    x = x.detach().to(dtype).requires_grad_(backward)
-    with torch.set_grad_enabled(backward):
-        out = yardstick(x, x, x)
-    rows = oracle.sample.rows.to(oracle.device)
-    results = {"out": (out[None] if packed else out)[:, rows].detach()}
-    if backward:
-        dout = oracle.sampled_dout if packed else oracle.sampled_dout[batches]
-        by_name = dict(yardstick.named_parameters())
-        found = torch.autograd.grad(out, [x, *(by_name[name] for name in names)], dout.to(dtype))
-        results["dx"] = found[0][None] if packed else found[0]
-        results.update(zip(names, found[1:], strict=True))
-    return results
+class _Yardstick:
+    """The module with the oracle for its attention, run once on the sampled batches in `dtype`."""
+
+    def __init__(self, module: nn.Module, oracle: Oracle, dtype: torch.dtype, backward: bool) -> None:
+        self._oracle, self._backward = oracle, backward
+        self._module = copy.deepcopy(module).to(dtype)
+        self._core = self._module.attention = SampledCore(oracle.workload, oracle.sample.rows, dtype)
+        self._packed = oracle.workload.layout == "packed"
+        batches = oracle.sample.batches.to(oracle.device)
+        x = oracle.inputs[0] if self._packed else oracle.inputs[0][batches]
+        self._x = x.detach().to(dtype).requires_grad_(backward)
+        dout = oracle.sampled_dout if self._packed or not backward else oracle.sampled_dout[batches]
+        self._dout = dout.to(dtype)
+        with torch.set_grad_enabled(backward):
+            self._out = self._module(self._x, self._x, self._x)
+
+    def results(self, names: list[str]) -> dict[str, Tensor]:
+        """out on the sampled rows, 'dx' and the gradients of the parameters `names`."""
+        rows = self._oracle.sample.rows.to(self._oracle.device)
+        results = {"out": self._batched(self._out)[:, rows].detach()}
+        if self._backward:
+            by_name = dict(self._module.named_parameters())
+            found = self._gradients(self._out, [self._x, *(by_name[name] for name in names)], self._dout)
+            results["dx"] = self._batched(found[0])
+            results.update(zip(names, found[1:], strict=True))
+        return results
+
+    def dx_size(self, dx: Tensor) -> Tensor:
+        """Natural size of each row of dx: the root mean square of the row, plus that of what independent rounding of
+        dq, dk and dv moves it by, which is their own natural sizes with random signs, taken back to x.
+
+        The three parts of dx may cancel, and inside each the terms of dS may; rounding knows nothing of that.
+        """
+        size = _row_size(dx)
+        if self._core.seen is None:
+            return size
+        q, k, v, out, lse = self._core.seen
+        workload, rows = self._core.workload, self._oracle.sample.rows
+        place = rows.to(self._oracle.device)
+        dout, dq, dk, dv = map(self._core.batched, self._gradients(self._out, [out, q, k, v], self._dout))
+        q_heads, k_heads, v_heads = (self._core.batched(x.detach()) for x in (q, k, v))
+        exact = dq[:, place], dk, dv
+        sizes = gradient_sizes(dout[:, place], q_heads, k_heads, v_heads, lse, workload, rows, None, exact)
+        moved = [torch.zeros_like(dq), *sizes[1:]]
+        moved[0][:, place] = sizes[0]
+        generator = torch.Generator(dx.device).manual_seed(self._oracle.seed)
+        for one in moved:
+            signs = torch.randint(0, 2, one.shape, generator=generator, device=one.device, dtype=torch.int8)
+            one.mul_(signs.mul_(2).sub_(1))
+        moved = [one.view_as(x) for one, x in zip(moved, (q, k, v), strict=True)]
+        return size + _row_size(self._batched(torch.autograd.grad([q, k, v], [self._x], moved)[0]))
+
+    def _gradients(self, out: Tensor, targets: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, targets, dout, retain_graph=True)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x[None] if self._packed else x
+
+
+def _row_size(x: Tensor) -> Tensor:
+    """Root mean square of each row, [..., 1]."""
+    return x.square().mean(-1, keepdim=True).sqrt()
 
 
 def _size(name: str, value: Tensor, exact: dict[str, Tensor]) -> Tensor:
-    """Root mean square of a row for out and dx, of the largest of the vectors (biases, norms) for each of them.
+    """Root mean square of a row for out, of the largest of the vectors (biases, norms) for each of them.
 
     Vectors share one size because the gradient of a key bias is zero, whatever it is made of. A matrix gradient is a
     sum of outer products: an element's size is its own plus that of its row and column.
     """
-    if name in ("out", "dx"):
-        return value.square().mean(-1, keepdim=True).sqrt()
+    if name == "out":
+        return _row_size(value)
     if value.ndim > 1:
         squares = value.square().flatten(1)
         mean = squares.mean().clamp_min(torch.finfo(value.dtype).tiny)

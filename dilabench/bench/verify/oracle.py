@@ -13,12 +13,11 @@ from dilabench.bench.verify.planes import Planes, make_planes
 from dilabench.bench.verify.rounding import gradient_sizes, out_size
 from dilabench.bench.verify.sample import choose_sample
 from dilabench.bench.verify.tolerance import (
-    GRADIENT_FLOOR_ULPS,
     LSE_FLOOR_ULPS,
     Expected,
-    branch_merges,
     eps,
     expect,
+    gradient_floor_ulps,
     plain_dtype,
 )
 from dilabench.impls.reference import accumulation_dtype, attend_rows, attend_rows_backward
@@ -125,9 +124,10 @@ class Oracle:
         dtype = plain_dtype(self.dtype)
         plain_out, plain_lse = attend_rows(*self._heads, self.workload, rows, dtype)
         plain = attend_rows_backward(dout, *self._heads, plain_out, plain_lse, self.workload, rows, keys, dtype)
-        merges = branch_merges(self.workload)
-        floor = max(2.0, GRADIENT_FLOOR_ULPS * eps(accumulation_dtype(self.dtype)) / eps(self.dtype))
-        dq, dk, dv = (expect(*parts, self.dtype, merges, floor) for parts in zip(exact, sizes, plain, strict=True))
+        floor = gradient_floor_ulps(self.dtype)
+        dq, dk, dv = (
+            expect(*parts, self.workload, self.dtype, floor) for parts in zip(exact, sizes, plain, strict=True)
+        )
         return dq, dk, dv
 
     @cached_property
@@ -170,6 +170,5 @@ def expected_rows(
     size = out_size(*heads, lse, out, workload, rows, weight_ulps=eps(lse_dtype) / eps(dtype))
     # An error of the scores goes into lse as it is: its size is that of the numbers it is made of, at least 1.
     lse_size = lse.abs().masked_fill_(lse == -torch.inf, 0.0).add_(1.0)
-    merges = branch_merges(workload)
-    lse_expected = expect(lse, lse_size, plain_lse, lse_dtype, merges, floor_ulps=LSE_FLOOR_ULPS)
-    return expect(out, size, plain_out, dtype, merges), lse_expected
+    lse_expected = expect(lse, lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
+    return expect(out, size, plain_out, workload, dtype), lse_expected

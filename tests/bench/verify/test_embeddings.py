@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.bench.verify import Oracle, summary, verify
+from dilabench.contracts import BuildContext
+from dilabench.impls.ring import block_sparse_multihead as multihead
 from dilabench.results import Verification
 from dilabench.spec import Workload
 
@@ -108,3 +110,38 @@ def test_a_module_without_a_core_is_refused(make_workload: MakeWorkload) -> None
         verify(nn.Linear(4, 4), workload, takes="embeddings")
     with pytest.raises(ValueError, match="make one for this case"):
         verify(nn.Linear(4, 4), workload, takes="embeddings", oracle=Oracle(workload))
+
+
+class Scaled(torch.autograd.Function):
+    """The tensor itself, its gradient times 1 + 1e-4."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (1 + 1e-4)
+
+
+def test_a_dx_that_is_wrong_in_the_fourth_digit_fails(make_workload: MakeWorkload, right: type) -> None:
+    workload = make_workload(mode="both", dtype="float32")
+    module = Projected(workload, right(workload))
+    wrong = verify(lambda q, k, v: module(*map(Scaled.apply, (q, k, v))), workload, takes="embeddings", module=module)
+    assert failing(wrong) == {"dx"}
+
+
+@pytest.mark.slow
+def test_rounding_of_dx_is_measured_beside_all_that_cancels_in_it() -> None:
+    """Beside its row alone, one seed of thirty was beyond twice the plain error, in a row where the parts cancel."""
+    pattern = {"kind": "block_sparse", "mask": "strided", "block_size": 128, "sparsity": 0.5}
+    fields = {"pattern": pattern, "batch_size": 1, "seq_len": 384, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
+    workload = Workload.model_validate({**fields, "dtype": "float32", "mode": "both"})
+    module = multihead.build(workload, BuildContext(device=torch.device("cpu")))
+    for seed in range(4):
+        verification = verify(module, workload, takes="embeddings", seed=seed)
+        assert verification.passed, summary(verification)
+        (dx,) = [check for check in verification.checks if check.name == "dx"]
+        assert dx.tolerance is not None
+        # The floor is six ulp: the error of the plain computation is a few, not dozens.
+        assert dx.tolerance < 12 * torch.finfo(torch.float32).eps
