@@ -102,10 +102,11 @@ def _sequence_pairs(workload: Workload, length: int) -> int:
     left, right = workload.window
     pattern = workload.pattern
     if isinstance(pattern, BlockSparsePattern):
-        return sum(
-            times * _pairs_of_mask(pattern, rows, workload.num_heads, head, workload.causal, window)
-            for times, rows, head, window in _masked_rows(workload, pattern, length)
-        )
+        total = 0
+        for times, rows, head, window in _masked_rows(workload, pattern, length):
+            pairs = _pairs_of_masks(pattern, rows, workload.num_heads, workload.causal, window)
+            total += times * pairs[head % len(pairs)]
+        return total
     if not isinstance(pattern, DilatedPattern):
         return workload.num_heads * windowed_pairs(length, workload.causal, left, right)
     total = 0
@@ -139,25 +140,29 @@ def _masked_rows(
 
 
 @lru_cache(maxsize=4096)
-def _pairs_of_mask(
-    pattern: BlockSparsePattern, rows: int, num_heads: int, head: int, causal: bool, window: tuple[int, int]
-) -> int:
-    mask = block_mask(pattern, rows, causal, num_heads)
-    if head and mask.shape[0] == 1:
-        return _pairs_of_mask(pattern, rows, num_heads, 0, causal, window)
-    return masked_pairs(mask[head], pattern.block_size, rows, causal, window)
+def _pairs_of_masks(
+    pattern: BlockSparsePattern, rows: int, num_heads: int, causal: bool, window: tuple[int, int]
+) -> tuple[int, ...]:
+    """Pairs of each head, or of the one mask that all heads share."""
+    masks = block_mask(pattern, rows, causal, num_heads)
+    return tuple(masked_pairs(mask, pattern.block_size, rows, causal, window) for mask in masks)
 
 
 def sparsity_of(workload: Workload) -> float:
     """The share of visible blocks that a block-sparse workload does not compute, over all heads and branches."""
     pattern = workload.pattern
     assert isinstance(pattern, BlockSparsePattern)
+    # Per set of rows, blocks computed by each mask, and visible: a mask file is read once for all heads.
+    counted: dict[int, tuple[list[int], int]] = {}
     computed = visible = 0
     for start, end in workload.sequences:
         for times, rows, head, _ in _masked_rows(workload, pattern, end - start):
-            mask = block_mask(pattern, rows, workload.causal, workload.num_heads)
-            computed += times * int(mask[head % mask.shape[0]].sum())
-            visible += times * visible_blocks(mask.shape[-1], workload.causal)
+            if rows not in counted:
+                masks = block_mask(pattern, rows, workload.causal, workload.num_heads)
+                counted[rows] = [int(mask.sum()) for mask in masks], visible_blocks(masks.shape[-1], workload.causal)
+            blocks, all_blocks = counted[rows]
+            computed += times * blocks[head % len(blocks)]
+            visible += times * all_blocks
     return 1.0 - computed / visible
 
 

@@ -8,7 +8,7 @@ from dilabench.reporters import figures
 from dilabench.reporters.rows import YARDSTICK, location
 from dilabench.results import Measured, Row, RunRecord
 from dilabench.sections import Curve, CurvePlot, Point, Section
-from dilabench.spec import BlockSparsePattern
+from dilabench.spec import BlockSparsePattern, Workload
 from dilabench.stats.derive import tflops_per_second
 from dilabench.units import format_bytes
 from dilabench.work import flops, sparsity_of
@@ -18,9 +18,13 @@ COLUMNS = ("implementation", "block", "sparsity", "reached", "median", "of dense
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A measured row at one density; `dense_ns` is the fastest yardstick of its shape, None where there is none."""
+    """A measured row at one density, the share of visible blocks that is computed.
+
+    `dense_ns` is the fastest yardstick of its shape, None where there is none.
+    """
 
     row: Row
+    density: float
     median_ns: float
     dense_ns: float | None
 
@@ -30,11 +34,6 @@ class Step:
         pattern = self.row.case.workload.pattern
         assert isinstance(pattern, BlockSparsePattern)
         return pattern
-
-    @property
-    def density(self) -> float:
-        """The share of visible blocks that is computed."""
-        return 1.0 - sparsity_of(self.row.case.workload)
 
     @property
     def speedup(self) -> float | None:
@@ -68,11 +67,18 @@ def steps_of(record: RunRecord) -> tuple[Step, ...]:
         found = location(row)
         if found and row.planned.labels.get("role") == YARDSTICK:
             dense[_shape(row)] = min(found.median_ns, dense.get(_shape(row), found.median_ns))
-    return tuple(
-        Step(row=row, median_ns=found.median_ns, dense_ns=dense.get(_shape(row)))
-        for row in record.rows
-        if isinstance(row.case.workload.pattern, BlockSparsePattern) and (found := location(row))
-    )
+    sparsity: dict[Workload, float] = {}
+    steps: list[Step] = []
+    for row in record.rows:
+        workload = row.case.workload.replace(mode="forward")
+        if not isinstance(workload.pattern, BlockSparsePattern) or (found := location(row)) is None:
+            continue
+        if workload not in sparsity:
+            # A mask is made, or read from its file, once.
+            sparsity[workload] = sparsity_of(workload)
+        dense_ns = dense.get(_shape(row))
+        steps.append(Step(row=row, density=1 - sparsity[workload], median_ns=found.median_ns, dense_ns=dense_ns))
+    return tuple(steps)
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:

@@ -99,7 +99,11 @@ def _blocks(q: Tensor, k: Tensor, compute: torch.dtype) -> Iterator[tuple[int, i
 
 
 def _by_head(x: Tensor, compute: torch.dtype) -> Tensor:
-    """[b, L, K, D] -> [b, K, L, D], contiguous so that every query block multiplies it without another copy."""
+    """[b, L, K, D] -> [b, K, L, D]: a view where x has the dtype already, else one copy for all query blocks.
+
+    Several query blocks share a view only where b is 1, and there a batched product takes the heads as they lie. With
+    b above 1 there is a single block, whose products copy a view of several heads.
+    """
     return x.transpose(1, 2).to(compute, memory_format=torch.contiguous_format)
 
 

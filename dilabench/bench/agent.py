@@ -63,6 +63,7 @@ def facts_of(rank: Rank, machine: Machine) -> dict[str, Any]:
     gpu = machine.gpus[rank.local_rank] if rank.local_rank < len(machine.gpus) else None
     return {
         "host": socket.gethostname(),
+        "machine": machine_id(),
         "gpus": len(machine.gpus),
         "local_rank": rank.local_rank,
         "gpu": gpu and gpu.model_dump(mode="json"),
@@ -116,10 +117,9 @@ class _Agent:
             child.kill()
             lifeline.close()
 
-    def _lock(self, run: str) -> None:
-        """One process per other machine holds that machine's lock; rank 0 holds its own."""
-        if self._rank.local_rank == 0 and machine_id() != self._meeting.machine:
-            self._held.enter_context(device_lock(self._machine, run, Silent()))
+    def _lock(self, run: str, gpus: list[int]) -> None:
+        """Hold the locks of all ranks on this machine until the run is over."""
+        self._held.enter_context(device_lock(self._machine, run, Silent(), gpus=gpus))
 
     def _end(self) -> None:
         self.end_workers()

@@ -1,6 +1,7 @@
 """One case in a process of its own, from planned to row: a sequence that may not fit, or a stream. No torch."""
 
 from collections.abc import Callable
+from math import inf
 
 import psutil
 
@@ -24,23 +25,29 @@ from dilabench.results import (
     Timing,
     Verification,
 )
+from dilabench.store.run_files import STREAM_INTERRUPTED
 from dilabench.suites.measured_alone import DOES_NOT_FIT, memory_limit_bytes
 from dilabench.units import format_bytes, format_count, format_seconds
 
 TIMER = "wall"
 SHARE_OF_AVAILABLE = 0.9
 SAMPLING_S = 1.0
-# A slice of a stream lasts about this long: the budget, a time-out or Ctrl-C then costs no more than that.
+# A slice of a stream lasts about this long: the end of the budget or Ctrl-C then costs no more than that.
 SLICE_S = 5.0
 
 
 class AloneRun:
-    """Takes one planned case to its row. Memory that runs out is an answer here, not a failure."""
+    """Takes one planned case to its row. Memory that runs out is an answer here, not a failure.
+
+    `interrupted`: Ctrl-C came in a stream; the row holds what had passed by then.
+    """
 
     def __init__(self, station: Station, planned: PlannedCase) -> None:
         self._station = station
         self._planned = planned
         self._device = station.pool.settings.device
+        self._patience_s = inf
+        self.interrupted = False
         self._contender = Contender(
             planned=planned,
             spec=case_spec(planned.case, station.catalogue, station.seed),
@@ -68,8 +75,9 @@ class AloneRun:
         except WorkerFailure as failure:
             if failure.out_of_memory:
                 return Skipped(why=f"{DOES_NOT_FIT}: {self._needed()}{failure.why}")
-            if failure.timed_out:
-                return Skipped(why=f"{failure.why}; allow more with --budget")
+            if failure.timed_out and self._patience_s < self._station.timeout_s:
+                # Not slow by any measure of its own: the budget allowed no more. `--resume` tries again.
+                return self._station.budget_skip("during its stage 'time'")
             return Failed(stage="time", why=failure.why, traceback=failure.traceback)
 
     def _measured(self, worker: Worker) -> Outcome:
@@ -95,7 +103,13 @@ class AloneRun:
         done = 0
         while done < pieces and (found is None or not budget.exhausted):
             count = min(count, pieces - done)
-            found = self._ask(worker, "stream", pieces=pieces, start=done, count=count)
+            try:
+                found = self._ask(worker, "stream", pieces=pieces, start=done, count=count)
+            except KeyboardInterrupt:
+                if found is None:
+                    raise
+                self.interrupted = True
+                break
             assert found.slot is not None
             assert found.verification is not None
             if not all(check.passed for check in found.verification.checks):
@@ -109,7 +123,7 @@ class AloneRun:
             count = max(1, int(min(SLICE_S, budget.remaining_s / 2) / per_piece_s))
         assert found is not None
         verification = Verification(checks=tuple(checks), sampled_rows=sampled)
-        memory = self._ask(worker, "stream", pieces=pieces, start=done, count=0).memory
+        memory = None if self.interrupted else self._ask(worker, "stream", pieces=pieces, start=done, count=0).memory
         return self._outcome(found, verification, tuple(slots), memory, counters, self._stream_note(done, pieces))
 
     def _outcome(
@@ -135,8 +149,8 @@ class AloneRun:
         station = self._station
         station.progress.stage_started(self._contender.case, "time")
         spec = self._contender.spec.model_dump(mode="json")
-        timeout_s = station.patience_s(self._contender)
-        reply = worker.ask(name, self._contender.spec.handle, timeout_s=timeout_s, spec=spec, **arguments)
+        self._patience_s = station.patience_s(self._contender)
+        reply = worker.ask(name, self._contender.spec.handle, timeout_s=self._patience_s, spec=spec, **arguments)
         assert reply.alone is not None
         return reply.alone
 
@@ -164,7 +178,9 @@ class AloneRun:
         if done == pieces:
             return None
         tokens = self._planned.case.workload.tokens
-        total = format_seconds(self._station.budget.total_s or 0.0)
-        processed = f"{format_count(done * tokens)} tokens processed"
-        message = f"the budget of {total} ended after {done} of {pieces} pieces: {processed}"
-        return Note(code="stream_cut_short", message=message, observed=done, threshold=pieces)
+        ended = f"the budget of {format_seconds(self._station.budget.total_s or 0.0)} ended"
+        code = "stream_cut_short"
+        if self.interrupted:
+            ended, code = "the run was interrupted", STREAM_INTERRUPTED
+        message = f"{ended} after {done} of {pieces} pieces: {format_count(done * tokens)} tokens processed"
+        return Note(code=code, message=message, observed=done, threshold=pieces)

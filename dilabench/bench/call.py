@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from dilabench.bench.chunked_queries import build_in_chunks, checkpointed
 from dilabench.bench.commands import CaseSpec
 from dilabench.bench.device import cache_bytes, synchronize
 from dilabench.bench.inputs import InputSet, InputShelf, make_inputs, rank_seed
-from dilabench.bench.optimizing import compiled, compiling, graphed
+from dilabench.bench.optimizing import OptimizedShards, compiled, compiling, graphed
 from dilabench.contracts import AttentionFn, BufferPool, Build, BuildContext, LoadedBackend, NoPool, PatternCache
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.whole import Sharded, Whole
@@ -127,7 +127,9 @@ class PreparedCall:
         """The function of whole tensors: what verification calls. The function itself unless there are ranks."""
         if self.world is None:
             return self.function
-        return Whole(cast(Sharded, self._sharded), self.workload.layout == "packed")
+        built = cast(Sharded, self._unoptimized)
+        sharded = built if self._sharded is built else OptimizedShards(self._sharded, built)
+        return Whole(sharded, self.workload.layout == "packed")
 
     @property
     def _takes_whole(self) -> bool:
@@ -215,11 +217,14 @@ class PreparedCall:
             if self.device.type != "cuda":
                 raise ValueError("cuda_graph=true needs a CUDA device; leave it out on a CPU")
             # Capturing calls the function, so that it is compiled there already.
-            with compiling(self._optimized_counters) if options.compile else nullcontext():
+            with self._compiling(options.compile):
                 samples = self._shard(0, self.world) if self.world else self.inputs(0)
                 function, held_bytes = graphed(function, samples)
             self._optimized_counters["cuda_graph_bytes"] = held_bytes
         return function
+
+    def _compiling(self, happens: bool) -> AbstractContextManager[None]:
+        return compiling(self._optimized_counters, self.world is not None) if happens else nullcontext()
 
     def _forward(self, inputs: InputSet) -> Tensor:
         with torch.no_grad():
@@ -228,7 +233,7 @@ class PreparedCall:
     def _call_once(self) -> None:
         inputs = self.inputs(0)
         options = self.spec.case.optimizations
-        with compiling(self._optimized_counters) if options.compile and not options.cuda_graph else nullcontext():
+        with self._compiling(options.compile and not options.cuda_graph):
             self._out_shape = self._forward(inputs).shape
             if self.workload.mode != "forward":
                 self.fresh()()

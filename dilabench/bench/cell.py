@@ -16,7 +16,6 @@ from dilabench.results import Failed, Note, PlannedCase, Row, Verification
 
 GRAPH_ROUNDS = 10
 MEMORY_CALLS = 6
-FRESH_PROCESS_S = 0.1
 SHARE_KEPT_FOR_TIMING = 0.25
 THROTTLED_SHARE = 0.2
 DIAGNOSING_SHARE = 0.25
@@ -131,27 +130,36 @@ class CellRun:
         over_ranks = self.contenders[0].case.world_size > 1 and station.method.max_turns > 0
         diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
         later_calls = MEMORY_CALLS + over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
-        later_s = sum(later_calls * one.call_ns * 1e-9 + FRESH_PROCESS_S for one in contenders)
+        on_cuda = station.pool.settings.device == "cuda"
+        later_s = sum(later_calls * one.call_ns * 1e-9 + (not on_cuda) * one.fresh_s for one in contenders)
         share_s = max(0.0, deadline - station.budget.clock() - later_s)
         Rounds(station, contenders, self._random).take(station.method.timer, share_s * (1 - diagnosing_share))
-        self._recheck([one for one in contenders if one.running])
-        self._graph([one for one in contenders if one.running], share_s)
-        on_cuda = station.pool.settings.device == "cuda"
         for contender in contenders:
             self._check_samples(contender)
-            if on_cuda and contender.running:
-                self._weigh_here(contender)
-        # Last of all: should a part fail and take the ranks along, every row has what it needs.
-        if over_ranks:
-            self._diagnose([one for one in contenders if one.running], share_s * diagnosing_share)
-        for contender in contenders:
-            station.release(contender)
-        for contender in contenders:
-            if self._crowded(contender):
-                continue
-            if contender.running and not on_cuda:
-                self._weigh(contender)
-            yield self._row(contender)
+        left = list(contenders)
+        try:
+            self._recheck([one for one in contenders if one.running])
+            self._graph([one for one in contenders if one.running], share_s)
+            for contender in contenders:
+                if on_cuda and contender.running:
+                    self._weigh_here(contender)
+            # Last of all: should a part fail and take the ranks along, every row has what it needs.
+            if over_ranks:
+                self._diagnose([one for one in contenders if one.running], share_s * diagnosing_share)
+            for contender in contenders:
+                station.release(contender)
+            for contender in contenders:
+                if contender.running and not on_cuda:
+                    self._weigh(contender)
+                left.remove(contender)
+                if not self._crowded(contender):
+                    yield self._row(contender)
+        except KeyboardInterrupt:
+            # Every row that is left has its samples; a resumed run would only take them again.
+            for contender in [one for one in left if one.running]:
+                contender.notes.append(_interrupted(contender))
+                yield self._row(contender)
+            raise
 
     def _recheck(self, contenders: Sequence[Contender]) -> None:
         """Measure one of them alone."""
@@ -256,6 +264,11 @@ class CellRun:
     def _row(self, contender: Contender) -> Row:
         self._station.budget.done(contender.case)
         return contender.row()
+
+
+def _interrupted(contender: Contender) -> Note:
+    missing = "after its timing" if contender.memory else "before its memory was measured"
+    return Note(code="interrupted", message=f"the run was interrupted {missing}")
 
 
 def _unweighed() -> Note:

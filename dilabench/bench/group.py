@@ -47,6 +47,7 @@ class GroupWorker(Worker):
                     raise WorkerFailure(f"rank {rank}: {error.why}", died=True, traceback=error.traceback)
                 raise error
         self.hello = self._ranks[0].hello
+        self.start_s = max(worker.start_s for worker in self._ranks)
 
     @property
     def alive(self) -> bool:
@@ -124,6 +125,7 @@ def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: boo
         died=not same or cause.died,
         timed_out=cause.timed_out,
         out_of_memory=cause.out_of_memory,
+        unusable=cause.unusable,
         traceback=cause.traceback,
     )
 

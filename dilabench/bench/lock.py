@@ -1,4 +1,4 @@
-"""One run at a time per device: a file lock that says who holds it. No torch."""
+"""One run at a time per device: file locks that say who holds them. No torch."""
 
 import contextlib
 import fcntl
@@ -6,7 +6,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -20,13 +21,29 @@ POLL_S = 0.5
 DEFAULT_WAIT_S = 1800.0
 
 
-def lock_path(machine: Machine) -> Path:
-    """The lock file: one per GPU that the run can see first, or one for the host's processor."""
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """A lock file and the device that it stands for."""
+
+    path: Path
+    device: str
+
+
+def locks_of(machine: Machine, gpus: Sequence[int] = (0,)) -> tuple[Lock, ...]:
+    """The locks of a run on some GPUs of the machine (positions in `machine.gpus`), or of the host's processor.
+
+    Whoever takes several takes them in this order, which depends on the GPUs alone: no two runs wait for each other.
+    """
     folder = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir())
-    key = "cpu"
-    if machine.device == "cuda" and machine.gpus:
-        key = f"gpu-{machine.gpus[0].uuid_hash or 0}"
-    return folder / f"dilabench-{key}.lock"
+    if machine.device != "cuda" or not machine.gpus:
+        return (Lock(folder / "dilabench-cpu.lock", "the device"),)
+    found: dict[Path, Lock] = {}
+    for index in gpus:
+        if index < len(machine.gpus):
+            gpu = machine.gpus[index]
+            path = folder / f"dilabench-gpu-{gpu.uuid_hash or index}.lock"
+            found.setdefault(path, Lock(path, f"GPU {index} ({gpu.name})"))
+    return tuple(found[path] for path in sorted(found))
 
 
 @contextlib.contextmanager
@@ -35,28 +52,33 @@ def device_lock(
     run_id: str,
     progress: Progress,
     *,
+    gpus: Sequence[int] = (0,),
     wait_s: float = DEFAULT_WAIT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[None]:
-    """Hold the device's lock, waiting for another run that has it. The lock goes with the process, however it dies.
+    """Hold the locks of `gpus`, or of the processor, waiting for other runs that have them.
 
-    Raises EnvironmentNotReady naming the holder when it does not let go in `wait_s` seconds, or for an unusable file.
+    Locks go with the process, however it dies. Raises EnvironmentNotReady naming the device and its holder when it does
+    not let go in `wait_s` seconds, all devices together, or for an unusable file.
     """
-    path = lock_path(machine)
-    file = _open(path)
-    try:
-        _acquire(file, path, progress, wait_s, clock, sleep)
-        file.seek(0)
-        file.truncate()
-        json.dump(
-            {"pid": os.getpid(), "run_id": run_id, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, file
-        )
-        file.flush()
+    started = clock()
+    with contextlib.ExitStack() as held:
+        for lock in locks_of(machine, gpus):
+            # The file stays: removing it would let two runs lock two files of one name.
+            file = held.enter_context(_open(lock.path))
+            _acquire(file, lock, progress, wait_s, lambda: clock() - started, sleep)
+            _sign(file, run_id)
         yield
-    finally:
-        # The file stays: removing it would let two runs lock two files of one name.
-        file.close()
+
+
+def _sign(file: TextIO, run_id: str) -> None:
+    """Say who holds the lock."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    file.seek(0)
+    file.truncate()
+    json.dump({"pid": os.getpid(), "run_id": run_id, "since": since}, file)
+    file.flush()
 
 
 def _open(path: Path) -> TextIO:
@@ -85,25 +107,24 @@ def _descriptor(path: Path) -> int:
 
 def _acquire(
     file: TextIO,
-    path: Path,
+    lock: Lock,
     progress: Progress,
     wait_s: float,
-    clock: Callable[[], float],
+    waited_s: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> None:
-    started = clock()
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             holder = _holder(file)
-        if clock() - started >= wait_s:
+        if waited_s() >= wait_s:
             raise EnvironmentNotReady(
-                f"the device is in use by {holder} (lock {path}), which did not end within {format_seconds(wait_s)}; "
-                "two runs at once would disturb each other: wait for it or end it"
+                f"{lock.device} is in use by {holder} (lock {lock.path}), which did not end within "
+                f"{format_seconds(wait_s)}; two runs at once would disturb each other: wait for it or end it"
             )
-        progress.waiting(f"the device is in use by {holder}; waiting for it")
+        progress.waiting(f"{lock.device} is in use by {holder}; waiting for it")
         sleep(POLL_S)
 
 

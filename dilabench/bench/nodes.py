@@ -9,7 +9,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +18,7 @@ from dilabench.bench.child import Ending
 from dilabench.bench.commands import WorkerSettings
 from dilabench.bench.door import Door, hang_up
 from dilabench.bench.lock import DEFAULT_WAIT_S
-from dilabench.bench.torchrun import MEETING_TIMEOUT_S, Meeting, Rank
+from dilabench.bench.torchrun import MEETING_TIMEOUT_S, Meeting, Rank, machine_id
 from dilabench.bench.workers import START_TIMEOUT_S, LocalHost, Worker, WorkerFailure
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
@@ -200,6 +200,11 @@ class Nodes:
         gpus = tuple(_gpu_of(rank, facts) for rank, facts in everyone.items())
         return Machine(device="cuda", gpus=gpus)
 
+    def gpus_here(self, ranks: int) -> Sequence[int]:
+        """Those of the ranks on rank 0's machine; the agents of other machines hold theirs."""
+        others = [rank for rank, agent in self._agents.items() if agent.facts["machine"] == machine_id()]
+        return [rank for rank in (0, *others) if rank < ranks]
+
     def open_store(self) -> str:
         """A name of its own at the store that torchrun's ranks share."""
         self._lock_machines()
@@ -236,8 +241,15 @@ class Nodes:
 
     def _lock_machines(self) -> None:
         if not self._locked:
+            machines: dict[str, list[Agent]] = {}
             for agent in self._agents.values():
-                agent.ask("lock", timeout_s=DEFAULT_WAIT_S + REQUEST_TIMEOUT_S, run=self._rank.store_address)
+                machines.setdefault(agent.facts["machine"], []).append(agent)
+            # Rank 0 holds its own.
+            machines.pop(machine_id(), None)
+            for _, agents in sorted(machines.items()):
+                gpus = [agent.facts["local_rank"] for agent in agents]
+                wait_s = DEFAULT_WAIT_S + REQUEST_TIMEOUT_S
+                agents[0].ask("lock", timeout_s=wait_s, run=self._rank.store_address, gpus=gpus)
             self._locked = True
 
 

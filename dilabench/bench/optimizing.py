@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dilabench.bench.inputs import InputSet
 from dilabench.contracts import AttentionFn
+from dilabench.distributed.whole import Sharded
 
 # Every case of a worker compiles the same few functions anew; torch would give up after eight and run them as they are.
 COMPILED_CASES = 4096
@@ -25,8 +26,26 @@ def compiled(function: AttentionFn) -> AttentionFn:
     return cast(AttentionFn, torch.compile(function))
 
 
+class OptimizedShards(torch.nn.Module):
+    """What is around a function of shards, with what `Whole` asks of that function: its shards, world and parameters.
+
+    torch.compile, checkpointing and graphs give plain functions.
+    """
+
+    def __init__(self, optimized: AttentionFn, built: Sharded) -> None:
+        super().__init__()
+        self.shards, self.world = built.shards, built.world
+        # Held for its parameters, if it is a module; called is the other.
+        self.built = built
+        self._optimized = (optimized,)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's part of out."""
+        return self._optimized[0](q, k, v)
+
+
 @contextmanager
-def compiling(counters: dict[str, int]) -> Iterator[None]:
+def compiling(counters: dict[str, int], over_ranks: bool = False) -> Iterator[None]:
     """Around the first call of a compiled function: counts graphs and breaks between them.
 
     Raises OptimizationUnusableError when torch cannot compile it.
@@ -36,7 +55,8 @@ def compiling(counters: dict[str, int]) -> Iterator[None]:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise OptimizationUnusableError(f"torch.compile cannot compile it: {' '.join(lines[:2])}") from error
+        hint = "; torch does not trace every way of sending between ranks: leave compile out" if over_ranks else ""
+        raise OptimizationUnusableError(f"torch.compile cannot compile it: {' '.join(lines[:2])}{hint}") from error
     for name, count in _compiled_so_far().items():
         counters[name] = count - before[name]
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,8 +12,12 @@ from dilabench.bench.workers import Worker
 
 
 class Place(Protocol):
-    """Starts the worker of a rank, and has a store for each group of ranks to meet at."""
+    """Starts the worker of a rank, and has a store for each group of ranks to meet at.
 
+    `gpus_here`: which of the machine's GPUs (positions in `Machine.gpus`) on this host a group of so many ranks uses.
+    """
+
+    def gpus_here(self, ranks: int) -> Sequence[int]: ...
     def open_store(self) -> str: ...
     def close_store(self, store: str) -> None: ...
     def start(self, key: str, settings: WorkerSettings) -> Worker: ...
@@ -20,6 +25,10 @@ class Place(Protocol):
 
 class ThisMachine:
     """Every rank on this machine, rank r on its GPU r; they meet at a file."""
+
+    def gpus_here(self, ranks: int) -> Sequence[int]:
+        """One for each rank, in order."""
+        return range(ranks)
 
     def open_store(self) -> str:
         """A file in a folder of its own."""

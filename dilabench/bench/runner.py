@@ -16,7 +16,7 @@ from dilabench.bench.environment import with_torch
 from dilabench.bench.group import start_worker
 from dilabench.bench.lock import device_lock
 from dilabench.bench.method import choose_method
-from dilabench.bench.place import Place
+from dilabench.bench.place import Place, ThisMachine
 from dilabench.bench.progress import Progress, Silent
 from dilabench.bench.station import MAX_TIMEOUT_S, Station
 from dilabench.bench.suspicion import suspicions
@@ -87,7 +87,9 @@ def run(
         timeout_s=patience_s,
         next_round=1 + max(_rounds_of(completed), default=-1),
     )
-    return _Run(station, machine, sink, planned, completed).go(header, follow_up)
+    ranks = max((one.case.world_size for one in waiting if one.skip is None), default=1)
+    gpus = (place or ThisMachine()).gpus_here(ranks)
+    return _Run(station, machine, sink, planned, completed).go(header, follow_up, gpus)
 
 
 def _rounds_of(rows: Iterable[Row]) -> Iterator[int]:
@@ -122,12 +124,12 @@ class _Run:
         self.completed = frozenset(self.rows)
         self.ceilings: dict[str, float] = {}
 
-    def go(self, header: RunHeader, follow_up: FollowUp | None) -> RunRecord:
+    def go(self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int]) -> RunRecord:
         """All cells, then what the follow-up asks for, then the record."""
         status, started = "complete", False
         try:
             warm_server()
-            with device_lock(self.machine, header.run_id, self.progress):
+            with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
                 # The time that another run held the device is not this one's.
                 self.station.budget.start()
                 header = self._described(header)
@@ -172,7 +174,10 @@ class _Run:
         """Cases that are measured alone each by itself, then the rest of the cell together."""
         alone = [one for one in cell if is_measured_alone(one)]
         for one in alone:
-            yield AloneRun(self.station, one).row()
+            measured = AloneRun(self.station, one)
+            yield measured.row()
+            if measured.interrupted:
+                raise KeyboardInterrupt
         if together := [one for one in cell if one not in alone]:
             yield from CellRun(self.station, together).rows()
 

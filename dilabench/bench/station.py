@@ -55,9 +55,11 @@ class Station:
             return True
         first_time = contender.home is None
         contender.home, contender.warm = worker, set()
+        began = self.budget.clock()
         prepared = self.prepare_in(worker, contender, "build")
         if prepared is None:
             return False
+        contender.fresh_s = worker.start_s + self.budget.clock() - began
         contender.call_ns = prepared.call_ns
         if first_time:
             contender.setup_ns = prepared.setup_ns

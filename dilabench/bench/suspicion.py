@@ -4,40 +4,14 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 
 from dilabench.bench.ceiling_names import COPY_KEY, matmul_key
+from dilabench.bench.least_work import least_bytes, least_flops
 from dilabench.results import Case, Measured, Note, Row
-from dilabench.spec import DilatedPattern, Workload
-from dilabench.work import MODE_FACTOR, attended_pairs, flops, tensor_bytes
+from dilabench.work import flops
 
 ABOVE_PEAK = {"cpu": 1.5, "cuda": 1.1}
 SATURATED = 0.5
 SLOWER_GROWTH = 1.5
 SAME_EXCEPT = {"seq_len", "batch_size", "cu_seqlens"}
-
-
-def least_flops(workload: Workload) -> float:
-    """FLOPs that no implementation can avoid: keys that several branches give may be computed once.
-
-    The largest single branch is a lower bound of the distinct pairs, so that saved work is never suspicious.
-    """
-    pattern = workload.pattern
-    if not isinstance(pattern, DilatedPattern) or pattern.heads == "grouped":
-        return flops(workload)
-    pairs = max(
-        attended_pairs(
-            workload.replace(
-                pattern=pattern.model_copy(update={"segment_lengths": (w,), "dilation_rates": (r,)}).model_dump()
-            )
-        )
-        for w, r in pattern.branches
-    )
-    return 4 * workload.head_dim * pairs * MODE_FACTOR[workload.mode]
-
-
-def least_bytes(workload: Workload) -> int:
-    """Bytes that one call must read and write at least: q, k, v, out once; with backward, about twice that."""
-    sizes = tensor_bytes(workload)
-    once = sizes["q"] + sizes["k"] + sizes["v"] + sizes["out"]
-    return once * {"forward": 1, "backward": 2, "both": 3}[workload.mode]
 
 
 def suspicions(row: Row, earlier: Iterable[Row], ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
@@ -61,12 +35,11 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
     # Ranks have a GPU each, and share one processor.
     seconds *= case.world_size if on_cuda else 1
     hint = "part of the work was not done, was cached, or ran elsewhere; do not quote this time"
-    limits = (
-        ("above_peak_flops", "FLOP/s", least_flops(workload), ceilings.get(matmul_key(workload.dtype))),
-        ("above_peak_bandwidth", "bytes/s", float(least_bytes(workload)), ceilings.get(COPY_KEY)),
-    )
+    limits = [("above_peak_flops", "FLOP/s", least_flops(workload), ceilings.get(matmul_key(workload.dtype)))]
+    if on_cuda:
+        limits.append(("above_peak_bandwidth", "bytes/s", float(least_bytes(workload)), ceilings.get(COPY_KEY)))
     for code, unit, work, ceiling in limits:
-        if ceiling and work / seconds > margin * ceiling and not (code == "above_peak_bandwidth" and device == "cpu"):
+        if ceiling and work / seconds > margin * ceiling:
             yield Note(
                 code=code,
                 message=f"{work / seconds:.3g} {unit} is more than this device can do ({ceiling:.3g} measured)",

@@ -55,18 +55,17 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where rank 0's door is, the key to it, and which machine that is."""
+    """Where rank 0's door is, and the key to it."""
 
     address: tuple[str, int]
     key: bytes
-    machine: str
 
     @classmethod
     def announce(cls, rank: Rank, store: object, door: Door) -> "Meeting":
         """Tell the other ranks, through the store, where the door is."""
         host = address_towards(rank.store_host, rank.store_port)
-        meeting = cls((host, door.port), door.key, machine_id())
-        content = {"address": meeting.address, "key": meeting.key.hex(), "machine": meeting.machine}
+        meeting = cls((host, door.port), door.key)
+        content = {"address": meeting.address, "key": meeting.key.hex()}
         store.set(MEETING, json.dumps(content))  # type: ignore[attr-defined]
         return meeting
 
@@ -80,7 +79,7 @@ class Meeting:
                 f"rank {rank.rank} heard nothing of rank 0 within {MEETING_TIMEOUT_S:g} s: {str(error).splitlines()[0]}"
             ) from None
         host, port = content["address"]
-        return cls((host, port), bytes.fromhex(content["key"]), content["machine"])
+        return cls((host, port), bytes.fromhex(content["key"]))
 
 
 def machine_id() -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -105,7 +106,10 @@ class LocalHost:
 
 
 class Worker:
-    """One process that prepares cases and answers commands about them, one at a time."""
+    """One process that prepares cases and answers commands about them, one at a time.
+
+    `start_s`: how long it took until it was ready for the first, once the process was there.
+    """
 
     def __init__(self, key: str, settings: WorkerSettings, start: Callable[[WorkerSettings], Host] = LocalHost) -> None:
         self.key = key
@@ -113,11 +117,14 @@ class Worker:
         # Whoever asks and whoever ends a whole group are different threads, and a file descriptor is closed once.
         self._ending = threading.Lock()
         self._host = start(settings)
+        # Before that, the first worker waits for the server of all to load torch.
+        started = time.monotonic()
         try:
             hello = self._receive("start", START_TIMEOUT_S).hello
         except BaseException:
             self.kill()
             raise
+        self.start_s = time.monotonic() - started
         assert hello is not None
         self.hello: Hello = hello
 

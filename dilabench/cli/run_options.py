@@ -81,7 +81,13 @@ Budget = Annotated[str | None, typer.Option("--budget", metavar="TIME", help="Ti
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the cases with their work and leave.")]
 Resume = Annotated[
-    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run: its folder or file.")
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Go on with a run (its folder or file): cases without a row, and those that the budget left no time for. "
+        "Other rows stand, failed ones too.",
+    ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for this run.")]
 Formats = Annotated[

@@ -30,7 +30,7 @@ def latency(median_ns: float) -> str:
 def latency_interval(median_ns: float, interval: Interval | None) -> str:
     """The interval of a median in the median's unit and to its decimals; without one, the reason.
 
-    A dagger marks an interval of less than 95 %, which is the whole range of a sample too small for more.
+    A dagger marks an interval of less than 95 %: the whole range of samples from too few turns for more.
     """
     if interval is None:
         return "n<5, no CI"

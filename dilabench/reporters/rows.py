@@ -7,11 +7,13 @@ a speed-up exists only inside a section, against the plain method (`gather`) or 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dilabench.compare.pairing import sessions_of
 from dilabench.reporters import figures
 from dilabench.results import Case, Failed, Measured, Row, RunRecord, Timing
 from dilabench.spec import DensePattern, DilatedPattern, Pattern
+from dilabench.stats.blocks import locate_sessions
 from dilabench.stats.derive import speedup, tflops_per_second, tokens_per_second
-from dilabench.stats.location import Location, locate
+from dilabench.stats.location import Location
 from dilabench.units import format_bytes, format_count
 from dilabench.work import flops
 
@@ -30,7 +32,7 @@ COLUMNS = (
 TEXT_COLUMNS = ("implementation", "backend", "timer", "verified")
 FOOTNOTES = {
     "*": "chosen by auto",
-    "†": "too few samples for 95 %: the interval is their whole range",
+    "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
     "✓": "verified before timing: all output rows, or this many sampled ones",
 }
 PLAIN_METHODS = ("gather", "gather-multihead")
@@ -174,7 +176,7 @@ def first_timing(row: Row) -> Timing | None:
 def location(row: Row) -> Location | None:
     """Median and interval of the timing that is shown; None when the row was not measured."""
     timing = first_timing(row)
-    return None if timing is None else locate(timing.samples_ns)
+    return None if timing is None else locate_sessions(sessions_of([timing]))
 
 
 def _shape(case: Case) -> str:

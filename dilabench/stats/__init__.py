@@ -5,6 +5,7 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 
 ==================  =====================================================================================
 `location`          quantiles, median with a distribution-free interval, MAD: what one sample says
+`blocks`            the median of samples taken in turns and sessions, which are alike inside each
 `autocorrelation`   how many independent samples a correlated series is worth
 `precision`         the stop rule: measure until the interval is narrow, never until it is significant
 `paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)

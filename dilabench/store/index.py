@@ -198,8 +198,7 @@ def _cell_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:
-    from dilabench.reporters.rows import implementation_text, workload_title
-    from dilabench.stats.location import locate
+    from dilabench.reporters.rows import first_timing, implementation_text, location, workload_title
 
     case, outcome = row.case, row.outcome
     title = workload_title(case) + implementation_text(case).removeprefix(case.implementation)
@@ -207,10 +206,9 @@ def _row_fields(row: Row) -> tuple[object, ...]:
     if not isinstance(outcome, Measured):
         return (*names, outcome.why, *(None,) * 5, 0, 0, None)
     peak = outcome.memory.peak_bytes if outcome.memory else None
-    timing = next((timing for timing in outcome.timings if timing.samples_ns), None)
-    if timing is None:
+    timing, found = first_timing(row), location(row)
+    if timing is None or found is None:
         return (*names, None, *(None,) * 5, 0, 0, peak)
-    found = locate(timing.samples_ns)
     interval = (found.interval.low, found.interval.high) if found.interval else (None, None)
     sessions = len({slot.session for slot in timing.slots})
     return (*names, None, timing.timer, found.p25_ns, found.median_ns, *interval, found.n, sessions, peak)

@@ -18,12 +18,14 @@ from pydantic import BaseModel, ValidationError
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.refusal import describe
 from dilabench.reporters.atomic_file import write_text
-from dilabench.results import Row, RunHeader, RunRecord
+from dilabench.results import Measured, Row, RunHeader, RunRecord, Skipped
 from dilabench.store.migrations import migrated
 
 RECORD_NAME = "run.json"
 ROWS_NAME = "rows.jsonl"
 BUDGET_SKIP = "budget of "
+# The code of the note on a row that holds the first part of a stream.
+STREAM_INTERRUPTED = "stream_interrupted"
 # So that a nearly full disk is noticed before an hour of measuring, not after it.
 RESERVE_BYTES = 1 << 20
 
@@ -146,16 +148,22 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
 
 
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
-    """Rows that `--resume` does not repeat: all but those that the budget left no time for.
+    """Rows that `--resume` does not repeat: all but those that the budget left no time for, and interrupted streams.
+
+    What failed has failed.
 
     With the header of the run that wants to go on, another device or machine is refused: times would not compare.
     """
     old, rows = read_rows(run if run.is_dir() else run.parent)
     if header is not None:
         _same_place(old, header)
-    return tuple(
-        row for row in rows if not (row.outcome.status == "skipped" and row.outcome.why.startswith(BUDGET_SKIP))
-    )
+    return tuple(row for row in rows if not _is_open(row))
+
+
+def _is_open(row: Row) -> bool:
+    if isinstance(row.outcome, Measured):
+        return any(note.code == STREAM_INTERRUPTED for note in row.outcome.notes)
+    return isinstance(row.outcome, Skipped) and row.outcome.why.startswith(BUDGET_SKIP)
 
 
 def _same_place(old: RunHeader, new: RunHeader) -> None:

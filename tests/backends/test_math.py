@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilabench.backends import math
 
@@ -42,6 +43,38 @@ def test_several_batch_rows_share_a_block_when_they_fit() -> None:
     q = torch.randn(7, 3, 2, 8, dtype=torch.float64)
     blocks = list(math._blocks(q, q, torch.float64))
     assert [(b0, b1) for b0, b1, _ in blocks] == [(0, 7)]
+
+
+class Copies(TorchDispatchMode):
+    """The shapes of all copies that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 0), (torch.float64, 0), (torch.bfloat16, 2)])
+def test_keys_are_copied_once_for_all_query_blocks_or_never(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copies: int
+) -> None:
+    monkeypatch.setattr(math, "BLOCK_BYTES", {"cpu": 8 * 4 * 64 * 10})
+    # Keys of every other row, values of the last heads: both views.
+    q, k, v = torch.randn(1, 64, 4, 8), torch.randn(1, 128, 2, 8)[:, ::2], torch.randn(1, 64, 5, 8)[:, :, 3:]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    with Copies() as seen:
+        out, lse = math.attend(q, k, v, causal=False, scale=1.0)
+    assert seen.shapes.count((1, 2, 64, 8)) == copies
+    expected = math.attend(q.contiguous(), k.contiguous(), v.contiguous(), causal=False, scale=1.0)
+    torch.testing.assert_close((out, lse), expected)
+    with Copies() as seen:
+        math.attend_backward(out, q, k, v, out, lse, causal=False, scale=1.0)
+    assert seen.shapes.count((1, 2, 64, 8)) == copies
 
 
 def test_gradcheck() -> None:

@@ -27,10 +27,11 @@ GRAPH = TimerSpec(name="graph", target="t", proves="p")
 class Lab:
     """A pool of pretended workers. `script` maps (implementation, command) to replies or failures, used in turn."""
 
-    def __init__(self, script=None, call_ns=1_000_000, device="cpu", build_s=None):
+    def __init__(self, script=None, call_ns=1_000_000, device="cpu", build_s=None, start_s=0.0):
         self.settings = WorkerSettings(device=device)
         self.script = script or {}
         self.build_s = build_s or {}
+        self.start_s = start_s
         self.call_ns = call_ns
         self.asked, self.patience = [], {}
         self.started = Counter()
@@ -45,6 +46,7 @@ class Lab:
 
     @contextlib.contextmanager
     def fresh(self, key):
+        self.now += self.start_s
         yield FakeWorker(self, f"fresh {key}")
 
     def close(self):
@@ -58,6 +60,7 @@ class Lab:
 class FakeWorker:
     def __init__(self, lab, key):
         self.lab, self.key, self.alive, self.names = lab, key, True, {}
+        self.start_s = lab.start_s
         lab.started[key] += 1
 
     def kill(self):
@@ -75,6 +78,8 @@ class FakeWorker:
             self.lab.now += self.lab.build_s.get(name, 0.0)
         if isinstance(answer, WorkerFailure):
             self.alive = self.alive and not answer.died
+            raise answer
+        if isinstance(answer, KeyboardInterrupt):
             raise answer
         return answer or self.usual(command, arguments)
 
@@ -95,7 +100,7 @@ class FakeWorker:
 
 @pytest.fixture
 def measure(dense_case):
-    def go(names, lab, backend=None, compiles=(), budget_s=None, **method):
+    def go(names, lab, backend=None, compiles=(), budget_s=None, kept=None, **method):
         catalogue = Catalogue()
         for name in names:
             origin = "builtin" if not name.startswith("foreign") else name
@@ -115,7 +120,10 @@ def measure(dense_case):
             progress=Silent(),
             sleep=lab.slept.append,
         )
-        return {row.case.implementation: row.outcome for row in CellRun(station, planned).rows()}
+        rows = {} if kept is None else kept
+        for row in CellRun(station, planned).rows():
+            rows[row.case.implementation] = row.outcome
+        return rows
 
     return go
 
@@ -257,6 +265,37 @@ def test_on_a_gpu_memory_is_weighed_where_the_case_is(measure):
     for name in ("a", "b"):
         own = [command for one, command, _, _ in lab.asked if one == name]
         assert own.index("memory") < own.index("release")
+
+
+def test_time_is_kept_for_fresh_processes_as_slow_as_these_were(measure):
+    """A group of ranks takes most of a second to start, and building may take longer than all samples."""
+    lab = Lab(start_s=2.0, build_s={"a": 0.5, "b": 0.5})
+    endless = {"sampling_s": 100.0, "min_rounds": 10**6, "max_rounds": 10**6}
+    rows = measure(["a", "b"], lab, budget_s=10.0, **endless)
+    assert all(isinstance(row, Measured) and row.memory for row in rows.values())
+    assert 9 < lab.now <= 10
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("interrupted", ["a", "b"])
+def test_ctrl_c_while_memory_is_weighed_keeps_what_was_timed(measure, device, interrupted):
+    kept = {}
+    lab = Lab({(interrupted, "memory"): [KeyboardInterrupt()]}, device=device)
+    with pytest.raises(KeyboardInterrupt):
+        measure(["a", "b"], lab, kept=kept, min_rounds=3)
+    assert all(isinstance(kept[name], Measured) and kept[name].timings for name in ("a", "b"))
+    messages = [note.message for note in kept[interrupted].notes]
+    assert messages == ["the run was interrupted before its memory was measured"]
+    assert (kept["a"].memory is None) == (interrupted == "a")
+    assert kept["b"].memory is None
+
+
+def test_ctrl_c_between_rounds_leaves_no_row(measure):
+    """Some rounds are no measurement yet: the resumed run takes all of them."""
+    kept = {}
+    with pytest.raises(KeyboardInterrupt):
+        measure(["a", "b"], Lab({("b", "slot"): [None, KeyboardInterrupt()]}), kept=kept, min_rounds=3)
+    assert kept == {}
 
 
 def test_what_compiles_is_built_last(measure):

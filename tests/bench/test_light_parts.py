@@ -10,8 +10,9 @@ from dilabench.bench.child import describe_exit
 from dilabench.bench.claims import unproven_backend
 from dilabench.bench.clocks import NvmlClocks, throttle_reasons
 from dilabench.bench.commands import case_spec, worker_key
+from dilabench.bench.least_work import least_flops
 from dilabench.bench.recheck import interference
-from dilabench.bench.suspicion import least_flops, suspicions
+from dilabench.bench.suspicion import suspicions
 from dilabench.bench.warmup import WarmUpLimits, warm_up
 from dilabench.registry import Backend, Catalogue, Implementation
 from dilabench.results import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from dilabench.bench import call as call_module
 from dilabench.bench.call import PreparedCall
 from dilabench.bench.commands import CaseSpec
 from dilabench.bench.inputs import InputSet, InputShelf
 from dilabench.bench.memory import measure_memory
 from dilabench.bench.optimizing import OptimizationUnusableError, compiling, graphed
+from dilabench.bench.verification import CaseVerifier
+from dilabench.distributed.world import World
 from dilabench.registry import Capabilities, Implementation
 from dilabench.results import Case, Optimizations, Skipped
 from dilabench.spec import Workload
@@ -25,6 +28,14 @@ def test_an_optimization_that_cannot_be_is_skipped_with_its_reason(engine):
 
 def test_what_torch_cannot_compile_is_told_in_its_words():
     with pytest.raises(OptimizationUnusableError, match=r"cannot compile it: backend raised: no luck$"), compiling({}):
+        raise torch._dynamo.exc.TorchDynamoException("backend raised:\n\n  no luck\n  much more")
+
+
+def test_what_cannot_be_compiled_over_ranks_says_that_ranks_may_be_why():
+    with (
+        pytest.raises(OptimizationUnusableError, match=r"no luck; torch does not .* ranks: leave"),
+        compiling({}, True),
+    ):
         raise torch._dynamo.exc.TorchDynamoException("backend raised:\n\n  no luck\n  much more")
 
 
@@ -59,6 +70,25 @@ def test_what_is_kept_between_calls_counts_into_the_peak_until_it_is_forgotten(e
     assert measure_memory(call, isolated=False).workspace_bytes >= call.held_bytes
     call.forget()
     assert call.held_bytes == 0
+
+
+# Dynamo looks at the autograd function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("optimization", ["compile", "gradient_checkpointing"])
+def test_an_optimized_function_of_shards_is_verified_by_its_whole_tensors(optimization, monkeypatch):
+    """What is around it has neither shards nor a world of its own."""
+    monkeypatch.setattr(call_module, "compiled", lambda function: torch.compile(function, backend="eager"))
+    fields = {"pattern": {"kind": "dense"}, "batch_size": 1, "seq_len": 48, "num_heads": 2, "num_kv_heads": 2}
+    workload = Workload.model_validate({**fields, "head_dim": 8, "mode": "both"})
+    switched = Optimizations.model_validate({optimization: True})
+    case = Case(implementation="ring", backend="math", workload=workload, optimizations=switched)
+    math = "dilabench.backends.math:"
+    backend = {"name": "math", "target": f"{math}attend", "backward_target": f"{math}attend_backward"}
+    spec = CaseSpec.model_validate({"case": case, "target": "dilabench.impls.ring.ring:build", "backend": backend})
+    device = torch.device("cpu")
+    call = PreparedCall(spec, device, InputShelf(device), World.alone(device))
+    verification, why = CaseVerifier(device).verify(call)
+    assert verification.passed, why
 
 
 def gpu_inputs(seed, grad):

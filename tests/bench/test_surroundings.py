@@ -1,5 +1,6 @@
 """Lock, environment, and what the light half may import."""
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -8,13 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from dilabench.bench import environment
+from dilabench.bench import environment, runner
 from dilabench.bench.environment import snapshot, with_torch
-from dilabench.bench.lock import device_lock, lock_path
+from dilabench.bench.lock import device_lock, locks_of
 from dilabench.bench.progress import Silent
+from dilabench.config import RunRequest
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
-from dilabench.results import GpuInfo
+from dilabench.results import Case, GpuInfo, PlannedCase, RunHeader
+from dilabench.spec import Workload
 
 CPU = Machine(device="cpu", no_cuda="test")
 GPU = Machine(
@@ -64,9 +67,72 @@ def test_the_lock_is_free_as_soon_as_its_holder_ends():
 
 
 def test_each_gpu_has_a_lock_of_its_own():
-    assert lock_path(CPU) != lock_path(GPU)
+    assert locks_of(CPU) != locks_of(GPU)
     with device_lock(CPU, "first", Silent()), device_lock(GPU, "second", Silent(), wait_s=0):
         pass
+
+
+def several(*uuids):
+    return Machine(device="cuda", gpus=tuple(GpuInfo(name="H200", uuid_hash=uuid) for uuid in uuids))
+
+
+def test_a_run_over_ranks_holds_the_gpu_of_each():
+    machine = several("a", "b", "c")
+    with device_lock(machine, "ranks", Silent(), gpus=range(2)):
+        with device_lock(machine, "beside", Silent(), gpus=[2], wait_s=0):
+            pass
+        second = device_lock(machine, "second", Silent(), gpus=[1], wait_s=0)
+        with pytest.raises(EnvironmentNotReady, match=r"GPU 1 \(H200\) is in use by run ranks"), second:
+            pass
+    with device_lock(machine, "after", Silent(), gpus=range(3), wait_s=0):
+        pass
+
+
+def test_all_runs_lock_gpus_in_one_order_whatever_they_see_first():
+    """Two runs that see the GPUs in other orders would otherwise each hold what the other waits for."""
+    one, other = several("b", "a", "c"), several("c", "b", "a")
+    paths = [lock.path for lock in locks_of(one, range(3))]
+    assert paths == [lock.path for lock in locks_of(other, range(3))]
+    assert [lock.device for lock in locks_of(one, range(3))] == ["GPU 1 (H200)", "GPU 0 (H200)", "GPU 2 (H200)"]
+
+
+def test_ranks_that_share_a_gpu_lock_it_once():
+    with device_lock(several("a", "a"), "ranks", Silent(), gpus=range(3), wait_s=0):
+        pass
+
+
+def test_a_run_that_does_not_get_all_gpus_keeps_none():
+    machine = several("a", "b")
+    with device_lock(machine, "first", Silent(), gpus=[1]):
+        second = device_lock(machine, "second", Silent(), gpus=range(2), wait_s=0)
+        with pytest.raises(EnvironmentNotReady, match="GPU 1"), second:
+            pass
+        with device_lock(machine, "third", Silent(), gpus=[0], wait_s=0):
+            pass
+
+
+def test_a_run_locks_as_many_gpus_as_its_widest_case_has_ranks(catalogue, monkeypatch):
+    locked = []
+
+    @contextlib.contextmanager
+    def told(machine, run_id, progress, *, gpus):
+        locked.append(list(gpus))
+        raise EnvironmentNotReady("seen")
+        yield
+
+    monkeypatch.setattr(runner, "device_lock", told)
+    monkeypatch.setattr(runner, "warm_server", lambda: None)
+    workload = Workload(pattern={"kind": "dense"}, batch_size=1, seq_len=64, num_heads=2, num_kv_heads=2, head_dim=8)
+    planned = [
+        PlannedCase(case=Case(implementation="ring", workload=workload, world_size=size), skip=skip)
+        for size, skip in ((1, None), (3, None), (8, "no such ranks"))
+    ]
+    header = RunHeader(
+        tool_version="0", run_id="r", suite="ring", started_at="2026-01-01", environment=snapshot(several("a"))
+    )
+    with pytest.raises(EnvironmentNotReady, match="seen"):
+        runner.run(planned, RunRequest(suite="ring"), catalogue, several("a", "b", "c"), header, None)
+    assert locked == [[0, 1, 2]]
 
 
 def test_a_lock_that_cannot_be_opened_names_the_way_out(tmp_path, monkeypatch):
@@ -94,7 +160,7 @@ def test_a_lock_that_another_user_made_in_a_shared_folder_is_opened(monkeypatch)
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("keep me")
-    lock_path(CPU).symlink_to(precious)
+    locks_of(CPU)[0].path.symlink_to(precious)
     with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Silent()):
         pass
     assert precious.read_text() == "keep me"
@@ -102,7 +168,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
 
 def test_a_lock_whose_text_is_garbage_is_held_by_another_run():
     with device_lock(CPU, "first", Silent()):
-        lock_path(CPU).write_bytes(b"\xff\xfe\x80")
+        locks_of(CPU)[0].path.write_bytes(b"\xff\xfe\x80")
         second = device_lock(CPU, "second", Silent(), wait_s=0)
         with pytest.raises(EnvironmentNotReady, match="in use by another run"), second:
             pass

@@ -8,7 +8,7 @@ from dilabench.config import RunRequest
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.registry import Capabilities, Implementation
-from dilabench.results import Case, Measured, PlannedCase, RunHeader
+from dilabench.results import Case, Measured, PlannedCase, RunHeader, Skipped
 from dilabench.spec import Workload
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -109,6 +109,27 @@ def test_sharding_inside_a_call_gives_whole_tensors():
     assert outcome.verification.passed
     # Half of out, and of dq, dk and dv, comes from the other rank.
     assert outcome.counters["received_whole_bytes"] == 48 * (2 * 4 + 2 * 2) * 8 * 4
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_around_a_function_of_shards_keeps_them(inside):
+    """Recomputation wraps the function; its shards and parameters are asked for all the same."""
+    switched = {"gradient_checkpointing": True, "sharding_inside": inside}
+    for name, outcome in rows_of(["ring", "ring-multihead"], optimizations=switched).items():
+        assert isinstance(outcome, Measured), (name, outcome)
+        assert outcome.verification.passed
+        assert ("d q_proj.weight" in {check.name for check in outcome.verification.checks}) == (name != "ring")
+
+
+def test_what_torch_cannot_compile_over_ranks_is_skipped_with_its_reason():
+    """Whether it can is torch's matter, and differs by version and device; a failure it never is."""
+    (outcome,) = rows_of(["ring"], optimizations={"compile": True}).values()
+    if isinstance(outcome, Measured):
+        assert outcome.verification.passed
+    else:
+        assert isinstance(outcome, Skipped), outcome
+        assert outcome.why.startswith("torch.compile cannot compile it: ")
+        assert outcome.why.endswith("leave compile out")
 
 
 @pytest.mark.parametrize(

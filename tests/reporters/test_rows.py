@@ -1,6 +1,6 @@
 from typing import Any
 
-from dilabench.reporters.rows import COLUMNS, DisplayRow, footnotes, pattern_text, workload_tables
+from dilabench.reporters.rows import COLUMNS, DisplayRow, footnotes, location, pattern_text, workload_tables
 from dilabench.results import (
     Case,
     Check,
@@ -19,6 +19,7 @@ from dilabench.results import (
     Verification,
 )
 from dilabench.spec import Workload
+from dilabench.stats.location import median_interval
 
 DILATED = {"kind": "dilated", "segment_lengths": (96, 192), "dilation_rates": (1, 2)}
 
@@ -158,3 +159,17 @@ def test_pattern_text_names_what_is_unusual() -> None:
     sparse = {"kind": "block_sparse", "mask": "local_window", "block_size": 32, "sparsity": 0.75, "branches": DILATED}
     text = pattern_text(workload(pattern=sparse).pattern)
     assert text == "block-sparse local_window block 32 sparsity 0.75 dilated w 96,192 r 1,2"
+
+
+def test_the_interval_tells_that_turns_differ() -> None:
+    """Ten turns of ten like samples are not a hundred independent ones."""
+    turns = [tuple(round(1e6 * (5 + turn % 10)) + sample for sample in range(10)) for turn in range(10)]
+    slots = tuple(Slot(round=index, samples_ns=samples) for index, samples in enumerate(turns))
+    timing = Timing(timer="wall", proves="host time", slots=slots)
+    outcome = measured(1).model_copy(update={"timings": (timing,)})
+    found = location(row("gather", outcome))
+    assert found is not None
+    assert found.interval is not None
+    pooled = median_interval(timing.samples_ns)
+    assert pooled is not None
+    assert found.interval.half_width > 2 * pooled.half_width

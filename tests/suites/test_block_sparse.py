@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dilabench import blockmask, work
 from dilabench.analysis.density import analyse, break_even, steps_of
 from dilabench.config import run_request
 from dilabench.errors import ConfigError
@@ -143,6 +144,28 @@ def test_the_break_even_density_lies_between_the_points_beside_it(catalogue):
     assert [point.y for point in plot.curves[0].points] == pytest.approx(
         [10 / 0.6, 10 / 1.2, 10 / 2.4, 10 / 6, 10 / 12]
     )
+
+
+def test_the_mask_file_of_many_rows_is_read_once(catalogue, tmp_path, monkeypatch):
+    path = tmp_path / "mask.npy"
+    np.save(path, np.tril(np.random.default_rng(0).random((8, 8)) < 0.7) | np.eye(8, dtype=bool))
+    asked = {"mask_file": str(path), **SMALL}
+    names = ["block-sparse", "block-sparse-flex"]
+    forward, backward = (
+        plan(catalogue, workload={**asked, "mode": mode}, implementations=names) for mode in ("forward", "both")
+    )
+    cases = tuple(one for one in (*forward, *backward) if one.case.workload.pattern.kind == "block_sparse")
+    found = record(cases, [float(ms) for ms in range(1, len(cases) + 1)])
+    reads = []
+    real = blockmask.mask_digest
+    monkeypatch.setattr(blockmask, "mask_digest", lambda file: reads.append(file) or real(file))
+    work._pairs_of_masks.cache_clear()
+    assert len(cases) > 3
+    assert len({step.density for step in steps_of(found)}) == 1
+    assert len(reads) == 1
+    analyse(found)
+    # Once more for the shares, and once for the work, whatever the number of rows and heads.
+    assert len(reads) == 3
 
 
 def test_without_a_crossing_the_sentence_says_which_side(catalogue):
