@@ -45,8 +45,8 @@ SHORT = {
     "dilation_rates": (1, 2, 4),
 }
 MILLION = {**LONGNET_128K, "seq_len": 1048576, "num_heads": 8, "head_dim": 64}
-# Offsets of its last rows do not fit 32 bits: N·H·D is 2^32.
-HUGE = {**LONGNET_128K, "seq_len": 2097152, "head_dim": 128}
+# Offsets of its last rows do not fit 32 bits: N·H·D is 1.25 times 2^31.
+HUGE = {**LONGNET_128K, "seq_len": 1310720, "head_dim": 128}
 DENSE = {"pattern": "dense", "batch_size": 4, "seq_len": 8192, "num_heads": 24, "head_dim": 128}
 DENSE_64 = {"pattern": "dense", "batch_size": 2, "seq_len": 16384, "num_heads": 16, "head_dim": 64}
 
