@@ -82,6 +82,9 @@ def main() -> int:
     machine, catalogue = detect("cuda"), discover().catalogue
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
+    # A process's first matrix products give cuBLAS 64 MiB to work in, which belong to no case.
+    ones = torch.ones(64, 64, device=device)
+    torch.addmm(ones, ones, ones @ ones)
     done: list[dict[str, Any]] = []
     left: list[str] = []
     for row in _rows(options.groups.split(",")):
@@ -204,31 +207,38 @@ def _measured(row: Planned, machine: Any, catalogue: Catalogue, device: torch.de
     reasons = catalogue.reasons_against(case.model_copy(update={"world_size": 1}), machine)
     if reasons:
         raise RuntimeError("; ".join(reasons))
+    # Which rank needs most depends on the sharding: the last of a causal ring, the first of a zigzag.
+    peaks = [_peaks(case, rank, catalogue, device) for rank in sorted({0, row.ranks - 1})]
+    alone = case.model_copy(update={"workload": workload.replace(mode="forward")})
+    yield Measured(alone, max(forward for forward, _ in peaks))
+    if not row.switched.get("offload_inputs"):
+        yield Measured(case, max(both for _, both in peaks))
+
+
+def _peaks(case: Case, rank: int, catalogue: Catalogue, device: torch.device) -> tuple[int, int]:
+    """Bytes of a rank's forward alone and of both passes."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
-    if row.ranks > 1:
-        forward, both, dout = _rank(case, catalogue, device)
+    if case.world_size > 1:
+        forward, both, dout = _rank(case, rank, catalogue, device)
     else:
         call = PreparedCall(case_spec(case, catalogue, 0), device, InputShelf(device))
         forward, both, dout = (lambda: call._forward(call.inputs(0))), call.fresh, call.output_gradient()
     forward()
     both()()
     dout_bytes = dout.nbytes if dout.device == device else 0
-    alone = case.model_copy(update={"workload": workload.replace(mode="forward")})
-    yield Measured(alone, _peak(forward, device) - before - dout_bytes)
-    if not row.switched.get("offload_inputs"):
-        yield Measured(case, _peak(lambda: both()(), device) - before)
+    return _peak(forward, device) - before - dout_bytes, _peak(lambda: both()(), device) - before
 
 
 def _rank(
-    case: Case, catalogue: Catalogue, device: torch.device
+    case: Case, rank: int, catalogue: Catalogue, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], Callable[[], object]], torch.Tensor]:
-    """The calls of the last rank, which reads the most, on shards of its own."""
+    """The calls of one rank, on shards of its own."""
     workload, implementation = case.workload, catalogue.implementations.get(case.implementation)
     backend = catalogue.backends.get(case.backend or "")
     loaded = LoadedBackend(backend.name, load_target(backend.target), load_target(str(backend.backward_target)))
-    world = LoneRank.of(case.world_size - 1, case.world_size, device)
+    world = LoneRank.of(rank, case.world_size, device)
     function = load_target(implementation.target)(workload, BuildContext(device=device, backend=loaded, world=world))
     leaves = _shards(workload, function.shards.rows[world.rank], implementation.takes, device)
     targets = [*leaves, *(function.parameters() if isinstance(function, torch.nn.Module) else ())]
