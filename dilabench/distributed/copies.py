@@ -116,12 +116,15 @@ class Copies:
         self._closed.set()
 
     def _send(self, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
+        in_pieces = tensor.nbytes > self._mailboxes.longest_chunk
+        flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
+
         def lay(place: int, start: int, length: int) -> None:
             target = self._memory[place : place + length]
-            if length == tensor.nbytes:
-                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            if in_pieces:
+                target.copy_(flat[start : start + length])
             else:
-                target.copy_(tensor.contiguous().view(-1).view(torch.uint8)[start : start + length])
+                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
         self._mailboxes.send(queue, peer, tensor.nbytes, lay)
 

@@ -95,14 +95,18 @@ class Mailboxes:
                 queue.set(counter, _RELEASED)
 
     @property
+    def longest_chunk(self) -> int:
+        """Bytes: half a region, so that one is laid down while another is taken."""
+        return self._region // 2
+
+    @property
     def _size(self) -> int:
         return len(self._addresses)
 
     def _chunks(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """(start, length): no longer than half a region, so that one is laid down while another is taken."""
-        longest = self._region // 2
-        for start in range(0, nbytes, longest):
-            yield start, min(longest, nbytes - start)
+        """(start, length) of each."""
+        for start in range(0, nbytes, self.longest_chunk):
+            yield start, min(self.longest_chunk, nbytes - start)
 
     def _next(self, way: _Way, length: int) -> tuple[int, int]:
         """Where the next chunk begins: in bytes since the first one, and in the region."""

@@ -1,0 +1,31 @@
+"""What ranks do with the copy engines of real GPUs."""
+
+import time
+
+import torch
+
+
+def swapped(world, lengths):
+    """Strided messages of each length to and from every other rank: what carried them, and which arrived wrong."""
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    wrong = []
+    for length in lengths:
+        mine = torch.arange(2 * length, device=world.device).mul_(world.size).add_(world.rank).view(length, 2)
+        kept = {rank: torch.full((length,), -1, device=world.device) for rank in others}
+        pending = world.swap({rank: [mine[:, 1]] for rank in others}, {rank: [kept[rank]] for rank in others}, "test")
+        # What was sent may be overwritten at once, in the stream's order.
+        mine.zero_()
+        pending.wait()
+        wanted = torch.arange(1, 2 * length, 2, device=world.device).mul_(world.size)
+        wrong += [(length, rank) for rank in others if not torch.equal(kept[rank], wanted + rank)]
+    return world.transport, wrong
+
+
+def late(world, patience_s):
+    """Rank 1 sends long after rank 0 has stopped waiting."""
+    world.copies.timeout_s = patience_s
+    inbox = torch.empty(8, device=world.device)
+    if world.rank == 1:
+        time.sleep(3 * patience_s)
+    world.swap({1 - world.rank: [torch.ones_like(inbox)]}, {1 - world.rank: [inbox]}, "test").wait()
+    world.barrier()
