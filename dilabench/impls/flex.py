@@ -8,6 +8,7 @@ at all; moving the tokens there and back is part of the call.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +17,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.flex_blocks import block_mask, head_offsets
 from dilabench.spec import DilatedPattern, Workload
-from dilabench.work import head_branches, head_offset
 
-ABSENT = -1
 Index = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -54,14 +54,7 @@ class Flex:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
         if self.order is not None:
             q, k, v = (x.index_select(1, self.order) for x in (q, k, v))
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        out = self.run(
-            *heads_first,
-            score_mod=self.score,
-            block_mask=self.mask,
-            scale=self.scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        ).transpose(1, 2)
+        out = self.run(*(x.transpose(1, 2) for x in (q, k, v)), self.score, self.mask, self.scale).transpose(1, 2)
         return out.contiguous() if self.back is None else out.index_select(1, self.back)
 
 
@@ -86,23 +79,28 @@ def _build(workload: Workload, context: BuildContext, order: Tensor | None) -> F
     def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return logit + torch.log(count(b, h, i, j).to(torch.float32))
 
-    on_gpu = context.device.type == "cuda"
-    make_mask = torch.compile(flex.create_block_mask) if on_gpu else flex.create_block_mask
-    mask = make_mask(visible, None, workload.num_heads, workload.seq_len, workload.seq_len, device=str(context.device))
-    run = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False) if on_gpu else flex.flex_attention
+    tokens = torch.arange(workload.seq_len, device=context.device) if order is None else order
+    mask = block_mask(workload, tokens, visible)
+    run: Callable[..., Tensor] = _attend
+    if context.device.type == "cuda":
+        # torch.compile gives up on one function after eight classes of shapes: each build compiles its own.
+        own_code = types.FunctionType(_attend.__code__.replace(), _attend.__globals__)
+        run = torch.compile(own_code, fullgraph=True, dynamic=False)
     back = None if order is None else torch.argsort(order)
     return Flex(run, mask, score, workload.softmax_scale, order, back)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, score: Score, mask: flex.BlockMask, scale: float) -> Tensor:
+    enable_gqa = q.shape[1] != k.shape[1]
+    out = flex.flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _multiplicity(workload: Workload, device: torch.device, order: Tensor | None) -> Index:
     """C[h, i, j] without causal mask and window, as elementwise arithmetic on index tensors."""
     pattern = _dilated(workload)
-    offsets = torch.full((len(pattern.branches), workload.num_heads), ABSENT, device=device)
-    for head in range(workload.num_heads):
-        own = head_branches(pattern, head, workload.num_heads)
-        for index, (segment, rate) in enumerate(pattern.branches):
-            if (segment, rate) in own:
-                offsets[index, head] = head_offset(pattern, head, rate, workload.num_heads, workload.num_kv_heads)
+    offsets = torch.tensor(head_offsets(workload), device=device).T.contiguous()
 
     def count(_b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if order is not None:

@@ -6,7 +6,7 @@ branch through our dense kernel on strided views, merged in place; both forms ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls.branches import branches_of, covers_every_row
+from dilabench.impls.one_operator import as_one_operator, new_number, register
 from dilabench.impls.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union import Union, union_of
 from dilabench.kernels import dense_tiles
@@ -71,13 +72,17 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
     return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Fused:
     """The planned branches in one kernel, and the rest merged onto them. At least one of the two is there."""
 
     plan: ResiduePlan | None
     rest: Union | None
     scale: float
+    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        register(self.number, self)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
@@ -85,6 +90,8 @@ class Fused:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
+        if torch.compiler.is_compiling():
+            return as_one_operator(self.number, q, k, v)
         out, lse = _FusedFunction.apply(self, q, k, v)
         return out, lse
 

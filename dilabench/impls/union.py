@@ -93,10 +93,13 @@ class Union:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
-        # A detached backward needs every call's own results as well, which one operator does not hand on.
-        if torch.compiler.is_compiling() and not self.detached:
-            return as_one_operator(self.number, q, k, v)
-        out, lse = _UnionFunction.apply(self, q, k, v)
+        function = _UnionFunction.apply
+        if torch.compiler.is_compiling():
+            if not self.detached:
+                return as_one_operator(self.number, q, k, v)
+            # Its backward needs every call's own results as well, which one operator does not hand on.
+            function = torch.compiler.disable(function)
+        out, lse = function(self, q, k, v)
         return out, lse
 
     def forward(

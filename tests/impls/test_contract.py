@@ -1,16 +1,19 @@
 """Every implementation, over every backend that it can use here, in every dtype, passes `verify` on odd shapes."""
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from dilabench.bench.verify.oracle import Oracle
 from dilabench.bench.verify.verification import summary, verify
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import discover
 from dilabench.registry import Catalogue, Implementation, load_target
-from dilabench.results import Case
+from dilabench.results import Case, GpuInfo
 from dilabench.spec import Workload
 
 # Heads that no rate divides, prime and tail lengths, segments longer than N, a rate above H, K < H.
@@ -68,26 +71,70 @@ SHAPES = {
         "pattern": {"kind": "block_sparse", "mask": "strided", "block_size": 128, "sparsity": 0.5},
         "batch_size": 1,
         "seq_len": 384,
-        "num_heads": 3,
-        "num_kv_heads": 3,
+        "num_heads": 2,
+        "num_kv_heads": 2,
         "head_dim": 128,
         "causal": True,
     },
 }
+# What kernels of their own take as it is: they run on a GPU only.
+GPU_SHAPES = {
+    "tiles": {
+        "pattern": {"kind": "dilated", "segment_lengths": (64, 256), "dilation_rates": (1, 4)},
+        "batch_size": 1,
+        "seq_len": 512,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "causal": True,
+    },
+}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# The first that a pair can do is its quick case.
+QUICK_DTYPES = ("bfloat16", "float32", "float16", "float64")
+H200 = Machine(device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capability="9.0"),))
 
 
 def usable(catalogue: Catalogue, machine: Machine) -> Iterator[Case]:
     """Forward and backward of every implementation and backend that this machine can do."""
+    shapes = SHAPES if machine.device == "cpu" else SHAPES | GPU_SHAPES
     for implementation in catalogue.implementations:
         backends = catalogue.backends.names if implementation.uses_backend else (None,)
-        for fields in SHAPES.values():
+        for fields in shapes.values():
             for dtype in DTYPES:
                 for backend in backends:
                     workload = Workload.model_validate({**fields, "dtype": dtype, "mode": "both"})
                     case = Case(implementation=implementation.name, backend=backend, workload=workload)
                     if not catalogue.reasons_against(case, machine):
                         yield case
+
+
+def quick_first(catalogue: Catalogue, cases: list[Case]) -> list[Any]:
+    """The cases of a GPU as parameters, one of each implementation and backend first.
+
+    `-k quickgpu` selects those, `-k "quickgpu and not compiling"` the ones that torch.compile does not slow down.
+    """
+
+    def compiles(case: Case) -> bool:
+        own = catalogue.implementations.get(case.implementation).compiles
+        return own or (case.backend is not None and catalogue.backends.get(case.backend).compiles)
+
+    def cost(case: Case) -> tuple[int, bool]:
+        """Every odd shape of a kernel call is compiled anew; `tiles` has the fewest."""
+        return QUICK_DTYPES.index(case.workload.dtype), compiles(case) and not name(case).endswith("tiles")
+
+    quick: dict[tuple[str, str | None], Case] = {}
+    for case in sorted(cases, key=cost):
+        quick.setdefault((case.implementation, case.backend), case)
+    first = sorted(quick.values(), key=compiles)
+    marked = [pytest.param(x, id=f"quickgpu-{'compiling-' if compiles(x) else ''}{name(x)}") for x in first]
+    return marked + [pytest.param(x, id=name(x)) for x in cases if x not in first]
+
+
+@functools.cache
+def oracle(workload: Workload, takes: str, device: str) -> Oracle:
+    """One for all implementations and backends of a workload."""
+    return Oracle(workload, takes=takes, device=device)
 
 
 def check(catalogue: Catalogue, case: Case, device: str) -> None:
@@ -103,14 +150,14 @@ def check(catalogue: Catalogue, case: Case, device: str) -> None:
         function,
         case.workload,
         takes=implementation.takes,
-        device=device,
+        oracle=oracle(case.workload, implementation.takes, device),
         deterministic=implementation.deterministic,
     )
     assert verdict.passed, summary(verdict)
 
 
 def name(case: Case) -> str:
-    kind = next(key for key, fields in SHAPES.items() if fields["seq_len"] == case.workload.seq_len)
+    kind = next(key for key, fields in (SHAPES | GPU_SHAPES).items() if fields["seq_len"] == case.workload.seq_len)
     return "-".join(filter(None, (case.implementation, case.backend, case.workload.dtype, kind)))
 
 
@@ -124,6 +171,19 @@ def test_passes_verify(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", list(usable(CATALOGUE, HERE)) if HERE.device == "cuda" else [], ids=name)
+@pytest.mark.parametrize("case", quick_first(CATALOGUE, list(usable(CATALOGUE, HERE)) if HERE.device == "cuda" else []))
 def test_passes_verify_on_a_gpu(case: Case) -> None:
     check(CATALOGUE, case, "cuda")
+
+
+def test_quick_cases_of_a_gpu_come_first_and_are_one_of_each_pair() -> None:
+    found = list(usable(CATALOGUE, H200))
+    params = quick_first(CATALOGUE, found)
+    cases = [param.values[0] for param in params]
+    pairs = {(case.implementation, case.backend) for case in cases}
+    quick = [param for param in params if param.id.startswith("quickgpu-")]
+    assert quick == params[: len(pairs)]
+    assert {(case.implementation, case.backend) for case in cases[: len(pairs)]} == pairs
+    assert len(cases) == len(found)
+    assert set(cases) == set(found)
+    assert {"fused", "flex", "flex-permuted"} <= {implementation for implementation, _ in pairs}

@@ -1,0 +1,93 @@
+"""A computation under torch.compile: forward and backward as one operator each, one node of a graph without breaks.
+
+Tracing into it would break the graph at every call of a kernel, or be wrong: whether a kernel can read a tensor hangs
+on its address, which a trace does not have; pattern cache and buffer pool sit behind locks; and torch refuses to
+functionalize writes through the strided views that results are merged into. So the compiler sees none of the inside.
+"""
+
+# The annotations of operators are evaluated by torch: no postponed evaluation in this module.
+
+import itertools
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class Computation(Protocol):
+    """Attention outside autograd; the backward pass needs no more than out and lse of the forward pass.
+
+    `forward` gives out [B, N, H, D] and lse [B, H, N] first, `backward` dq, dk, dv.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+# An operator takes tensors and numbers, so that a computation goes by its number.
+_computations: WeakValueDictionary[int, Computation] = WeakValueDictionary()
+new_number = itertools.count().__next__
+
+
+def register(number: int, computation: Computation) -> None:
+    """Let operators find the computation, for as long as somebody else holds it."""
+    _computations[number] = computation
+
+
+def as_one_operator(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by the registered computation; differentiable."""
+    out, lse = _forward_op(q, k, v, number)
+    return out, lse.detach()
+
+
+def _computation(number: int) -> Computation:
+    computation = _computations.get(number)
+    if computation is None:
+        raise RuntimeError("the attention function is gone; keep it for as long as you call what was compiled from it")
+    return computation
+
+
+@torch.library.custom_op("dilabench::attention", mutates_args=())
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    out, lse = _computation(number).forward(q, k, v)[:2]
+    return out.contiguous(), lse.contiguous()
+
+
+@_forward_op.register_fake
+def _forward_shapes(q: Tensor, _k: Tensor, _v: Tensor, _number: int) -> tuple[Tensor, Tensor]:
+    B, N, H, _ = q.shape
+    return _like(q), q.new_empty((B, H, N), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@torch.library.custom_op("dilabench::attention_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _computation(number).backward(dout, q, k, v, out, lse)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@_backward_op.register_fake
+def _backward_shapes(
+    _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, _number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.number = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward_op(dout, *ctx.saved_tensors, ctx.number), None
+
+
+torch.library.register_autograd(_forward_op, _differentiate, setup_context=_save_for_backward)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

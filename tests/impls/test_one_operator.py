@@ -1,0 +1,111 @@
+"""Under torch.compile, a computation is one operator: one graph, no break, the results of the plain call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.backends import math, sdpa_flash
+from dilabench.contracts import AttentionFn, BuildContext, LoadedBackend
+from dilabench.impls import gather, one_operator, strided
+from dilabench.impls.fused import Fused
+from dilabench.spec import Workload
+
+# Heads that no rate divides, a short last segment, shared keys.
+WORKLOAD = Workload.model_validate(
+    {
+        "pattern": {"kind": "dilated", "segment_lengths": (16, 48, 200), "dilation_rates": (1, 3, 8)},
+        "batch_size": 2,
+        "seq_len": 97,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "head_dim": 8,
+        "causal": True,
+    }
+)
+BACKENDS = {
+    "math": LoadedBackend("math", math.attend, math.attend_backward),
+    "sdpa-flash": LoadedBackend("sdpa-flash", sdpa_flash.attend, sdpa_flash.attend_backward),
+}
+
+
+def context(backend: str = "math") -> BuildContext:
+    return BuildContext(device=torch.device("cpu"), backend=BACKENDS[backend])
+
+
+def fused(workload: Workload, context: BuildContext) -> Fused:
+    """`fused` without a kernel of its own, which only a GPU runs."""
+    return Fused(None, strided.build(workload, context), workload.softmax_scale)
+
+
+def inputs() -> tuple[Tensor, ...]:
+    """q, k and v, of which k and v are slices of one packed projection."""
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(2, 97, 6, 8, generator=generator).requires_grad_()
+    packed = torch.randn(2, 97, 6, 8, generator=generator).requires_grad_()
+    return q, packed[:, :, :3], packed[:, :, 3:]
+
+
+def results(function: AttentionFn) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    q, k, v = inputs()
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(5))
+    out = function(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("build", [gather.build, strided.build, fused], ids=["gather", "strided", "fused"])
+def test_is_one_graph_and_gives_the_same(build: Any, backend: str) -> None:
+    function = build(WORKLOAD, context(backend))
+    explanation = torch._dynamo.explain(function)(*inputs())
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(results(compiled), results(function), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_lse_carries_no_gradient() -> None:
+    function = strided.build(WORKLOAD, context())
+    _, lse = torch.compile(function.with_lse, fullgraph=True, backend="aot_eager")(*inputs())
+    assert not lse.requires_grad
+    assert torch.equal(lse, function.with_lse(*inputs())[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_detached_merge_is_not_one_operator_and_gives_the_same() -> None:
+    workload = WORKLOAD.replace(pattern={**WORKLOAD.pattern.model_dump(), "merge_grad": "detached"})
+    function = strided.build(workload, context())
+    for actual, expected in zip(results(torch.compile(function, backend="eager")), results(function), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_each_computation_has_an_operator_of_its_own() -> None:
+    """Two of the same shapes share what was compiled, not what they compute."""
+    causal, full = (strided.build(WORKLOAD.replace(causal=causal), context()) for causal in (True, False))
+    for function in (causal, full):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(results(compiled)[0], results(function)[0])
+
+
+def test_operators_keep_torchs_rules() -> None:
+    """Schemas, fake kernels and autograd registration, by torch's own checker."""
+    function = strided.build(WORKLOAD, context())
+    plain = tuple(x.detach().clone().requires_grad_() for x in inputs())
+    torch.library.opcheck(one_operator._forward_op, (*plain, function.number))
+    detached = tuple(x.detach() for x in plain)
+    out, lse = one_operator._forward_op(*detached, function.number)
+    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(out), *detached, out, lse, function.number))
+
+
+def test_a_computation_that_is_gone_is_told() -> None:
+    number = strided.build(WORKLOAD, context()).number
+    with pytest.raises(RuntimeError, match="attention function is gone; keep it"):
+        one_operator.as_one_operator(number, *inputs())
