@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dilabench.kernels.block_plan import BlockPlan
 from dilabench.kernels.block_sparse_forward import visible_pairs
-from dilabench.kernels.fused_backward import row_sums
 from dilabench.kernels.head_rows import check_head_dim, head_rows
+from dilabench.kernels.row_sums import row_sums
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
@@ -274,7 +274,7 @@ def block_sparse_backward(
     check_head_dim(q.shape[-1])
     batch, rows, num_heads, dim = q.shape
     num_kv_heads = k.shape[2]
-    log2_lse, delta = row_sums(out, dout, lse.contiguous(), modulus=1)
+    log2_lse, delta = row_sums(out, dout, lse.contiguous())
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shared = {
         "DIM": dim,

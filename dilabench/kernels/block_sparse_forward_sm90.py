@@ -97,6 +97,7 @@ def block_sparse_forward_sm90(
         BLOCK_M=TILES.block_m,
         BLOCK_N=TILES.block_n,
         CAUSAL=plan.causal,
+        RAGGED=False,
         STAGES=TILES.num_stages,
         PERSISTENT=persistent,
         num_warps=TILES.num_warps,

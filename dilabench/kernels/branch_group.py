@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -16,6 +15,7 @@ CLASS_BITS = 10
 MAX_MODULUS = 1 << CLASS_BITS
 MAX_MULTIPLICITY = (1 << 6) - 1
 SMALLEST_TILE = 16
+LARGEST_TILE = 128
 
 
 def head_offset(head: int, rate: int, num_heads: int, num_kv_heads: int, offset: Offset, offset_by: OffsetBy) -> int:
@@ -77,9 +77,13 @@ class BranchGroup:
 
     @property
     def largest_tile(self) -> int:
-        """Largest power of two that divides the shortest segment and the tail."""
-        rows = math.gcd(self.segment_rows[0], self.sequence_rows)
-        return rows & -rows
+        """Largest power of two that divides the shortest segment, and that a short sequence fills by more than half."""
+        rows = self.segment_rows[0]
+        return min(rows & -rows, 1 << (self.sequence_rows - 1).bit_length())
+
+    def cuts_tiles(self, tile: int) -> bool:
+        """Whether the sequence ends inside a tile of this many rows."""
+        return self.tail_rows % tile > 0
 
     def active(self, kind: int, u: int) -> tuple[int, ...]:
         """Indices (into this group) of the branches that class ``u`` takes part in."""

@@ -23,51 +23,17 @@ from dilabench.kernels.row_layout import (
     launch_arguments,
     row_addressable,
 )
-from dilabench.kernels.tile_walk import query_item, split_block, split_program, unpack
+from dilabench.kernels.row_sums import reordered, row_sums
+from dilabench.kernels.tile_walk import (
+    load_tile,
+    query_item,
+    seen_keys,
+    split_block,
+    split_program,
+    store_tile,
+    unpack,
+)
 from dilabench.kernels.tuning import TileConfig, tile_config
-
-
-@triton.jit
-def _row_sums_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    log2_lse_ptr,
-    delta_ptr,
-    out_b,
-    out_n,
-    out_h,
-    dout_b,
-    dout_n,
-    dout_h,
-    length,
-    n_heads,
-    rows_per_class,
-    R: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    # delta = rowsum(out * dout) and the base-2 lse, written class by class: [B, H, R, N / R].
-    pid = tl.program_id(0)
-    head = (pid % n_heads).to(tl.int64)
-    rest = pid // n_heads
-    blocks = tl.cdiv(length, ROWS)
-    tokens = (rest % blocks) * ROWS + tl.arange(0, ROWS)
-    batch = (rest // blocks).to(tl.int64)
-    valid = tokens < length
-    columns = tl.arange(0, DIM)
-    at = tokens.to(tl.int64)
-    out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns[None, :], valid[:, None], 0.0)
-    dout = tl.load(
-        dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns[None, :], valid[:, None], 0.0
-    )
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + (batch * n_heads + head) * length + at, valid, 0.0)
-    target = (batch * n_heads + head) * length + (at % R) * rows_per_class + at // R
-    # exp2(x - inf) is 0: a row that sees no key contributes nothing.
-    log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(log2_lse_ptr + target, log2_lse, valid)
-    tl.store(delta_ptr + target, delta, valid)
 
 
 @triton.jit
@@ -99,6 +65,7 @@ def _query_kernel(
     n_heads,
     heads_per_kv,
     sequence_rows,
+    stats_rows,
     super_rows,
     n_blocks,
     R: tl.constexpr,
@@ -106,6 +73,7 @@ def _query_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr,
     ADD: tl.constexpr,
     ITEM_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -123,16 +91,16 @@ def _query_kernel(
     n_masked = tl.load(item_ptr + 4)
 
     residue = (u + shift) % R
-    base_row = batch * sequence_rows + super_index * super_rows
+    base_row = super_index * super_rows
     row = base_row + tile * BLOCK_M
     k_column = (head // heads_per_kv) * k_head
     v_column = (head // heads_per_kv) * v_head
-    q = q_desc.load([row, residue * q_token + head * q_head])
-    dout = dout_desc.load([row, residue * dout_token + head * dout_head])
+    q = load_tile(q_desc, batch, row, residue * q_token + head * q_head)
+    dout = load_tile(dout_desc, batch, row, residue * dout_token + head * dout_head)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    stats_at = ((batch * n_heads + head) * R + residue).to(tl.int64) * sequence_rows
-    log2_lse = tl.load(log2_lse_ptr + stats_at + super_index * super_rows + query_row)
-    delta = tl.load(delta_ptr + stats_at + super_index * super_rows + query_row)
+    stats_at = ((batch * n_heads + head) * R + residue).to(tl.int64) * stats_rows + base_row
+    log2_lse = tl.load(log2_lse_ptr + stats_at + query_row)
+    delta = tl.load(delta_ptr + stats_at + query_row)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)
 
     entry_ptr = entries_ptr + first
@@ -141,26 +109,25 @@ def _query_kernel(
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
-        k = k_desc.load([key_row, partner * k_token + k_column])
-        v = v_desc.load([key_row, partner * v_token + v_column])
+        k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
+        v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
-    if CAUSAL:
+    if CAUSAL or RAGGED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k = k_desc.load([key_row, partner * k_token + k_column])
-            v = v_desc.load([key_row, partner * v_token + v_column])
+            k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
+            v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
             logits = tl.dot(q, k.T, input_precision=PRECISION)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)
-            last_row = query_row - (partner > residue).to(tl.int32)
-            seen = (key_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :] <= last_row[:, None]
+            seen = seen_keys(query_row, residue, key_tile, partner, sequence_rows - base_row, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
@@ -169,8 +136,8 @@ def _query_kernel(
     dq = dq * scale
     column = (residue * n_heads + head) * DIM
     if ADD:
-        dq += dq_desc.load([row, column]).to(tl.float32)
-    dq_desc.store([row, column], dq.to(dq_desc.dtype))
+        dq += load_tile(dq_desc, batch, row, column).to(tl.float32)
+    store_tile(dq_desc, batch, row, column, dq)
 
 
 @triton.jit
@@ -203,7 +170,7 @@ def _key_kernel(
     n_items,
     n_heads,
     n_kv_heads,
-    sequence_rows,
+    stats_rows,
     super_rows,
     n_blocks,
     GROUP: tl.constexpr,
@@ -230,10 +197,10 @@ def _key_kernel(
     tile = tl.load(order_at + 1)
     residue = (u + tl.load(heads_ptr + kv_head * GROUP * 2 + 1)) % R
 
-    base_row = batch * sequence_rows + super_index * super_rows
+    base_row = super_index * super_rows
     row = base_row + tile * BLOCK_N
-    k = k_desc.load([row, residue * k_token + kv_head * k_head])
-    v = v_desc.load([row, residue * v_token + kv_head * v_head])
+    k = load_tile(k_desc, batch, row, residue * k_token + kv_head * k_head)
+    v = load_tile(v_desc, batch, row, residue * v_token + kv_head * v_head)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dk = tl.zeros([BLOCK_N, DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
@@ -249,17 +216,17 @@ def _key_kernel(
         n_masked = tl.load(list_at + 2)
         q_column = head * q_head
         dout_column = head * dout_head
-        stats_at = (batch * n_heads + head).to(tl.int64) * R * sequence_rows + super_index * super_rows
+        stats_at = (batch * n_heads + head).to(tl.int64) * R * stats_rows + base_row
         for _ in tl.range(0, n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             query_tile, partner, bias = unpack(entry, shift, R)
             query_tile *= BLOCK_M
-            q = q_desc.load([base_row + query_tile, partner * q_token + q_column])
-            stats = stats_at + partner.to(tl.int64) * sequence_rows + query_tile + tl.arange(0, BLOCK_M)
+            q = load_tile(q_desc, batch, base_row + query_tile, partner * q_token + q_column)
+            stats = stats_at + partner.to(tl.int64) * stats_rows + query_tile + tl.arange(0, BLOCK_M)
             log2_lse = tl.load(log2_lse_ptr + stats) - bias
             logits = tl.dot(k, q.T, input_precision=PRECISION)
-            dout = dout_desc.load([base_row + query_tile, partner * dout_token + dout_column])
+            dout = load_tile(dout_desc, batch, base_row + query_tile, partner * dout_token + dout_column)
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
             delta = tl.load(delta_ptr + stats)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
@@ -272,11 +239,11 @@ def _key_kernel(
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
-                q = q_desc.load([base_row + query_tile, partner * q_token + q_column])
-                stats = stats_at + partner.to(tl.int64) * sequence_rows + query_tile + tl.arange(0, BLOCK_M)
+                q = load_tile(q_desc, batch, base_row + query_tile, partner * q_token + q_column)
+                stats = stats_at + partner.to(tl.int64) * stats_rows + query_tile + tl.arange(0, BLOCK_M)
                 log2_lse = tl.load(log2_lse_ptr + stats) - bias
                 logits = tl.dot(k, q.T, input_precision=PRECISION)
-                dout = dout_desc.load([base_row + query_tile, partner * dout_token + dout_column])
+                dout = load_tile(dout_desc, batch, base_row + query_tile, partner * dout_token + dout_column)
                 last_row = query_tile + tl.arange(0, BLOCK_M) - (residue > partner).to(tl.int32)
                 seen = key_row[:, None] <= last_row[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
@@ -290,11 +257,11 @@ def _key_kernel(
     dk = dk * scale
     column = (residue * n_kv_heads + kv_head) * DIM
     if ADD:
-        dk += dk_desc.load([row, column]).to(tl.float32)
-    dk_desc.store([row, column], dk.to(dk_desc.dtype))
+        dk += load_tile(dk_desc, batch, row, column).to(tl.float32)
+    store_tile(dk_desc, batch, row, column, dk)
     if ADD:
-        dv += dv_desc.load([row, column]).to(tl.float32)
-    dv_desc.store([row, column], dv.to(dv_desc.dtype))
+        dv += load_tile(dv_desc, batch, row, column).to(tl.float32)
+    store_tile(dv_desc, batch, row, column, dv)
 
 
 def fused_backward(
@@ -324,50 +291,20 @@ def fused_backward(
     if not covered:
         dq.zero_(), dk.zero_(), dv.zero_()
     operands = {"q": q, "k": k, "v": v, "dout": dout}
-    first = row_sums(out, dout, lse, plan.groups[0].modulus)
+    stats: tuple[Tensor, Tensor] | None = None
     for index, group in enumerate(plan.groups):
-        stats = (_by_class(first[0], plan.groups[0], group), _by_class(first[1], plan.groups[0], group))
         fit = (group.largest_tile, q.element_size())
         query_tiles = query_config or tile_config(q.shape[-1], plan.causal, "backward_query", *fit)
         key_tiles = key_config or tile_config(q.shape[-1], plan.causal, "backward_key", *fit)
         query_tiles, key_tiles = query_tiles.fitted(group.largest_tile), key_tiles.fitted(group.largest_tile)
+        tile = max(query_tiles.block_m, key_tiles.block_m)
+        if stats is None:
+            stats = row_sums(out, dout, lse, group.modulus, tile)
+        else:
+            stats = reordered(stats, q.shape[1], group.modulus, tile)
         _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add=index > 0)
         _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add=index > 0)
     return dq, dk, dv
-
-
-def _by_class(stats: Tensor, old: BranchGroup, new: BranchGroup) -> Tensor:
-    """Per-row values in the class order of group ``old`` (``[B, H, R, N / R]`` flattened), in that of ``new``."""
-    if old.modulus == new.modulus:
-        return stats
-    batch, heads, length = stats.shape
-    tokens = stats.view(batch, heads, old.modulus, old.sequence_rows).transpose(-1, -2)
-    by_row = tokens.reshape(batch, heads, new.sequence_rows, new.modulus)
-    return by_row.transpose(-1, -2).reshape(batch, heads, length)
-
-
-def row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int) -> tuple[Tensor, Tensor]:
-    """(lse * log2(e), rowsum(out * dout)), float32 ``[B, H, R, N / R]``."""
-    batch, length, num_heads, dim = out.shape
-    out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
-    log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
-    rows = max(1, 4096 // dim)
-    _row_sums_kernel[(triton.cdiv(length, rows) * batch * num_heads,)](
-        out,
-        dout,
-        lse,
-        log2_lse,
-        delta,
-        *out.stride()[:3],
-        *dout.stride()[:3],
-        length,
-        num_heads,
-        length // modulus,
-        R=modulus,
-        DIM=dim,
-        ROWS=rows,
-    )
-    return log2_lse, delta
 
 
 def _run_query(
@@ -387,11 +324,14 @@ def _run_query(
         dq_desc=class_rows(dq, group.modulus, config.block_m),
         log2_lse_ptr=stats[0],
         delta_ptr=stats[1],
+        stats_rows=stats[0].shape[-1],
         items_ptr=tables.items,
         entries_ptr=tables.entries,
         heads_ptr=tables.heads,
         heads_per_kv=group.heads_per_kv,
+        sequence_rows=group.sequence_rows,
         scale=scale,
+        RAGGED=not causal and group.cuts_tiles(config.block_n),
         ADD=add,
         **arguments,
     )
@@ -416,6 +356,7 @@ def _run_key(
         dv_desc=class_rows(dv, group.modulus, config.block_n),
         log2_lse_ptr=stats[0],
         delta_ptr=stats[1],
+        stats_rows=stats[0].shape[-1],
         lookup_ptr=tables.lookup,
         order_ptr=tables.order,
         entries_ptr=tables.entries,

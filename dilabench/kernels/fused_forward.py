@@ -21,7 +21,15 @@ from dilabench.kernels.row_layout import (
     launch_arguments,
     row_addressable,
 )
-from dilabench.kernels.tile_walk import query_item, split_block, split_program, unpack
+from dilabench.kernels.tile_walk import (
+    load_tile,
+    query_item,
+    seen_keys,
+    split_block,
+    split_program,
+    store_tile,
+    unpack,
+)
 from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
 
 
@@ -56,6 +64,7 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr,
     MERGE: tl.constexpr,
     ITEM_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -74,11 +83,11 @@ def _forward_kernel(
     n_masked = tl.load(item_ptr + 4)
 
     residue = (u + shift) % R
-    base_row = batch * sequence_rows + super_index * super_rows
+    base_row = super_index * super_rows
     row = base_row + tile * BLOCK_M
     k_column = (head // heads_per_kv) * k_head
     v_column = (head // heads_per_kv) * v_head
-    q = q_desc.load([row, residue * q_token + head * q_head])
+    q = load_tile(q_desc, batch, row, residue * q_token + head * q_head)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
@@ -89,29 +98,27 @@ def _forward_kernel(
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
-        k = k_desc.load([key_row, partner * k_token + k_column])
+        k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
         p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
         decay = tl.math.exp2(top - new_top)
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
-        v = v_desc.load([key_row, partner * v_token + v_column])
+        v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
 
-    if CAUSAL:
-        query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if CAUSAL or RAGGED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k = k_desc.load([key_row, partner * k_token + k_column])
+            k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
             logits = tl.dot(q, k.T, input_precision=PRECISION)
-            # Equal rows of two classes are ordered by class: a later class is a later token.
-            last_row = query_row - (partner > residue).to(tl.int32)
-            seen = (key_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :] <= last_row[:, None]
+            seen = seen_keys(query_row, residue, key_tile, partner, sequence_rows - base_row, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
             # A row may see nothing yet; -inf - (-inf) must not reach exp2.
@@ -120,26 +127,27 @@ def _forward_kernel(
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
             acc = acc * decay[:, None]
-            v = v_desc.load([key_row, partner * v_token + v_column])
+            v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
 
     acc = acc / total[:, None]
     lse = (top + tl.log2(total)) * 0.6931471805599453
-    rows = super_index * super_rows + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = base_row + query_row
+    inside = rows < sequence_rows
     lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * sequence_rows * R + rows.to(tl.int64) * R + residue
     out_column = (residue * n_heads + head) * DIM
     if MERGE:
-        old_lse = tl.load(lse_at)
+        old_lse = tl.load(lse_at, inside, float("-inf"))
         higher = tl.maximum(old_lse, lse)
         mine = tl.exp(lse - higher)
         theirs = tl.exp(old_lse - higher)
         share = 1.0 / (mine + theirs)
-        old = out_desc.load([row, out_column]).to(tl.float32)
+        old = load_tile(out_desc, batch, row, out_column).to(tl.float32)
         acc = acc * (mine * share)[:, None] + old * (theirs * share)[:, None]
         lse = higher + tl.log(mine + theirs)
-    out_desc.store([row, out_column], acc.to(out_desc.dtype))
-    tl.store(lse_at, lse)
+    store_tile(out_desc, batch, row, out_column, acc)
+    tl.store(lse_at, lse, inside)
 
 
 def fused_forward(
@@ -178,13 +186,18 @@ def fused_forward(
 
 
 def _shipped_config(q: Tensor, group: BranchGroup, causal: bool, first: bool) -> TileConfig:
-    """The measured configuration; the Hopper kernel only where it can run, and only to write results, not to merge."""
+    """The measured configuration; the Hopper kernel only where it can run, and only to write results, not to merge.
+
+    Where tiles are cut it stays out: a tile would read on into the next batch element, and for one element that form is
+    compiled for sm_90a but has never run.
+    """
     dim, size = q.shape[-1], q.element_size()
     if first and size == 2 and _hopper(q.device):
         specialized = specialized_config(dim, causal, group.largest_tile)
-        if specialized:
+        if specialized and not group.cuts_tiles(max(specialized.block_m, specialized.block_n)):
             return specialized
-    return tile_config(dim, causal, "forward", group.largest_tile, size)
+    config = tile_config(dim, causal, "forward", group.largest_tile, size)
+    return tile_config(dim, causal, "forward", group.largest_tile, size, cut=group.cuts_tiles(config.block_n))
 
 
 @lru_cache(maxsize=16)
@@ -216,6 +229,8 @@ def _run_group(
         heads_ptr=tables.heads,
         items_ptr=tables.items,
         heads_per_kv=group.heads_per_kv,
+        sequence_rows=group.sequence_rows,
+        RAGGED=not causal and group.cuts_tiles(config.block_n),
         MERGE=merge,
         **arguments,
     )

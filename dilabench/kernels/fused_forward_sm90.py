@@ -163,7 +163,9 @@ def _weights(
     first_row,
     residue,
     shift,
+    end,
     MASK: gl.constexpr,
+    CAUSAL: gl.constexpr,
     R: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -172,10 +174,14 @@ def _weights(
     """One online-softmax step: weights, new running maximum and sum, and the decay of what was summed before."""
     bias = gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
     if MASK:
-        partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
-        ahead = first_row - (partner > residue).to(gl.int32) - (entry & _TILE_MASK) * BLOCK_N
-        last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
-        seen = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))[None, :] <= last[:, None]
+        key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        if CAUSAL:
+            partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
+            ahead = first_row - (partner > residue).to(gl.int32) - (entry & _TILE_MASK) * BLOCK_N
+            last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
+            seen = key_row[None, :] <= last[:, None]
+        else:
+            seen = (key_row < end - (entry & _TILE_MASK) * BLOCK_N)[None, :]
         logits = gl.where(seen, logits, float("-inf"))
     new_top = gl.maximum(top, gl.max(logits, 1) * scale_log2 + bias)
     safe_top = new_top
@@ -198,9 +204,11 @@ def _consume_tile(
     first_row,
     residue,
     shift,
+    end,
     tiles,
     barriers,
     CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
     R: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -229,10 +237,24 @@ def _consume_tile(
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
     p, top, total, decay = _weights(
-        logits, top, total, entry, scale_log2, first_row, residue, shift, CAUSAL, R, ROWS, BLOCK_N, S_LAYOUT
+        logits,
+        top,
+        total,
+        entry,
+        scale_log2,
+        first_row,
+        residue,
+        shift,
+        end,
+        CAUSAL or RAGGED,
+        CAUSAL,
+        R,
+        ROWS,
+        BLOCK_N,
+        S_LAYOUT,
     )
     weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT)
-    for masked in gl.static_range(2 if CAUSAL else 1):
+    for masked in gl.static_range(2 if CAUSAL or RAGGED else 1):
         low = 1 if masked == 0 else gl.maximum(1, n_full)
         high = n_full if masked == 0 else n
         for j in range(low, high):
@@ -255,7 +277,9 @@ def _consume_tile(
                 first_row,
                 residue,
                 shift,
+                end,
                 masked == 1,
+                CAUSAL,
                 R,
                 ROWS,
                 BLOCK_N,
@@ -289,6 +313,7 @@ def _consume_item(
     barriers,
     scale_log2,
     CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -321,9 +346,11 @@ def _consume_item(
             first_row,
             residue,
             shift,
+            sequence_rows - super_index * super_rows,
             tiles,
             barriers,
             CAUSAL,
+            RAGGED,
             R,
             ROWS,
             BLOCK_N,
@@ -339,10 +366,13 @@ def _consume_item(
         out_at = row * (n_heads * R * DIM) + (residue * n_heads + head) * DIM
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT)).to(gl.int64)
         columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORE_LAYOUT))
-        gl.store(out_ptr + out_at + rows[:, None] * (n_heads * R * DIM) + columns[None, :], result)
+        # Rows beyond the end of the sequence read as 0 and are not written.
+        end = sequence_rows - super_index * super_rows - first_row
+        inside = (rows < end)[:, None]
+        gl.store(out_ptr + out_at + rows[:, None] * (n_heads * R * DIM) + columns[None, :], result, inside)
         lse_at = (batch * n_heads + head).to(gl.int64) * sequence_rows + super_index * super_rows + first_row
         lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        gl.store(lse_ptr + (lse_at + lse_rows) * R + residue, lse)
+        gl.store(lse_ptr + (lse_at + lse_rows) * R + residue, lse, lse_rows < end)
     return step + n, turn + (n > 0).to(gl.int32)
 
 
@@ -357,6 +387,7 @@ def _consume(
     barriers,
     scale_log2,
     CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -381,6 +412,7 @@ def _consume(
                 barriers,
                 scale_log2,
                 CAUSAL,
+                RAGGED,
                 R,
                 BLOCK_M,
                 BLOCK_N,
@@ -400,6 +432,7 @@ def _consume(
             barriers,
             scale_log2,
             CAUSAL,
+            RAGGED,
             R,
             BLOCK_M,
             BLOCK_N,
@@ -439,6 +472,7 @@ def _forward_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
     STAGES: gl.constexpr,
     PERSISTENT: gl.constexpr,
 ):
@@ -480,6 +514,7 @@ def _forward_kernel(
                     barriers,
                     scale_log2,
                     CAUSAL,
+                    RAGGED,
                     R,
                     BLOCK_M,
                     BLOCK_N,
@@ -500,6 +535,7 @@ def _forward_kernel(
                     barriers,
                     scale_log2,
                     CAUSAL,
+                    RAGGED,
                     R,
                     BLOCK_M,
                     BLOCK_N,
@@ -557,8 +593,9 @@ def run_group(
     n_work = n_items * batch * num_heads * group.n_supers
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     # Longer lists gain from programs that stay (840 against 815 TFLOP/s effective, not causal), shorter causal ones
-    # lose (503 against 540): the loop over tiles costs the consumers registers.
-    persistent = not causal and n_work > processors
+    # lose (503 against 540): the loop over tiles costs the consumers registers, which spill beside a third loop.
+    ragged = not causal and group.cuts_tiles(config.block_n)
+    persistent = not causal and not ragged and n_work > processors
     programs = processors if persistent else n_work
     _forward_kernel[(programs,)](
         _tile_descriptor(q, group.modulus, config.block_m // 2),
@@ -585,6 +622,7 @@ def run_group(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         CAUSAL=causal,
+        RAGGED=ragged,
         STAGES=config.num_stages,
         PERSISTENT=persistent,
         num_warps=config.num_warps,

@@ -21,6 +21,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from dilabench.kernels.branch_group import (
+    LARGEST_TILE,
     MAX_MODULUS,
     MAX_MULTIPLICITY,
     SMALLEST_TILE,
@@ -153,8 +154,8 @@ def _fit(
     for i in ordered:
         length = segment_lengths[i]
         if length >= sequence_length:
-            # One segment holds everything: its length may be rounded up to nest over the shorter ones.
-            step = lengths[-1] if lengths else modulus
+            # One segment holds everything: its length may be rounded up, to nest over shorter ones or to whole tiles.
+            step = lengths[-1] if lengths else modulus * LARGEST_TILE
             length = -(-sequence_length // step) * step
         if length % modulus:
             return f"segment length {length} is not a multiple of {modulus}, the lcm of the dilation rates"

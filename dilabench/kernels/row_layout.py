@@ -70,8 +70,10 @@ def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
 
 
 def class_rows(x: Tensor, modulus: int, rows: int) -> TensorDescriptor:
-    """Descriptor of `class_view` in tiles of [rows, D]."""
-    return TensorDescriptor(x, *class_view(x, modulus), [rows, x.shape[-1]])
+    """`class_view` as [B, N / R, columns] in tiles of [1, rows, D]; reads past the end give 0, writes go nowhere."""
+    (all_rows, columns), (row, column) = class_view(x, modulus)
+    per_item = all_rows // x.shape[0]
+    return TensorDescriptor(x, [x.shape[0], per_item, columns], [per_item * row, row, column], [1, rows, x.shape[-1]])
 
 
 # Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
@@ -102,7 +104,6 @@ def launch_arguments(
         "n_kinds": len(group.kinds),
         "n_items": n_items,
         "n_heads": q.shape[2],
-        "sequence_rows": group.sequence_rows,
         "super_rows": group.super_rows,
         "n_blocks": n_blocks,
         "R": group.modulus,

@@ -22,7 +22,8 @@ class TileTables:
     (class, tile).
     ``order``   int32 [variants, n, 2]: (class, tile) to visit by key, in the frame of kind 0, heaviest first; -1 pads.
     ``entries`` int32: packed (multiplicity, class, tile) of the partner tiles, full ones first.
-    Variant 0 is a whole super-segment, variant 1 the shorter last one.
+    Variant 0 is a whole super-segment, variant 1 the shorter last one. Its last tile may reach beyond the sequence:
+    among key tiles that is a masked entry.
     """
 
     items: Int32Array
@@ -35,13 +36,13 @@ class TileTables:
 def tile_tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> TileTables:
     """Partner tiles of ``other`` rows for every tile of ``own`` rows; own rows are queries, or keys if ``by_key``.
 
-    Raises ValueError when a tile does not divide the shortest segment or the tail.
+    Raises ValueError when a tile does not divide the shortest segment.
     """
     for tile in (own, other):
         if group.largest_tile % tile:
             raise ValueError(
                 f"tile of {tile} rows does not divide segments of {group.segment_rows[0]} rows"
-                f" (and the tail); use at most {group.largest_tile}"
+                f"; use at most {group.largest_tile}"
             )
     chunks: list[Int32Array] = []
     filled = 0
@@ -52,7 +53,7 @@ def tile_tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: 
         for u in range(group.modulus):
             partners = _partners(group, kind, u)
             for variant, rows in enumerate(rows_of_variant):
-                for tile in range(rows // own):
+                for tile in range(-(-rows // own)):
                     full, masked = _partner_tiles(partners, tile * own, own, other, rows, causal, by_key)
                     lookup[variant, kind, u, tile] = (filled, full.size, masked.size)
                     chunks += (full, masked)
@@ -62,7 +63,7 @@ def tile_tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: 
     if group.one_frame_per_kv_head:
         order = np.ascontiguousarray(items[:, 0, :, :2])
     else:
-        order = _every_tile(lookup, [rows // own for rows in rows_of_variant])
+        order = _every_tile(lookup, [-(-rows // own) for rows in rows_of_variant])
     return TileTables(items, lookup, order, entries)
 
 
@@ -82,7 +83,9 @@ def _partners(group: BranchGroup, kind: int, u: int) -> list[tuple[int, list[int
 def _partner_tiles(
     partners: list[tuple[int, list[int]]], start: int, own: int, other: int, limit: int, causal: bool, by_key: bool
 ) -> tuple[Int32Array, Int32Array]:
-    """Packed partner tiles of the own rows [start, start + own), split into wholly visible and causally masked ones."""
+    """Packed partner tiles of the own rows [start, start + own), split into those that need no mask and those that the
+    causal edge cuts, or for keys the end of the sequence (``limit``). Queries beyond the end weigh nothing anyway.
+    """
     full: list[Int32Array] = []
     masked: list[Int32Array] = []
     for partner, lengths in partners:
@@ -92,15 +95,15 @@ def _partner_tiles(
             outer = (first, min(first + length, limit))
             tag = ((len(lengths) - i) << (TILE_BITS + CLASS_BITS)) | (partner << TILE_BITS)
             for low, high in ((outer[0], inner[0]), (inner[1], outer[1])) if i else (outer,):
-                tiles = np.arange(low // other, high // other, dtype=np.int32)
-                whole = np.ones(tiles.size, dtype=np.bool_)
-                if causal:
-                    if by_key:
-                        tiles = tiles[(tiles + 1) * other > start]
-                        whole = tiles * other >= start + own
-                    else:
-                        tiles = tiles[tiles * other < start + own]
-                        whole = (tiles + 1) * other <= start
+                tiles = np.arange(-(-low // other), -(-high // other), dtype=np.int32)
+                if causal and by_key:
+                    tiles = tiles[(tiles + 1) * other > start]
+                    whole = tiles * other >= start + own
+                elif by_key:
+                    whole = np.ones(tiles.size, dtype=np.bool_)
+                else:
+                    tiles = tiles[tiles * other < start + own] if causal else tiles
+                    whole = (tiles + 1) * other <= (start if causal else limit)
                 full.append(tiles[whole] | tag)
                 masked.append(tiles[~whole] | tag)
             inner = outer

@@ -46,7 +46,34 @@ def query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kin
 
 
 @triton.jit
+def load_tile(desc, batch, row, column):
+    """[rows, D] of a descriptor over [B, rows of a class, columns]; rows beyond the sequence are 0."""
+    return desc.load([batch, row, column]).reshape([desc.block_shape[1], desc.block_shape[2]])
+
+
+@triton.jit
+def store_tile(desc, batch, row, column, values):
+    """The reverse of `load_tile`, rounded to the type of the tensor; rows beyond the sequence are dropped."""
+    desc.store([batch, row, column], values.to(desc.dtype).reshape(desc.block_shape))
+
+
+@triton.jit
 def unpack(entry, shift, R: tl.constexpr):
     """(tile, token class, log2 of the multiplicity) of a list entry."""
     partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
     return entry & _TILE_MASK, partner, tl.log2((entry >> _COUNT_SHIFT).to(tl.float32))
+
+
+@triton.jit
+def seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which keys of a tile of class ``partner`` the queries of class ``residue`` see; rows count from the start of the
+    super-segment. Causal queries before ``end``, where the sequence ends, see no key beyond it anyway.
+    """
+    key_row = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if CAUSAL:
+        # Equal rows of two classes are ordered by class: a later class is a later token.
+        last_row = query_row - (partner > residue).to(tl.int32)
+        seen = key_row[None, :] <= last_row[:, None]
+    else:
+        seen = (key_row < end)[None, :]
+    return seen

@@ -113,12 +113,11 @@ def _attention(name: str, case: Case, device: str, checkpointed: bool) -> Memory
 
 
 def _is_planned(workload: Workload) -> bool:
-    """Whether `fused` takes all branches in its one kernel: rates divide segments, no window, no grouped heads."""
+    """Whether `fused` takes all branches in its one kernel: rates divide lengths, no window, no grouped heads."""
     pattern = workload.pattern
     if not isinstance(pattern, DilatedPattern) or pattern.heads == "grouped" or workload.window != (-1, -1):
         return False
     rates = [rate for _, rate in pattern.branches]
     widest = max(rates)
-    return all(widest % rate == 0 for rate in rates) and all(
-        min(segment, workload.seq_len) % widest == 0 for segment, _ in pattern.branches
-    )
+    lengths = [workload.seq_len, *(segment for segment, _ in pattern.branches if segment < workload.seq_len)]
+    return all(widest % rate == 0 for rate in rates) and all(length % widest == 0 for length in lengths)

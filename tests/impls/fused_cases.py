@@ -15,8 +15,15 @@ from dilabench.impls import fused, reference
 from dilabench.spec import WorkloadRequest
 
 CASES = {
-    "planned": {"seq_len": 256, "segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4), "causal": False},
+    "planned": {
+        "batch_size": 1,
+        "seq_len": 256,
+        "segment_lengths": (64, 128, 256),
+        "dilation_rates": (1, 2, 4),
+        "causal": False,
+    },
     "gqa causal": {
+        "batch_size": 1,
         "seq_len": 192,
         "num_kv_heads": 2,
         "segment_lengths": (64, 96, 192),

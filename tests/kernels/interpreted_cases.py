@@ -23,7 +23,7 @@ from dilabench.kernels.tuning import TileConfig
 
 # name: batch, length, heads, kv heads, dim, segments, rates, causal, offset, offset by, (query, key) tile, cut, dtype
 CASES = {
-    "plain": (2, 256, 3, 3, 16, (64, 128, 256), (1, 2, 4), False, "modulo", "head", (16, 16), None, torch.float32),
+    "plain": (2, 128, 3, 3, 16, (32, 64, 128), (1, 2, 4), False, "modulo", "head", (16, 16), None, torch.float32),
     "causal": (
         1,
         256,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,12 @@ NOT_ALIGNED = {
 PARKED_BYTES = {(128, False, "forward"): 32, (128, True, "backward_key"): 8}
 
 
-def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config: TileConfig):
-    """``kernel`` for sm_90a with the argument types and alignment that the launchers pass; ``tiles`` by descriptor."""
+def compiled(
+    kernel, constants: dict[str, object], tiles: dict[str, str], config: TileConfig, odd: Collection[str] = ()
+):
+    """``kernel`` for sm_90a with the argument types and alignment that the launchers pass; ``tiles`` by descriptor,
+    ``odd``: more arguments that 16 does not divide.
+    """
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -81,7 +86,7 @@ def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config
         else:
             floats = "lse" in name or "delta" in name
             signature[name] = ("*fp32" if floats else "*i32") if name.endswith("_ptr") else "i32"
-            if name not in NOT_ALIGNED:
+            if name not in NOT_ALIGNED and name not in odd:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return triton.compile(
@@ -89,8 +94,10 @@ def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config
     )
 
 
-def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: bool):
-    """A fused kernel as the first group of branches runs it, or ``again`` as later groups do, adding to the result."""
+def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: bool, cut: bool):
+    """A fused kernel as the first group of branches runs it, or ``again`` as later groups do, adding to the result;
+    ``cut``: for a sequence that ends inside a tile.
+    """
     kernel = KERNELS[direction]
     constants = {
         "R": 4,
@@ -101,11 +108,13 @@ def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: boo
         "MERGE": again,
         "ADD": again,
         "GROUP": 1,
+        "RAGGED": cut and not causal,
         "ITEM_MAJOR": False,
         "PRECISION": "tf32",
         "STAGES": config.num_stages,
     }
-    return compiled(kernel, constants, tiles_of(kernel, dim, config), config)
+    tiles = {name: f"1,{tile}" for name, tile in tiles_of(kernel, dim, config).items()}
+    return compiled(kernel, constants, tiles, config, {"sequence_rows"} if cut else set())
 
 
 def block_sparse(dim: int, causal: bool, direction: str, config: TileConfig):
@@ -156,19 +165,25 @@ def loops_with_products(cubin: bytes, folder: Path) -> list[str]:
     return bodies
 
 
+# These have code of their own for a sequence that ends inside a tile.
+CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] and shape[2] != "backward_key"]
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
-@pytest.mark.parametrize(("dim", "causal", "direction", "config"), shipped(), ids=str)
+@pytest.mark.parametrize(
+    ("dim", "causal", "direction", "config", "cut"), [*((*shape, False) for shape in shipped()), *CUT], ids=str
+)
 def test_shipped_configurations(
-    dim: int, causal: bool, direction: str, config: TileConfig, again: bool, tmp_path: Path
+    dim: int, causal: bool, direction: str, config: TileConfig, cut: bool, again: bool, tmp_path: Path
 ) -> None:
-    kernel = fused(dim, causal, direction, config, again)
+    kernel = fused(dim, causal, direction, config, again, cut)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert not re.search(r"\batom\b|\bred\.", ptx), "atomics would make the result depend on timing"
     report = assembler_report(ptx, tmp_path)
     spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
-    assert spilled <= PARKED_BYTES.get((dim, causal, direction), 0), report
+    assert spilled <= (0 if cut else PARKED_BYTES.get((dim, causal, direction), 0)), report
     assert "serialized" not in report, report
     loops = loops_with_products(kernel.asm["cubin"], tmp_path)
     assert loops
@@ -193,13 +208,13 @@ def test_block_sparse_configurations(
     assert kernel.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_specialised_forward(causal: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("causal", "cut"), [(False, False), (False, True), (True, False)])
+def test_specialised_forward(causal: bool, cut: bool, tmp_path: Path) -> None:
     config = specialized_config(128, causal, 128)
     assert config is not None
     kernel = fused_forward_sm90._forward_kernel
     constants = {"R": 4, "DIM": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
-    constants |= {"STAGES": config.num_stages, "PERSISTENT": not causal}
+    constants |= {"STAGES": config.num_stages, "PERSISTENT": not (causal or cut), "RAGGED": cut}
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -213,7 +228,7 @@ def test_specialised_forward(causal: bool, tmp_path: Path) -> None:
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name == "scale_log2" else "i32"
-            if name not in NOT_ALIGNED:
+            if name not in NOT_ALIGNED and not (cut and name == "sequence_rows"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(kernel, signature, values, attributes)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.num_warps})

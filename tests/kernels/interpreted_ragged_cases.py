@@ -1,0 +1,54 @@
+"""The fused kernels in Triton's interpreter on sequences that end inside a tile; started by `test_ragged.py`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from interpreted_cases import fused
+
+from dilabench.kernels.fused_backward import fused_backward
+from dilabench.kernels.fused_forward import fused_forward
+from dilabench.kernels.residue_plan import residue_plan
+from dilabench.kernels.tuning import TileConfig
+
+# As in `interpreted_cases`. Lengths that no segment and no tile divides: the last segment, 44 tokens of 64, has 22 rows
+# of each class modulo 2, a tile and six rows more.
+CASES = {
+    f"{name}, {'causal' if causal else 'not causal'}": (*shape, causal, "modulo", by, tiles, cut, torch.float32)
+    for causal in (False, True)
+    for name, shape, by, tiles, cut in (
+        ("batch of two", (2, 108, 3, 3, 16, (32, 64), (1, 2)), "head", (16, 16), ((0, 1),)),
+        ("two groups", (1, 108, 3, 3, 16, (32, 64), (1, 2)), "head", (32, 16), ((0,), (1,))),
+        ("wide key tile", (1, 172, 2, 2, 16, (64, 128), (1, 2)), "head", (16, 32), ((0, 1),)),
+        ("shared keys", (2, 108, 4, 2, 16, (32, 64), (1, 2)), "head", (16, 16), ((0, 1),)),
+        ("uncovered rows", (2, 108, 5, 5, 16, (32, 108), (2, 4)), "head", (16, 16), ((0,), (1,))),
+        ("shorter than a tile", (2, 20, 4, 2, 16, (64, 128), (1, 2)), "kv_head", (16, 16), ((0,), (1,))),
+    )
+}
+
+
+def poisoned(causal: bool) -> dict[str, float]:
+    """What NaN in one batch item does to the item before it, whose last tile reaches beyond its end."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = torch.randn(4, 2, 44, 2, 16, generator=generator).unbind()
+    plan = residue_plan((32, 64), (1, 2), 44, 2, 2, causal, cut=((0, 1),))
+    config = TileConfig(16, 16, 4, 2)
+
+    def first_item() -> list[torch.Tensor]:
+        out, lse = fused_forward(q, k, v, plan, config=config)
+        gradients = fused_backward(dout, q, k, v, out, lse, plan, query_config=config, key_config=config)
+        return [x[0] for x in (out, lse, *gradients)]
+
+    clean = first_item()
+    for x in (q, k, v, dout):
+        x[1] = float("nan")
+    names = ("out", "lse", "dq", "dk", "dv")
+    return {name: float(not torch.equal(a, b)) for name, a, b in zip(names, clean, first_item(), strict=True)}
+
+
+if __name__ == "__main__":
+    results = {name: fused(case) for name, case in CASES.items()}
+    results |= {f"poisoned, {causal}": poisoned(causal) for causal in (False, True)}
+    sys.stdout.write(json.dumps(results))
