@@ -108,9 +108,10 @@ def _multiplicity(workload: Workload, device: torch.device, order: Tensor | None
         total = torch.zeros_like(i + j)
         for index, (segment, rate) in enumerate(pattern.branches):
             offset = offsets[index, h]
-            same_segment = (i // segment) == (j // segment)
-            on_residue = ((i % segment) % rate == offset) & ((j % segment) % rate == offset)
-            total = total + (same_segment & on_residue).to(total.dtype)
+            # The segment of each, or what no other has: one comparison is left for every pair.
+            mine = torch.where(i % segment % rate == offset, i // segment, -1)
+            theirs = torch.where(j % segment % rate == offset, j // segment, -2)
+            total = total + (mine == theirs).to(total.dtype)
         return total
 
     return count
