@@ -13,7 +13,8 @@ LENGTHS = {"cpu": (1024, 4096), "cuda": (4096, 16384, 65536)}
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Each implementation at each length with everything off, each optimization alone, and all of them together.
 
-    Together leaves out what this device does not have. All variants of a length are timed in the same rounds.
+    Together leaves out what this device does not have. All variants of a length are timed in the same rounds. To
+    torch.compile the implementations of heads are one operator each: it compiles what is around them, nothing inside.
     """
     refuse_unknown_options(request, ())
     defaults = [{"seq_len": length} for length in LENGTHS[planner.machine.device]]
