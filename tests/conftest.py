@@ -1,18 +1,45 @@
-"""GPU tests are skipped, with the reason, where there is no GPU; texts are laid out at a fixed width."""
+"""Tests run in as many processes as there are cores, in one where there is a GPU. GPU tests are skipped, with the
+reason, where there is none; texts are laid out at a fixed width.
+"""
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
 
 PINNED_WIDTH = "100"
+# More would only wait for the longest files.
+MOST_PROCESSES = 8
+
+# In this process and in those that tests start; before any other conftest.py imports torch, which reads one of them.
+os.environ.setdefault("TERMINAL_WIDTH", PINNED_WIDTH)
+os.environ.pop("FORCE_COLOR", None)
+# Small tensors gain nothing from threads, and spinning ones starve whoever shares the cores: ranks and workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_configure() -> None:
-    # Read when text is laid out, in this process and in those that tests start.
-    os.environ.setdefault("TERMINAL_WIDTH", PINNED_WIDTH)
-    os.environ.pop("FORCE_COLOR", None)
-    # Small tensors gain nothing from threads, and spinning ones starve whoever shares the cores: ranks and workers.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    # Without xdist (`-p no:xdist`) there is one process, and what pyproject.toml asks of it has no effect.
+    if not pluginmanager.hasplugin("xdist"):
+        for option in ("--numprocesses", "--dist"):
+            parser.addoption(option)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    from dilabench.machine import detect
+
+    files = {argument.partition("::")[0] for argument in config.args}
+    one_file = len(files) == 1 and Path(*files).is_file()
+    # A file stays in one process, and tests that fill or time a GPU need it to themselves.
+    return 0 if one_file or detect().device == "cuda" else min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
+def pytest_collection_finish() -> None:
+    # Loaded modules and collected tests stay to the end: garbage collections need not look at them ever again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +51,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is visible to torch"))
+
+
+@pytest.fixture(scope="session")
+def warm_server() -> None:
+    """Ranks and workers are forked from a server that has loaded what they need, once for all of them."""
+    import multiprocessing
+    from multiprocessing import forkserver
+
+    # torch loads the last one at the first call of autograd.grad.
+    modules = ["dilabench.bench.desk", "dilabench.distributed.launch", "torch.fx.experimental.symbolic_shapes"]
+    multiprocessing.set_forkserver_preload(["__main__", *modules])
+    forkserver.ensure_running()
 
 
 def made_row(

@@ -23,7 +23,7 @@ def lock_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def importable_impls(monkeypatch):
+def importable_impls(monkeypatch, warm_server):
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
 

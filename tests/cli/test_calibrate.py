@@ -6,6 +6,7 @@ from math import exp
 import pytest
 
 from dilabench.bench import calibration
+from dilabench.bench.method import SAMPLING_S
 from dilabench.cli.calibrate import summary
 from dilabench.compare.fingerprint import machine_key
 from dilabench.plugins.manager import discover
@@ -76,12 +77,13 @@ def test_too_few_sessions_are_refused(cli, sessions):
 
 
 @pytest.mark.slow
-def test_on_this_machine(fresh, tmp_path):
+def test_on_this_machine(cli, monkeypatch, tmp_path):
     """Real workers and timers, as short as can be; what it finds is this machine's own affair."""
-    result = fresh(
-        "-m", "dilabench", "calibrate", "--sessions", "3", "--seq-length", "64",
-        DILABENCH_STORE=str(tmp_path / "store"), DILABENCH_LOCK_DIR=str(tmp_path),
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    monkeypatch.setenv("DILABENCH_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    for device in SAMPLING_S:
+        monkeypatch.setitem(SAMPLING_S, device, 0.2)
+    result = cli("calibrate", "--sessions", "3", "--seq-length", "64")
+    assert result.exit_code == 0, result.output
     assert "noise between sessions" in result.stdout
     assert len(list((tmp_path / "store" / "calibrations").iterdir())) == 1

@@ -4,24 +4,27 @@ import json
 
 import pytest
 
+from dilabench.bench.method import SAMPLING_S
 from dilabench.errors import ExitCode
 
 SMALL = "--lengths 256 --set num_heads=2 --set batch_size=1 --set segment_lengths=64,128 --set dilation_rates=1,2"
 
 
 @pytest.mark.slow
-def test_keeps_the_fastest_and_auto_takes_it(fresh, tmp_path):
-    variables = {"DILABENCH_CACHE": str(tmp_path / "cache"), "DILABENCH_LOCK_DIR": str(tmp_path)}
+def test_keeps_the_fastest_and_auto_takes_it(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    monkeypatch.setitem(SAMPLING_S, "cpu", 0.2)
     shared = [*SMALL.split(), "--device", "cpu"]
-    done = fresh("-m", "dilabench", "tune", *shared, "--budget", "60s", **variables)
-    assert done.returncode == 0, done.stderr + done.stdout
+    done = cli("tune", *shared, "--budget", "60s")
+    assert done.exit_code == 0, done.output
     assert "1 workloads tuned in" in done.stdout
     (file,) = (tmp_path / "cache" / "tune").glob("cpu-*.json")
     (cell,) = json.loads(file.read_text())["cells"]
     assert cell["implementation"] in {"gather", "strided"}
     assert cell["runner_up_ns"] >= cell["median_ns"]
-    dry = fresh("-m", "dilabench", "run", "implementations", "-i", "auto", *shared, "--dry-run", **variables)
-    assert dry.returncode == 0, dry.stderr
+    dry = cli("run", "implementations", "-i", "auto", *shared, "--dry-run")
+    assert dry.exit_code == 0, dry.output
     assert cell["implementation"] in dry.stdout
 
 

@@ -15,16 +15,16 @@ import pytest
 from dilabench.bench.agent import _Agent
 from dilabench.bench.commands import BackendSpec, CaseSpec, WorkerSettings
 from dilabench.bench.group import start_worker
-from dilabench.bench.lock import lock_path
+from dilabench.bench.lock import locks_of
 from dilabench.bench.nodes import gathered
 from dilabench.bench.place import ThisMachine
-from dilabench.bench.torchrun import Meeting, Rank, machine_id
+from dilabench.bench.torchrun import Meeting, Rank
 from dilabench.bench.workers import WorkerFailure
 from dilabench.cli.ranks import asking_all
 from dilabench.config import RunRequest
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
-from dilabench.results import Case
+from dilabench.results import Case, GpuInfo
 from dilabench.spec import Workload
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -197,21 +197,42 @@ def test_variables_that_make_no_sense_are_refused(monkeypatch, name, value):
     assert Rank.from_environment() is None
 
 
-def test_the_first_process_of_another_machine_holds_its_lock(monkeypatch, tmp_path):
+GPUS = Machine(device="cuda", gpus=tuple(GpuInfo(name="H200", uuid_hash=name) for name in "dbca"))
+
+
+def free(lock):
+    with lock.path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_the_agent_of_another_machine_holds_the_gpus_of_all_its_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
-    machine = Machine(device="cpu")
+    meeting = Meeting(("127.0.0.1", 1), b"")
+    with contextlib.ExitStack() as held:
+        _Agent(Rank(8, 16, 0, "127.0.0.1", 1), meeting, GPUS, held)._lock("this run", [0, 1, 3])
+        assert [index for index in range(4) if not free(*locks_of(GPUS, [index]))] == [0, 1, 3]
+    assert all(free(lock) for lock in locks_of(GPUS, range(4)))
 
-    def is_locked_by(local_rank, where):
-        meeting = Meeting(("127.0.0.1", 1), b"", where)
-        with contextlib.ExitStack() as held:
-            _Agent(Rank(8, 16, local_rank, "127.0.0.1", 1), meeting, machine, held)._lock("this run")
-            with lock_path(machine).open("a") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-        return False
 
-    assert is_locked_by(0, "another machine")
-    assert not is_locked_by(1, "another machine")
-    assert not is_locked_by(0, machine_id())
+def test_rank_0_holds_its_own_machine_and_asks_one_agent_of_each_other(nodes, monkeypatch):
+    """Ranks 0 and 1 stand here, 2 and 3 on one other machine, 4 on another."""
+    asked = []
+
+    class Elsewhere:
+        def __init__(self, machine, local_rank):
+            self.facts = {"machine": machine, "local_rank": local_rank}
+
+        def ask(self, do, *, timeout_s, **arguments):
+            asked.append((self.facts["machine"], do, arguments["gpus"]))
+
+    agents = {1: nodes._agents[1], 2: Elsewhere("y", 0), 3: Elsewhere("y", 1), 4: Elsewhere("x", 0)}
+    monkeypatch.setattr(nodes, "_agents", agents)
+    assert [list(nodes.gpus_here(ranks)) for ranks in (1, 2, 5)] == [[0], [0, 1], [0, 1]]
+    for _ in range(2):
+        nodes._lock_machines()
+    assert asked == [("x", "lock", [0]), ("y", "lock", [0, 1])]
+    monkeypatch.undo()

@@ -13,6 +13,12 @@ from dilabench.errors import DilabenchError
 FEW = ("causal", "window", "branches")
 
 
+def say(line):
+    # In one write: torchrun leaves output unbuffered, where print ends its line with a second one, too late.
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main():
     world = world_from_environment(timeout_s=40)
     try:
@@ -23,11 +29,11 @@ def main():
                 raise ArithmeticError("the root cause")
             wrong = ring_cases.exact(world, ["zigzag-ring", "ring-allgather"])
     except DilabenchError as error:
-        print(f"rank {world.rank} says: {error}", flush=True)  # noqa: T201
+        say(f"rank {world.rank} says: {error}")
         return int(error.exit_code)
     finally:
         world.close()
-    print(f"rank {world.rank} of {world.size}: {wrong}", flush=True)  # noqa: T201
+    say(f"rank {world.rank} of {world.size}: {wrong}")
     return 5 if wrong else 0
 
 

@@ -7,7 +7,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def importable_rank_functions(monkeypatch):
+def importable_rank_functions(monkeypatch, warm_server):
     """Rank processes import what they run by its module's name; they inherit sys.path."""
     monkeypatch.setattr(sys, "path", [str(HERE / "on_ranks"), *sys.path])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
