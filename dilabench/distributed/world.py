@@ -207,7 +207,8 @@ class World:
                 copies = Copies(self.rank, self.device, self.group, region, TRIAL_TIMEOUT_S)
                 copies.try_out()
                 copies.timeout_s = self.timeout_s
-            except RuntimeError as error:
+            # Symmetric memory is young: an older torch has none, or has it under other names.
+            except (ImportError, AttributeError, RuntimeError) as error:
                 why = f"rank {self.rank}: {next(iter(str(error).splitlines()), '')}"
         why = next(filter(None, self.share(why)), "")
         if copies is not None and why:
