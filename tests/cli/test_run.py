@@ -165,6 +165,8 @@ def interrupted_run(arguments):
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        # A shell without job control has what it starts in the background ignore Ctrl-C, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 100
     while not any('"row"' in path.read_text() for path in Path.cwd().glob("benchmark_results/*/rows.jsonl")):
