@@ -85,11 +85,18 @@ def summands(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> dic
     """The largest term of the sums behind each gradient.
 
     The score gradient is a difference, dout·v - rowsum(dout·out), so an ulp of either side stays when they cancel; the
-    plain computation of a row with one key gives exactly 0 there.
+    plain computation of a row with one key gives exactly 0 there. dv sums exp(score - lse) · dout: an ulp of the score
+    is that much of the whole term, because the lse comes from a forward pass that may have rounded the score otherwise;
+    the plain computation has one score for both, and what is wrong with it cancels.
     """
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    score = scale * torch.einsum("bihd,bjgd->bhigj", q, k).abs().max().item()
     score_gradient = scale * torch.einsum("bihd,bjgd->bhigj", dout, v).abs().max().item()
-    return {"dq": score_gradient * k.abs().max().item(), "dk": score_gradient * q.abs().max().item()}
+    return {
+        "dq": score_gradient * k.abs().max().item(),
+        "dk": score_gradient * q.abs().max().item(),
+        "dv": score * dout.abs().max().item(),
+    }
 
 
 def assert_close(
