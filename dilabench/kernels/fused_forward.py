@@ -188,13 +188,12 @@ def fused_forward(
 def _shipped_config(q: Tensor, group: BranchGroup, causal: bool, first: bool) -> TileConfig:
     """The measured configuration; the Hopper kernel only where it can run, and only to write results, not to merge.
 
-    Where tiles are cut it stays out: a tile would read on into the next batch element, and for one element that form is
-    compiled for sm_90a but has never run.
+    Where tiles are cut it takes single sequences only: a tile would read on into the next batch element.
     """
     dim, size = q.shape[-1], q.element_size()
     if first and size == 2 and _hopper(q.device):
         specialized = specialized_config(dim, causal, group.largest_tile)
-        if specialized and not group.cuts_tiles(max(specialized.block_m, specialized.block_n)):
+        if specialized and (q.shape[0] == 1 or not group.cuts_tiles(max(specialized.block_m, specialized.block_n))):
             return specialized
     config = tile_config(dim, causal, "forward", group.largest_tile, size)
     return tile_config(dim, causal, "forward", group.largest_tile, size, cut=group.cuts_tiles(config.block_n))
