@@ -12,7 +12,8 @@ from dilabench.bench.verify.poison import poisoned
 from dilabench.results import Check
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-DIGEST_PIECE = 2**26
+# Values looked at together: masks and widened copies of all at once could take more memory than the call itself.
+PIECE = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ def digest(tensor: Tensor) -> Tensor:
     bits = tensor.detach().view(INTEGER[tensor.element_size()])
     if bits.dim() < 2:
         return bits.sum(-1, dtype=torch.int64)
-    # CUDA widens what it sums: a piece at a time, or the check would need several times the memory of the call.
-    pieces = bits.flatten(0, -2).split(max(1, DIGEST_PIECE // bits.shape[-1]))
+    # CUDA widens what it sums.
+    pieces = bits.flatten(0, -2).split(max(1, PIECE // bits.shape[-1]))
     return torch.cat([piece.sum(-1, dtype=torch.int64) for piece in pieces]).view(bits.shape[:-1])
 
 
@@ -87,6 +88,14 @@ def form_checks(out: object, shape: Sequence[int], dtype: torch.dtype, device: t
         )
         if not right:
             return checks
-    bad = int((~torch.isfinite(out)).sum())
+    bad = _not_finite(out)
     detail = f"{bad} of {out.numel()} values of out are NaN or infinite" if bad else None
     return [*checks, Check(name="finite", passed=not bad, detail=detail)]
+
+
+def _not_finite(out: Tensor) -> int:
+    """How many values are NaN or infinite."""
+    if out.ndim < 2 or not out.numel():
+        return int((~torch.isfinite(out)).sum())
+    rows = max(1, PIECE // out[:, :1].numel())
+    return sum(int((~torch.isfinite(piece)).sum()) for piece in out.split(rows, 1))

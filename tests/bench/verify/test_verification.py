@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dilabench.bench.verify import Oracle, call, summary, verify
-from dilabench.bench.verify.call import digest
+from dilabench.bench.verify.call import digest, form_checks
 from dilabench.contracts import BuildContext
 from dilabench.impls.reference import build
 from dilabench.results import Check, Verification
@@ -122,11 +122,22 @@ def test_summary_names_the_first_failure_and_the_others() -> None:
 def test_a_checksum_is_the_same_in_pieces(monkeypatch):
     x = torch.randn(3, 7, 5, 8).bfloat16()
     whole = digest(x)
-    monkeypatch.setattr(call, "DIGEST_PIECE", 24)
+    monkeypatch.setattr(call, "PIECE", 24)
     assert torch.equal(digest(x), whole)
     assert whole.shape == (3, 7, 5)
     x[2, 6, 4, 7] += 1
     assert torch.nonzero(digest(x) != whole).tolist() == [[2, 6, 4]]
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 5, 8), (7, 5, 8), (9,), (0, 4)])
+def test_values_that_are_not_finite_are_counted_in_pieces(monkeypatch, shape):
+    monkeypatch.setattr(call, "PIECE", 24)
+    out = torch.zeros(shape)
+    if out.numel():
+        out.view(-1)[[0, -1]] = torch.tensor([torch.nan, -torch.inf])
+    check = form_checks(out, shape, torch.float32, out.device)[-1]
+    assert (check.name, check.passed) == ("finite", not out.numel())
+    assert out.numel() == 0 or check.detail.startswith(f"2 of {out.numel()} values")
 
 
 def test_what_is_sampled_of_every_batch_is_no_copy():
