@@ -22,8 +22,8 @@ from dilabench.work import head_branches, head_offset, rows_kept
 class KeyGroup:
     """Rows of one head that have the same keys, causal mask and window aside.
 
-    rows: [R] positions, ascending. keys: [M] positions, ascending. counts: [branches, M], how often each branch gives
-    each key; their sum over the branches is C[h, row, key] for every row of the group.
+    rows: [R] positions, ascending, on the CPU. keys: [M] positions, ascending. counts: [branches, M], how often each
+    branch gives each key; their sum over the branches is C[h, row, key] for every row of the group.
     """
 
     rows: Tensor
@@ -31,17 +31,21 @@ class KeyGroup:
     counts: Tensor
 
 
-def key_groups(workload: Workload, head: int, positions: Tensor) -> Iterator[KeyGroup]:
+def key_groups(
+    workload: Workload, head: int, positions: Tensor, device: torch.device | str = "cpu"
+) -> Iterator[KeyGroup]:
     """The groups that cover the rows at `positions` ([R] int64, ascending, on the CPU) of head `head`.
 
     Rows that no branch covers are in no group or in one without keys. Positions count along the N axis (packed: T).
+    `device`: where keys and counts are made, for making long ones on the CPU and moving them takes longer than using
+    them on a GPU.
     """
     groups = _GROUPS[workload.pattern.kind]
     for start, end in workload.sequences:
         first, last = torch.searchsorted(positions, torch.tensor([start, end])).tolist()
         if first == last:
             continue
-        for group in groups(workload, head, end - start, positions[first:last] - start):
+        for group in groups(workload, head, end - start, positions[first:last] - start, torch.device(device)):
             yield replace(group, rows=group.rows + start, keys=group.keys + start)
 
 
@@ -105,12 +109,16 @@ def covered(workload: Workload, head: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _dense_groups(_workload: Workload, _head: int, length: int, rows: Tensor) -> Iterator[KeyGroup]:
+def _dense_groups(
+    _workload: Workload, _head: int, length: int, rows: Tensor, device: torch.device
+) -> Iterator[KeyGroup]:
     """Every row sees every key once."""
-    yield KeyGroup(rows, torch.arange(length), torch.ones(1, length, dtype=torch.int64))
+    yield KeyGroup(rows, torch.arange(length, device=device), torch.ones(1, length, dtype=torch.int64, device=device))
 
 
-def _dilated_groups(workload: Workload, head: int, length: int, rows: Tensor) -> Iterator[KeyGroup]:
+def _dilated_groups(
+    workload: Workload, head: int, length: int, rows: Tensor, device: torch.device
+) -> Iterator[KeyGroup]:
     """A branch (w, r) gives row i the keys of segment i//w on the head's residue, if i is on it (semantics.md §2)."""
     branches = _branches(workload, head, length)
     labels = _labels(branches, rows)
@@ -118,7 +126,7 @@ def _dilated_groups(workload: Workload, head: int, length: int, rows: Tensor) ->
     order = torch.argsort(kind_of_row, stable=True)
     sizes = torch.bincount(kind_of_row, minlength=kinds.shape[1]).tolist()
     for segments, members in zip(kinds.T.tolist(), order.split(sizes), strict=True):
-        keys, counts = _dilated_keys(branches, segments, length)
+        keys, counts = _dilated_keys(branches, segments, length, device)
         yield KeyGroup(rows[members], keys, counts)
 
 
@@ -144,13 +152,15 @@ def _labels(branches: list[tuple[int, int, int]], rows: Tensor) -> Tensor:
     return torch.stack([torch.where(rows % w % r == offset, rows // w, -1) for w, r, offset in branches])
 
 
-def _dilated_keys(branches: list[tuple[int, int, int]], segments: list[int], length: int) -> tuple[Tensor, Tensor]:
+def _dilated_keys(
+    branches: list[tuple[int, int, int]], segments: list[int], length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """The union of the branches' keys, given the segment of each branch (-1: none), with the count per branch."""
     starts = [segment * w for segment, (w, _, _) in zip(segments, branches, strict=True)]
     used = [(start, min(start + w, length)) for start, (w, _, _) in zip(starts, branches, strict=True) if start >= 0]
     low = min((start for start, _ in used), default=0)
     high = max((end for _, end in used), default=0)
-    counts = torch.zeros(len(branches), high - low, dtype=torch.int64)
+    counts = torch.zeros(len(branches), high - low, dtype=torch.int64, device=device)
     for row, start, (w, r, offset) in zip(counts, starts, branches, strict=True):
         if start >= 0:
             row[start + offset - low : min(start + w, length) - low : r] = 1
@@ -158,7 +168,9 @@ def _dilated_keys(branches: list[tuple[int, int, int]], segments: list[int], len
     return keys + low, counts[:, keys]
 
 
-def _block_sparse_groups(workload: Workload, head: int, length: int, rows: Tensor) -> Iterator[KeyGroup]:
+def _block_sparse_groups(
+    workload: Workload, head: int, length: int, rows: Tensor, device: torch.device
+) -> Iterator[KeyGroup]:
     """A block mask lies over the rows that each branch keeps in a segment (no branches: over all rows)."""
     branches = _branches(workload, head, length)
     labels = torch.stack([_block_labels(workload, branch, rows) for branch in branches])
@@ -167,7 +179,7 @@ def _block_sparse_groups(workload: Workload, head: int, length: int, rows: Tenso
     sizes = torch.bincount(kind_of_row, minlength=kinds.shape[1]).tolist()
     for blocks, members in zip(kinds.T.tolist(), order.split(sizes), strict=True):
         pairs = zip(branches, blocks, strict=True)
-        per_branch = [_keys_of_block(workload, head, branch, block, length) for branch, block in pairs]
+        per_branch = [_keys_of_block(workload, head, branch, block, length).to(device) for branch, block in pairs]
         keys = torch.cat(per_branch).unique()
         yield KeyGroup(rows[members], keys, torch.stack([torch.isin(keys, own).long() for own in per_branch]))
 

@@ -90,7 +90,7 @@ def attend_rows_backward(
     dv is P^T dout under both.
     """
     wide = accumulation_dtype(dtype)
-    slots = key_slots(keys, q.shape[1])
+    slots = key_slots(keys, q.shape[1], q.device)
     size = q.shape[1] if keys is None else len(keys)
     dq = q.new_zeros(dout.shape, dtype=dtype)
     dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], q.shape[3], dtype=wide) for _ in range(2))
@@ -149,12 +149,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def key_slots(keys: Tensor | None, length: int) -> Tensor:
+def key_slots(keys: Tensor | None, length: int, device: torch.device) -> Tensor:
     """Where each of `length` positions stands in `keys` (None: all of them), -1 where it does not."""
     if keys is None:
-        return torch.arange(length)
-    slots = torch.full((length,), -1)
-    slots[keys] = torch.arange(len(keys))
+        return torch.arange(length, device=device)
+    slots = torch.full((length,), -1, device=device)
+    slots[keys.to(device)] = torch.arange(len(keys), device=device)
     return slots
 
 
@@ -176,12 +176,12 @@ class Block:
 
     def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
         """The block's keys of k or v, [B, M, D]."""
-        return x[:, :, self.head // workload.group_size].index_select(1, self.keys.to(x.device)).to(dtype)
+        return x[:, :, self.head // workload.group_size].index_select(1, self.keys).to(dtype)
 
     def wanted(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the block's keys ([M] bool) have a slot, and those slots."""
         slot = slots[self.keys]
-        return (slot >= 0).to(self.index.device), slot[slot >= 0].to(self.index.device)
+        return slot >= 0, slot[slot >= 0]
 
     def scores(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
         """scale·q·k + log C, [B, R, M], in the accumulation dtype; -inf where a row does not see the key."""
@@ -221,23 +221,23 @@ def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
     """Blocks that cover every (row, head) with a key once, each within MAX_BLOCK_SCORES scores where one row is."""
     left, right = reach(workload)
     for head in range(workload.num_heads):
-        for group in key_groups(workload, head, rows):
+        for group in key_groups(workload, head, rows, q.device):
             per_row = max(1, q.shape[0] * len(group.keys))
             for part in group.rows.split(max(1, MAX_BLOCK_SCORES // per_row)):
-                low = 0 if left is None else int(torch.searchsorted(group.keys, part[0] - left))
+                low = 0 if left is None else int(torch.searchsorted(group.keys, int(part[0]) - left))
                 high = (
                     len(group.keys)
                     if right is None
-                    else int(torch.searchsorted(group.keys, part[-1] + right, right=True))
+                    else int(torch.searchsorted(group.keys, int(part[-1]) + right, right=True))
                 )
                 if low >= high:
                     continue
-                keys = group.keys[low:high]
+                keys, part_rows = group.keys[low:high], part.to(q.device)
                 yield Block(
                     head=head,
                     index=torch.searchsorted(rows, part).to(q.device),
-                    rows=part.to(q.device),
+                    rows=part_rows,
                     keys=keys,
-                    counts=group.counts[:, low:high].to(q.device),
-                    seen=visible(workload, part, keys).to(q.device),
+                    counts=group.counts[:, low:high],
+                    seen=visible(workload, part_rows, keys),
                 )

@@ -67,7 +67,7 @@ def gradient_sizes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same for dq, dk and dv. The terms of dS are P dP and P mean(dP), which may cancel, so both count."""
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
-    slots = key_slots(keys, q.shape[1])
+    slots = key_slots(keys, q.shape[1], q.device)
     for block in blocks(workload, rows, q):
         share, doubt = _shares(block, q, k, lse, workload)
         dout_block = dout[:, block.index, block.head].double()
