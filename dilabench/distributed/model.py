@@ -6,6 +6,7 @@ most receives, which all others wait for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from dilabench.distributed import block_deal
@@ -31,9 +32,10 @@ def load_balance(workload: Workload, implementation: str, ranks: int) -> float |
 
 
 def overlapping_share(workload: Workload, implementation: str, ranks: int) -> float | None:
-    """Share of the slowest rank's work that can go on while keys are under way; None where λ is None, too.
+    """Share of the slowest rank's work that can go on while messages are under way; None where λ is None, too.
 
-    Gather: the work that needs no remote key. Rings: all but the last hop's, which must have arrived. Ulysses: nothing.
+    Gather: the work that needs no remote key. Rings: all but the last hop's, whose keys must have arrived; a backward
+    pass that begins with this hop has no gradients to send before. Ulysses: nothing.
     """
     if implementation == "ulysses":
         return 0.0
@@ -59,10 +61,11 @@ def ideal_efficiency(balance: float, computation_ns: float, transfer_ns: float, 
 def received_bytes(workload: Workload, implementation: str, ranks: int) -> int | None:
     """Bytes that one call in the workload's mode brings the rank with most; None where no closed form holds.
 
-    Rings: K and V of the others, again in the backward pass, where dK and dV come back in the dtype of K. Gather: each
-    row of nested branches once, rows = Σ (w_i - max(w_{i-1}, l))/r_i, behind a causal mask what lies before; its
-    backward pass has only gradients, of several branches in float32 (float64 for float64). Ulysses: the other ranks'
-    (P-1)/P of q, k, v, out and lse, backward of dout, dq, dk and dv. Block masks: `block_deal.received_bytes`.
+    Rings: K and V of the others, again in the backward pass (where hops overlap, all but the last hop's, which were
+    kept), and there dK and dV come back in the dtype of K. Gather: each row of nested branches once,
+    rows = Σ (w_i - max(w_{i-1}, l))/r_i, behind a causal mask what lies before; its backward pass has only gradients,
+    of several branches in float32 (float64 for float64). Ulysses: the other ranks' (P-1)/P of q, k, v, out and lse,
+    backward of dout, dq, dk and dv. Block masks: `block_deal.received_bytes`.
     """
     if ranks == 1:
         return 0
@@ -83,15 +86,12 @@ def received_bytes(workload: Workload, implementation: str, ranks: int) -> int |
         return None
     vector = workload.batch_size * workload.num_kv_heads * workload.head_dim * 2
     if implementation in RINGS and workload.pattern.kind == "dense":
-        # Behind a causal mask one rank receives every K and another every dK; the sum over one rank is the larger.
-        shard = vector * rows * item
-        if not workload.causal:
-            return shard * (ranks - 1) * (forward + 2 * backward)
-        keys, gradients = _causal_shards(implementation, ranks)
-        return max(
-            int(shard * (key * (forward + backward) + gradient * backward))
-            for key, gradient in zip(keys, gradients, strict=True)
+        # Behind a causal mask one rank receives every K and another every dK; the largest sum of one rank counts.
+        halves = max(
+            keys * forward + (keys_again + gradients) * backward
+            for keys, keys_again, gradients in _half_shards(workload.causal, implementation, ranks)
         )
+        return vector * rows * item * halves // 2
     if implementation == "ring-allgather":
         gathered = _nested_rows(workload, ranks)
         if gathered is None:
@@ -114,13 +114,19 @@ def joined_bytes(workload: Workload, ranks: int) -> int | None:
     return workload.batch_size * others * heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
 
 
-def _causal_shards(implementation: str, ranks: int) -> tuple[list[float], list[float]]:
-    """Shards of K that each rank receives, and shards of dK that come back to it."""
-    if implementation == "zigzag-ring":
-        keys = [rank / 2 + (ranks - 1 - rank) for rank in range(ranks)]
-        return keys, [(ranks - 1 - rank) / 2 + rank for rank in range(ranks)]
-    keys = [float(rank) for rank in range(ranks)]
-    return keys, keys[::-1]
+def _half_shards(causal: bool, implementation: str, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Per rank, in half shards: K that it receives forward, K that it receives backward, dK that come back to it."""
+    # What is needed of an earlier rank's shard and of a later one's.
+    earlier, later = 2, 2
+    if causal:
+        earlier, later = (1, 2) if implementation == "zigzag-ring" else (2, 0)
+    for before in range(ranks):
+        after = ranks - 1 - before
+        keys = earlier * before + later * after
+        # The last hop comes from the next rank, round the ring.
+        last = later if after else earlier
+        again = keys if implementation == "ring" else keys - last
+        yield keys, again, earlier * after + later * before
 
 
 def _nested_rows(workload: Workload, ranks: int) -> list[tuple[int, int]] | None:

@@ -60,12 +60,12 @@ def _shares(name: str, workload: Workload, size: int) -> Iterator[Share]:
 
 def _plan(name: str, workload: Workload, rank: RankMemory) -> MemoryPlan:
     passes: RankPasses
-    kept = 0.0
     if name == "ring-allgather":
         passes = gather = AllGatherMemory(rank)
         kept = gather.gathered
     else:
-        passes = RingMemory(rank, OVERLAPS[name])
+        passes = ring = RingMemory(rank, OVERLAPS[name])
+        kept = ring.kept
     share = rank.share
     return two_passes(
         workload,

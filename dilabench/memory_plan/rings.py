@@ -1,6 +1,7 @@
 """Memory of the ring implementations on one rank, hop by hop (`impls.ring.hops`, `impls.ring.share`)."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dilabench.memory_plan.kernels import Kernel
 from dilabench.memory_plan.ledger import Ledger
@@ -117,37 +118,49 @@ class RingMemory:
     rank: RankMemory
     overlap: bool
 
+    @property
+    def kept(self) -> float:
+        """K and V of the last hop, where hops overlap."""
+        share = self.rank.share
+        holder = (share.rank + 1) % share.size
+        return share.needs[holder].packed if self.overlap and holder in share.needs else 0.0
+
     def forward(self) -> float:
         """Bytes beyond the inputs."""
         ledger, share = Ledger(), self.rank.share
         results = SoftmaxMemory(ledger, share, self.rank.defers)
-        if self.overlap:
-            self._request(ledger, 1)
-        self.rank.attend_own(ledger, results)
-        for distance in range(1, share.size):
-            holder = self._take(ledger, distance)
-            if holder in share.needs:
+        for distance, following in pairwise((*range(share.size), 0)):
+            self._request(ledger, following if self.overlap else distance)
+            ledger.free(f"sent {distance}")
+            holder = (share.rank - distance) % share.size
+            if distance == 0:
+                self.rank.attend_own(ledger, results)
+            elif holder in share.needs:
+                # Keys of an earlier hop are bound until these take their names.
+                ledger.free(*(f"arrived {earlier}" for earlier in range(1, distance)))
                 self._unpack(ledger, holder)
                 self.rank.attend(ledger, results, share.reads[holder])
         results.finish()
         return ledger.peak
 
     def backward(self) -> float:
-        """Bytes beyond the inputs, out and lse."""
+        """Bytes beyond the inputs, out, lse and what was kept."""
         ledger, share = Ledger(), self.rank.share
         sums = self.rank.sums(ledger)
-        if self.overlap:
-            self._request(ledger, 1)
-        self.rank.attend_own_backward(ledger, sums)
         waiting: list[int] = []
-        for distance in range(1, share.size):
-            holder = self._take(ledger, distance)
-            if not self.overlap:
-                ledger.free(f"gradients {distance - 1}")
+        for distance, following in pairwise((*self._backward_order, 0)):
+            self._request(ledger, following if self.overlap else distance)
+            ledger.free(f"sent {distance}")
+            if distance == 0:
+                self.rank.attend_own_backward(ledger, sums)
+                continue
+            holder = (share.rank - distance) % share.size
             if holder in share.needs:
                 self._unpack(ledger, holder)
                 ledger.hold(f"gradients {distance}", self.rank.remote_backward(ledger, holder, sums[0]))
+                ledger.free("unpacked")
             self._give_back(ledger, distance)
+            ledger.free(f"arrived {distance}")
             waiting.append(distance)
             if not self.overlap or len(waiting) > 1:
                 self._add(ledger, waiting.pop(0), sums)
@@ -156,22 +169,14 @@ class RingMemory:
         finished(ledger, sums)
         return ledger.peak
 
-    def _take(self, ledger: Ledger, distance: int) -> int:
-        """The holder of this hop's keys. What came before is still bound while the next is asked for."""
-        share = self.rank.share
-        if not self.overlap:
-            self._request(ledger, distance)
-        elif distance + 1 < share.size:
-            self._request(ledger, distance + 1)
-        ledger.free(f"sent {distance}")
-        holder = (share.rank - distance) % share.size
-        if holder in share.needs:
-            # Keys of an earlier hop go when these take their names.
-            for earlier in range(1, distance):
-                ledger.free(f"arrived {earlier}")
-        return holder
+    @property
+    def _backward_order(self) -> tuple[int, ...]:
+        """Where hops overlap, what was kept comes first and the own part last."""
+        size = self.rank.share.size
+        return (size - 1, *range(1, size - 1), 0) if self.overlap and size > 1 else tuple(range(size))
 
     def _request(self, ledger: Ledger, distance: int) -> None:
+        """Room for a hop's keys, and for those that it sends; at distance 0 is the rank itself."""
         share = self.rank.share
         reader, holder = (share.rank + distance) % share.size, (share.rank - distance) % share.size
         if reader in share.gives and share.gives[reader].copied:
@@ -193,9 +198,8 @@ class RingMemory:
     def _add(self, ledger: Ledger, distance: int, sums: tuple[SumMemory, SumMemory, SumMemory]) -> None:
         share = self.rank.share
         reader = (share.rank + distance) % share.size
-        if distance + 1 < share.size and self.overlap:
-            # What was sent is kept until it has arrived; that of the last hop still has its name.
-            ledger.free(f"gradients {distance}")
+        # What was sent is kept until what comes back has arrived.
+        ledger.free(f"gradients {distance}")
         if reader in share.gives:
             self.rank.add_parcel(share.gives[reader], sums, f"returned {distance}")
         ledger.free(f"returned {distance}")

@@ -3,6 +3,8 @@
 import pytest
 
 from dilabench.distributed.launch import launch
+from dilabench.distributed.lone_rank import LoneRank
+from dilabench.distributed.world import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ALGORITHMS = ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "ring-varlen", "ulysses"]
@@ -43,3 +45,51 @@ def test_a_second_call_repeats_the_first():
 
     one = ring_cases.workload(pattern=ring_cases.dilated([8, 16], [1, 2]))
     assert launch(ring_cases.twice, 2, ["ring-allgather", one]) == [0.0, 0.0]
+
+
+def test_a_graph_can_be_passed_back_through_twice():
+    import ring_cases
+
+    # Whole shards are kept of the first two, single vectors of the third.
+    branches = ring_cases.dilated([6, 24], [1, 4])
+    calls = [("zigzag-ring", ring_cases.workload()), ("ring-overlap", ring_cases.workload(causal=False))]
+    calls += [("ring-overlap", ring_cases.workload(pattern=branches, causal=False))]
+    assert launch(ring_cases.back_twice, 3, [calls]) == [[0.0] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "kept"),
+    [
+        ("zigzag-ring", World.alone(), []),
+        ("zigzag-ring", LoneRank.of(0, 2), [(2, 12, 2, 6)] * 2),
+        ("zigzag-ring", LoneRank.of(1, 2), [(2, 6, 2, 6)] * 2),
+        ("ring-overlap", LoneRank.of(0, 2), []),
+        ("ring-overlap", LoneRank.of(2, 3), [(2, 8, 2, 6)] * 2),
+        ("ring", LoneRank.of(1, 2), []),
+    ],
+    ids=["one rank", "of a later rank", "of an earlier rank", "nothing ahead", "of the last hop", "taking turns"],
+)
+def test_keys_that_are_kept(name, world, kept):
+    import ring_cases
+
+    one = ring_cases.workload()
+    function = ring_cases.MODULES[name].build(one, ring_cases.context(world))
+    q, k, v = (function.shards.take(x, world.rank) for x in ring_cases.random_inputs(one)[:3])
+    assert [tuple(x.shape) for x in function._algorithm.forward(q, k, v)[2]] == kept
+
+
+KEYS, GRADIENTS, KERNEL = "keys", "gradients", "kernel"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "order"),
+    [
+        (1, [KERNEL]),
+        (2, [KERNEL, GRADIENTS, KERNEL]),
+        (4, [KEYS, KERNEL, GRADIENTS, KEYS, KERNEL, GRADIENTS, KERNEL, GRADIENTS, KERNEL]),
+    ],
+)
+def test_returned_gradients_travel_while_something_is_computed(ranks, order, monkeypatch):
+    import ring_cases
+
+    assert ring_cases.steps_back(LoneRank.of(ranks // 2, ranks), ring_cases.workload(), monkeypatch) == order

@@ -93,14 +93,19 @@ def test_ideal_efficiency_is_the_balance_less_what_communication_adds():
     assert ideal_efficiency(1.0, 10.0, 15.0, 5.0) == 0.5
 
 
-@pytest.mark.parametrize("name", ["ring", "zigzag-ring"])
-def test_a_causal_ring_brings_every_rank_the_same_number_of_shards(name):
-    # What a rank does not receive as keys it receives as returned gradients; keys come again in the backward pass.
+# Shards that the rank with most receives. Forward K of three others, backward K of three (of two where the last hop's
+# was kept) and three dK; behind a causal mask what a rank does not receive as K comes back to it as dK.
+@pytest.mark.parametrize(
+    ("name", "backward", "both", "causal_backward", "causal_both"),
+    [("ring", 6, 9, 3, 6), ("ring-overlap", 5, 8, 3, 5), ("zigzag-ring", 5, 8, 4, 6.5)],
+)
+def test_a_ring_brings_so_many_shards(name, backward, both, causal_backward, causal_both):
+    wanted = {False: {"forward": 3, "backward": backward, "both": both}}
+    wanted[True] = {"forward": 3, "backward": causal_backward, "both": causal_both}
     shard = 2 * 24 * 4 * 8 * 8
-    forward = received_bytes(workload(mode="forward"), name, 4)
-    assert forward == 3 * shard
-    assert received_bytes(workload(causal=False, mode="forward"), name, 4) == 3 * shard
-    assert received_bytes(workload(causal=False), name, 4) == 9 * shard
+    for causal, shards in wanted.items():
+        found = {mode: received_bytes(workload(causal=causal, mode=mode), name, 4) for mode in shards}
+        assert found == {mode: count * shard for mode, count in shards.items()}
 
 
 def test_one_rank_receives_nothing_and_a_window_has_no_formula():

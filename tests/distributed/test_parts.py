@@ -26,7 +26,7 @@ def test_received_bytes_are_those_of_the_formulas(ranks):
     import ring_cases
 
     nested = ring_cases.dilated([24, 48, 96], [1, 2, 4], offset_by="kv_head")
-    names = ("ring", "zigzag-ring", "ring-allgather", "ulysses")
+    names = ("ring", "ring-overlap", "zigzag-ring", "ring-allgather", "ulysses")
     calls = [
         (name, ring_cases.workload(seq_len=96, num_kv_heads=4, causal=causal, pattern=pattern))
         for causal in (True, False)

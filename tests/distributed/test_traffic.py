@@ -37,9 +37,19 @@ def test_a_causal_ring_sends_nothing_ahead():
 
 
 def test_zigzag_needs_half_of_earlier_ranks_and_all_of_later_ones():
-    forward, _ = bytes_of(4, "zigzag-ring")
+    forward, backward = bytes_of(4, "zigzag-ring")
     shard = 2 * (N // 4) * 2 * D * ITEM
     assert forward == [shard * rank // 2 + shard * (3 - rank) for rank in range(4)]
+    # The last hop's keys are there still: those of the next rank, and on the last one half of the first rank's.
+    kept = [shard, shard, shard, shard // 2]
+    assert backward == [keys - last for keys, last in zip(forward, kept, strict=True)]
+
+
+def test_two_ranks_that_overlap_move_no_keys_in_the_backward_pass():
+    forward, backward = bytes_of(2, "zigzag-ring")
+    shard = 2 * (N // 2) * 2 * D * ITEM
+    assert forward == [shard, shard // 2]
+    assert backward == [0, 0]
 
 
 def test_a_window_keeps_hops_out_of_reach_at_home():

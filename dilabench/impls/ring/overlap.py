@@ -1,6 +1,7 @@
 """`ring-overlap`: the ring with the next hop under way while this one is computed.
 
-Two buffers of K and V. On CUDA the hops run on NCCL's own stream, which waits only for what was queued before them.
+Two buffers of K and V, and what the last hop brought is kept for the backward pass. On CUDA the hops run on a stream of
+their own, which waits only for what was queued before them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.distributed.lone_rank import LoneRank
 from dilabench.distributed.sharding import contiguous
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
@@ -162,6 +163,45 @@ def twice(world, name, one):
     first = function(*shards)
     function(*(x * 2 for x in shards))
     return difference(function(*shards), first)
+
+
+def back_twice(world, calls):
+    """Of each call (name, workload): the largest difference of a second backward pass on a graph from the first."""
+    found = []
+    for name, one in calls:
+        function = MODULES[name].build(one, context(world))
+        q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = function(*leaves)
+        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        second = torch.autograd.grad(out, leaves, dout)
+        found.append(max(difference(a, b) for a, b in zip(first, second, strict=True)))
+    return found
+
+
+def steps_back(world, one, monkeypatch):
+    """What the backward pass of the zigzag ring on a lone rank does, in order: kernel calls, and kinds of messages."""
+    steps = []
+
+    def spy_on_kernel(*arguments, **options):
+        steps.append("kernel")
+        return math.attend_backward(*arguments, **options)
+
+    def spy_on_swap(self, sends, receives, kind):
+        if sends or receives:
+            steps.append(kind)
+        return swap(self, sends, receives, kind)
+
+    swap = LoneRank.swap
+    monkeypatch.setattr(LoneRank, "swap", spy_on_swap)
+    backend = LoadedBackend("math", math.attend, spy_on_kernel)
+    function = zigzag.build(one, BuildContext(device=world.device, backend=backend, world=world))
+    q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    steps.clear()
+    torch.autograd.grad(out, leaves, dout)
+    return steps
 
 
 def fails_on(world, rank, how):
