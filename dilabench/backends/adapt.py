@@ -31,22 +31,33 @@ class Plain:
     grouped_heads: it reads fewer K/V heads than query heads; otherwise they are repeated, and dk, dv summed in float32.
     max_batch: rows of the batch per launch; a CUDA grid's second and third axes end at 65535.
     alignment_bytes: what addresses and outer strides must be a multiple of; a tensor that is not is copied.
+    forward_span, backward_span: elements from the first to the last of a tensor, gaps included, that a launch finds its
+    way in (32-bit arithmetic somewhere inside); where a batch spans more, it goes in several launches.
     """
 
     head_dim_multiple: int = 1
     grouped_heads: bool = True
     max_batch: int | None = None
     alignment_bytes: int = 1
+    forward_span: int | None = None
+    backward_span: int | None = None
 
 
-CUDA_KERNEL = Plain(head_dim_multiple=8, max_batch=65535, alignment_bytes=16)
+# The spans are what every kernel can do; one that was seen to do more says so.
+CUDA_KERNEL = Plain(
+    head_dim_multiple=8,
+    max_batch=65535,
+    alignment_bytes=16,
+    forward_span=2**31 - 1,
+    backward_span=2**31 - 1,
+)
 
 
 def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> tuple[Attend, AttendBackward]:
     """`attend` and `attend_backward` of the contract over a kernel's plain case.
 
-    Both raise ValueError for a mask over different numbers of queries and keys: kernels disagree on which corner of
-    the matrix such a mask starts from.
+    Both raise ValueError for a mask over different numbers of queries and keys, since kernels disagree on which corner
+    of the matrix such a mask starts from, and where a single batch item spans more than a launch can reach.
     """
 
     def attend(
@@ -61,7 +72,7 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
             out, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), band, scale)
             return _cut(out, q), lse
 
-        out, lse = _split(one, plain.max_batch, q, k, v)
+        out, lse = _split(one, _batch(plain, plain.forward_span, q, k, v), q, k, v)
         return out, lse
 
     def attend_backward(
@@ -88,7 +99,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
             dq, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), band, scale)
             return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
 
-        dq, dk, dv = _split(one, plain.max_batch, dout, q, k, v, out, lse)
+        batch = _batch(plain, plain.backward_span, dout, q, k, v, out)
+        dq, dk, dv = _split(one, batch, dout, q, k, v, out, lse)
         return dq, dk, dv
 
     return attend, attend_backward
@@ -148,9 +160,39 @@ def _summed(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.unflatten(2, (like.shape[2], -1)).sum(3, dtype=sum_dtype).to(gradient.dtype)
 
 
-def _split(call: Callable[..., tuple[Tensor, ...]], max_batch: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Call once, or once per `max_batch` rows of the batch, and join the results."""
-    if max_batch is None or tensors[0].shape[0] <= max_batch:
+def _batch(plain: Plain, span: int | None, *tensors: Tensor) -> int:
+    """Rows of the batch in one launch: all of them, or as many as the kernel takes."""
+    batch = tensors[0].shape[0]
+    if plain.max_batch is not None:
+        batch = min(batch, plain.max_batch)
+    if span is None:
+        return batch
+    for x in tensors:
+        item = _span(x[:1])
+        if item > span:
+            raise ValueError(
+                f"a tensor {list(x.shape)} spans {item} elements for each batch item, but this kernel finds its way in "
+                f"{span} only; give it fewer rows or heads at a time"
+            )
+        batch = min(batch, 1 + (span - item) // max(1, x.stride(0)))
+    return batch
+
+
+def _span(x: Tensor) -> int:
+    """Elements from the first to the last, gaps included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _split(call: Callable[..., tuple[Tensor, ...]], batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Call once, or once per `batch` rows of the batch, and put the results together."""
+    rows = tensors[0].shape[0]
+    if rows <= batch:
         return call(*tensors)
-    parts = [call(*chunk) for chunk in zip(*(x.split(max_batch) for x in tensors), strict=True)]
-    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
+    wholes: tuple[Tensor, ...] = ()
+    for start in range(0, rows, batch):
+        parts = call(*(x[start : start + batch] for x in tensors))
+        # Parts are copied as they come: together they would take as much again as the result.
+        wholes = wholes or tuple(x.new_empty((rows, *x.shape[1:])) for x in parts)
+        for whole, part in zip(wholes, parts, strict=True):
+            whole[start : start + batch] = part
+    return wholes

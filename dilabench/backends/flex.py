@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, adapted
 from dilabench.backends.band import Band
 
 # torch 2.9 replaced return_lse=True (a tuple with lse) by return_aux (a tuple with a record).
@@ -75,4 +76,4 @@ def _backward(
     return dq, dk, dv
 
 
-attend, attend_backward = adapted(_forward, _backward, Plain(head_dim_multiple=16, max_batch=65535, alignment_bytes=16))
+attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, head_dim_multiple=16))

@@ -6,10 +6,12 @@ in the kernel; torch refuses a tensor that needs more.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, adapted
 from dilabench.backends.band import Band
 
 # The kernel writes and reads lse rows in aligned groups of this many queries; an infinite lse gives weight 0.
@@ -67,5 +69,5 @@ def _window_size(band: Band) -> int | None:
 attend, attend_backward = adapted(
     _forward,
     _backward,
-    Plain(head_dim_multiple=8, grouped_heads=False, max_batch=65535, alignment_bytes=16),
+    replace(CUDA_KERNEL, grouped_heads=False),
 )

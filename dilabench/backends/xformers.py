@@ -5,11 +5,12 @@ K/V heads are repeated for grouped queries: the library's backward has no groupe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, adapted
 from dilabench.backends.band import Band
 
 
@@ -49,5 +50,5 @@ def _bias(band: Band, length: int) -> Any:
 attend, attend_backward = adapted(
     _forward,
     _backward,
-    Plain(head_dim_multiple=8, grouped_heads=False, max_batch=65535, alignment_bytes=16),
+    replace(CUDA_KERNEL, grouped_heads=False),
 )

@@ -74,6 +74,32 @@ def test_a_large_batch_is_split() -> None:
     assert [call[0].shape[0] for call in calls] == [3, 3, 1, 3, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("rows", "span", "batches"),
+    [
+        # Gaps count: seven batch items of 48 elements, 96 apart.
+        (slice(0, 14, 2), 48, [1] * 7),
+        (slice(0, 14, 2), 48 + 2 * 96 - 1, [2, 2, 2, 1]),
+        (slice(0, 14, 2), 48 + 2 * 96, [3, 3, 1]),
+        (slice(0, 7), 7 * 48, [7]),
+    ],
+)
+def test_a_backward_over_a_long_span_is_split(rows: slice, span: int, batches: list[int]) -> None:
+    q, k, v = torch.randn(3, 14, 3, 2, 8, dtype=torch.float64)[:, rows]
+    forward, *backward = run(Plain(backward_span=span), q, k, v)
+    assert forward[0].shape[0] == 7
+    assert [call[0].shape[0] for call in backward] == batches
+    *forward, whole = run(Plain(forward_span=span), q, k, v)
+    assert [call[0].shape[0] for call in forward] == batches
+    assert whole[0].shape[0] == 7
+
+
+def test_a_batch_item_beyond_reach_is_refused() -> None:
+    q, k, v = torch.randn(3, 2, 3, 2, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="spans 48 elements for each batch item, but this kernel finds its way in 47"):
+        run(Plain(backward_span=47), q, k, v)
+
+
 @pytest.mark.parametrize("columns", [slice(1, 9), slice(0, 16, 2)])
 def test_what_the_kernel_cannot_read_is_copied(columns: slice) -> None:
     q, k, v = torch.randn(3, 2, 5, 4, 17, dtype=torch.float64)[..., columns]
