@@ -69,5 +69,6 @@ def _window_size(band: Band) -> int | None:
 attend, attend_backward = adapted(
     _forward,
     _backward,
-    replace(CUDA_KERNEL, grouped_heads=False),
+    # Right past 2^32 elements on an H200.
+    replace(CUDA_KERNEL, grouped_heads=False, forward_span=None, backward_span=None),
 )

@@ -1,10 +1,12 @@
 """FlashAttention 2 as built into torch: float16 and bfloat16 on sm_80 and newer, head dim up to 256, windows, GQA.
 
-Any outer strides are read in place; the backward copies out and dout when they are views (inside torch). A batch of
-2^31.3 elements ended in an illegal memory access on an H200 (torch 2.11).
+Any outer strides are read in place; the backward copies out and dout when they are views (inside torch). Past 2^31
+elements the backward ended in an illegal memory access on an H200 (torch 2.11); the forward is right there.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,4 +54,4 @@ def _window(band: Band) -> dict[str, int]:
     return {"window_size_left": band.left, "window_size_right": band.right} if band.windowed else {}
 
 
-attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)
+attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, forward_span=None))
