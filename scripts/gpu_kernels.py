@@ -68,6 +68,11 @@ SHAPES = [
     Shape("longnet_128k D128", 1, 131072, 16, 128, GEO_SEGMENTS, GEO_RATES, True, "450/600 TF", "360/480 TF"),
     Shape("longnet_128k D64", 1, 131072, 16, 64, GEO_SEGMENTS, GEO_RATES, False, "520/640 TF", "400/520 TF"),
     Shape("longnet_128k D64", 1, 131072, 16, 64, GEO_SEGMENTS, GEO_RATES, True, "380/480 TF", "280/400 TF"),
+    # Lengths that cut a segment, and a tile.
+    Shape("cut 50000 D64", 1, 50000, 16, 64, GEO_SEGMENTS, GEO_RATES, False),
+    Shape("cut 50000 D64", 1, 50000, 16, 64, GEO_SEGMENTS, GEO_RATES, True),
+    Shape("cut 50000 D128", 1, 50000, 16, 128, GEO_SEGMENTS, GEO_RATES, False),
+    Shape("cut 50000 D128", 1, 50000, 16, 128, GEO_SEGMENTS, GEO_RATES, True),
     Shape("seed_like 2x8192", 2, 8192, 8, 64, (2048, 4096, 8192), (1, 2, 4), False, "0.30/0.20 ms"),
     Shape("seed_like 2x8192", 2, 8192, 8, 64, (2048, 4096, 8192), (1, 2, 4), True, "0.22/0.14 ms"),
 ]
