@@ -190,9 +190,16 @@ def _split(call: Callable[..., tuple[Tensor, ...]], batch: int, *tensors: Tensor
         return call(*tensors)
     wholes: tuple[Tensor, ...] = ()
     for start in range(0, rows, batch):
-        parts = call(*(x[start : start + batch] for x in tensors))
-        # Parts are copied as they come: together they would take as much again as the result.
-        wholes = wholes or tuple(x.new_empty((rows, *x.shape[1:])) for x in parts)
-        for whole, part in zip(wholes, parts, strict=True):
-            whole[start : start + batch] = part
+        wholes = _placed(wholes, call(*(x[start : start + batch] for x in tensors)), start, rows)
+    return wholes
+
+
+def _placed(wholes: tuple[Tensor, ...], parts: tuple[Tensor, ...], start: int, rows: int) -> tuple[Tensor, ...]:
+    """The wholes of so many rows, made with the first parts, with these parts in them.
+
+    Parts are gone after this: together they would take as much again as the result.
+    """
+    wholes = wholes or tuple(x.new_empty((rows, *x.shape[1:])) for x in parts)
+    for whole, part in zip(wholes, parts, strict=True):
+        whole[start : start + part.shape[0]] = part
     return wholes

@@ -1,6 +1,7 @@
 """Peak memory of one call, split by what it is for (torch). Meant for a process in which nothing else ran."""
 
 import contextlib
+import gc
 import resource
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def measure_memory(call: PreparedCall, isolated: bool) -> Memory:
     parameters = sum(parameter.nbytes for parameter in call.parameters())
     saved = _saved_for_backward(call) if call.workload.mode != "forward" else None
     held = call.held_bytes
+    # Garbage of the first call that goes during the measured one would count as memory that this one did not need: a
+    # caught exception keeps the frames it passed through, and those the tensors in them.
+    gc.collect()
     extra, method = _cuda_extra(call) if call.device.type == "cuda" else _cpu_extra(call)
     extra += held
     return Memory(

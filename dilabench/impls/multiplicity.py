@@ -52,12 +52,12 @@ def key_groups(
 def visible(workload: Workload, rows: Tensor, keys: Tensor) -> Tensor:
     """[R, M] bool: what the causal mask and the window let the rows see of the keys, both positions of one sequence."""
     left, right = reach(workload)
-    ahead = keys[None, :] - rows[:, None]
-    seen = torch.ones_like(ahead, dtype=torch.bool)
+    seen = torch.ones(len(rows), len(keys), dtype=torch.bool, device=keys.device)
+    # Bounds are moved by rows, not pairs: a matrix of distances would be as large as the scores.
     if left is not None:
-        seen &= ahead >= -left
+        seen &= keys[None, :] >= (rows - left)[:, None]
     if right is not None:
-        seen &= ahead <= right
+        seen &= keys[None, :] <= (rows + right)[:, None]
     return seen
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dilabench.memory_plan.calls import Call, branch_fractions
-from dilabench.memory_plan.flexed import LIST_ITEM_BYTES, block_mask_bytes
+from dilabench.memory_plan.flexed import LIST_ITEM_BYTES, block_mask_bytes, dout_copy
 from dilabench.memory_plan.kernels import FLASH3, FLEX, TILES, Kernel
 from dilabench.memory_plan.sizes import FLOAT32_BYTES, FLOAT64_BYTES, INDEX_BYTES, MemoryPlan, Sizes
 from dilabench.memory_plan.union import Passes, one_kernel, two_passes
@@ -30,14 +30,15 @@ def block_sparse(name: str, workload: Workload, device: str, checkpointed: bool)
         return _union(workload, QueryBlocks(workload, seen), seen.index_bytes(workload), checkpointed)
     if device == "cpu":
         return None
-    # Derived, not yet measured on a GPU: the three below.
     if name == "block-sparse":
         return _union(workload, PaddedTiles(workload.head_dim), seen.tile_bytes(workload), checkpointed)
     heads = workload.num_heads if pattern.per_head_masks else 1
     if name == "block-sparse-flex":
         tables = block_mask_bytes(workload, heads, pattern.block_size)
-        return one_kernel(workload, FLEX.stats, checkpointed, tables=tables)
+        # It gives lse, too, so that autograd makes zeros as the gradient of one that nobody uses.
+        return one_kernel(workload, FLEX.stats + 1, checkpointed, tables=tables, copied=dout_copy(workload))
     if name == "block-sparse-flash4":
+        # Derived, not yet measured on a GPU.
         blocks = -(-workload.seq_len // pattern.block_size)
         tables = LISTS * LIST_ITEM_BYTES * heads * blocks * seen.keys_of(workload.seq_len) // pattern.block_size
         sizes = Sizes.of(workload)

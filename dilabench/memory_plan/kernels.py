@@ -50,7 +50,8 @@ class KernelMemory:
         if not self.recomputes:
             return sizes.gradients + inner + copies
         again = sizes.result + stats
-        return again + max(self.recomputes * sizes.q_float32, sizes.q + sizes.gradients + inner)
+        # The dout of its own keys is copied as `flexed.dout_copy` says.
+        return again + max(self.recomputes * sizes.q_float32, 2 * sizes.q + sizes.gradients + inner)
 
     def _repeated(self, call: Call) -> float:
         """A single K/V head is expanded in place."""

@@ -1,8 +1,7 @@
 """The plan of a case, by its implementation.
 
-Not yet measured on a GPU: `flex`, `flex-permuted`, `block-sparse-flash4`, and the rank of zigzag forms that needs most.
-Their factors on CUDA are derived from the code; `scripts/gpu_memory_plan.py` measures them. On an H200 everything else
-is within 6 %, but for `ring-varlen` with its backward pass, which takes 14 % more than this says.
+Not yet measured on a GPU: `block-sparse-flash4`, and the rank of `zigzag-ring` that needs most. Their factors on CUDA
+are derived from the code; `scripts/gpu_memory_plan.py` measures them. On an H200 everything else is within 6 %.
 """
 
 from collections.abc import Callable

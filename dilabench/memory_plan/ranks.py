@@ -7,8 +7,9 @@ from typing import Protocol
 from dilabench.memory_plan.allgather import AllGatherMemory
 from dilabench.memory_plan.kernels import Kernel
 from dilabench.memory_plan.module import parameter_bytes, projected
+from dilabench.memory_plan.packed import packed_share_of
 from dilabench.memory_plan.rings import RankMemory, RingMemory
-from dilabench.memory_plan.shares import Share, packed_share_of, share_of
+from dilabench.memory_plan.shares import Share, share_of
 from dilabench.memory_plan.sizes import MemoryPlan, Sizes
 from dilabench.memory_plan.ulysses import UlyssesMemory
 from dilabench.memory_plan.union import two_passes
@@ -70,16 +71,25 @@ def _plan(name: str, workload: Workload, rank: RankMemory) -> MemoryPlan:
     return two_passes(
         workload,
         passes.forward(),
-        passes.backward() if workload.mode != "forward" else 0.0,
+        passes.backward() + _arriving(workload, share.sizes) if workload.mode != "forward" else 0.0,
         kept=kept,
         tables=round(share.index_bytes),
         sizes=share.sizes,
     )
 
 
+def _arriving(workload: Workload, sizes: Sizes) -> float:
+    """Gradients that autograd makes before the backward pass and holds all through it (`impls.ring.function`).
+
+    That of lse, which nobody asks for, is zeros. Packed, out is one item of a batch, and torch copies that item's
+    gradient into one of the whole batch.
+    """
+    return sizes.lse + (sizes.q if workload.layout == "packed" else 0.0)
+
+
 def _ulysses(workload: Workload, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
     passes = UlyssesMemory.of(workload, size, kernel, on_cpu)
-    backward = passes.backward() if workload.mode != "forward" else 0.0
+    backward = passes.backward() + _arriving(workload, passes.own) if workload.mode != "forward" else 0.0
     return two_passes(workload, passes.forward(), backward, kept=passes.kept, sizes=passes.own)
 
 

@@ -63,7 +63,7 @@ class RankMemory:
                     if piece.in_order:
                         total.put(size, whole=whole, moved=f"part of {name}")
                     else:
-                        total.add(size)
+                        total.add(size, cast=self.on_cpu)
         ledger.free("part of dq", "part of dk", "part of dv")
 
     def remote_backward(self, ledger: Ledger, holder: int, dq: SumMemory) -> float:
@@ -95,11 +95,13 @@ class RankMemory:
     def add_parcel(self, parcel: Parcel, sums: tuple[SumMemory, SumMemory, SumMemory], name: str | None) -> None:
         """dK and dV that another rank has made, held as `name`, or in a buffer that stays anyway (None)."""
         half = self.share.gradient * parcel.packed / 2
+        narrow = self.share.gradient < self.share.wide
         for total in sums[1:]:
             if parcel.whole:
                 total.put(half, whole=parcel.rows / 2 == total.size, moved=name)
             else:
-                total.add(half)
+                # Single vectors that travel in the tensor's dtype are first made as wide as the sum.
+                total.add(half, cast=narrow)
 
     def _sum(self, ledger: Ledger, name: str, size: float) -> SumMemory:
         return SumMemory(ledger, name, size, wide=self.share.wide, defers=self.defers, on_cpu=self.on_cpu)

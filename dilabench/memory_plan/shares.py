@@ -151,7 +151,7 @@ def _pieces(
     if zigzag and workload.causal and reader != holder:
         # Of an earlier rank all queries see the first half of the keys; of a later one the second half sees all keys.
         halves = (queries.length, keys.length // 2) if holder < reader else (queries.length // 2, keys.length)
-        yield _piece(workload, 1, (queries.length, keys.length), *halves, times=1, segments=1, masked=False)
+        yield piece_of(workload, 1, (queries.length, keys.length), *halves, times=1, segments=1, masked=False)
         return
     if workload.causal and holder > reader:
         return
@@ -169,10 +169,10 @@ def _pieces(
         stackable = segments == 1 and workload.batch_size == 1
         apart = 1 if stackable else max(1, min(rate, -(-workload.num_heads // rate)))
         whole = (queries.length, keys.length)
-        yield _piece(workload, rate, whole, rows, columns, times=apart, segments=segments, masked=reader == holder)
+        yield piece_of(workload, rate, whole, rows, columns, times=apart, segments=segments, masked=reader == holder)
 
 
-def _piece(
+def piece_of(
     workload: Workload,
     rate: int,
     whole: tuple[int, int],
@@ -247,65 +247,3 @@ def _parcel(workload: Workload, reader: int, holder: int, size: int, zigzag: boo
     index = 0.0 if whole else vectors * workload.num_kv_heads * INDEX_BYTES
     copied = not whole or (workload.batch_size > 1 and reach < keys.length)
     return Parcel(packed=vectors * pair, rows=reach * pair, whole=whole, index=index, copied=copied)
-
-
-def packed_share_of(workload: Workload, rank: int, size: int) -> Share:
-    """The share of a rank of `ring-varlen` under a dense pattern: every sequence is cut over all ranks."""
-    rows = [
-        Span((end - start) * rank // size, (end - start) * (rank + 1) // size).length
-        for start, end in workload.sequences
-    ]
-    total = sum(rows)
-    pair = 2 * Sizes.of(workload).kv / workload.seq_len
-    reads: dict[int, tuple[Piece, ...]] = {}
-    needs: dict[int, Parcel] = {}
-    gives: dict[int, Parcel] = {}
-    for other in range(size):
-        if other == rank:
-            continue
-        # Of an earlier rank's zigzag parts the first halves are seen, which are no rows in one piece.
-        for reader, holder, parcels in ((rank, other, needs), (other, rank, gives)):
-            halved = workload.causal and holder < reader
-            vectors = total / 2 if halved else total
-            reach = total - rows[-1] / 2 if halved else total
-            whole = not halved or len(rows) == 1
-            index = 0.0 if whole else vectors * workload.num_kv_heads * INDEX_BYTES
-            parcels[other] = Parcel(
-                packed=vectors * pair, rows=reach * pair, whole=whole, index=index, copied=not whole
-            )
-        halves = (1.0, 0.5) if other < rank else (0.5, 1.0)
-        ratio = halves if workload.causal else (1.0, 1.0)
-        reads[other] = tuple(_packed_piece(workload, own, total, *ratio, masked=False) for own in rows)
-    return Share(
-        workload=workload,
-        rank=rank,
-        size=size,
-        sizes=Sizes.of(workload).part(total / workload.seq_len),
-        local=None,
-        own=tuple(_packed_own(workload, rank, rows)),
-        reads=reads,
-        needs=needs,
-        gives=gives,
-    )
-
-
-def _packed_own(workload: Workload, rank: int, rows: Sequence[int]) -> Iterator[Piece]:
-    """A rank's own part of every sequence.
-
-    On the first rank the last chunk of a sequence and the first of the next are neighbours, so that a causal mask over
-    both chunks is no longer one call: two squares, one rectangle.
-    """
-    total = sum(rows)
-    for own in rows:
-        if rank or len(rows) == 1 or not workload.causal:
-            yield _packed_piece(workload, own, total, 1.0, 1.0, masked=True)
-            continue
-        half = own // 2
-        yield _piece(workload, 1, (total, total), half, half, times=1, segments=2, masked=True)
-        yield _piece(workload, 1, (total, total), half, half, times=1, segments=1, masked=False)
-
-
-def _packed_piece(workload: Workload, own: int, total: int, queries: float, keys: float, *, masked: bool) -> Piece:
-    """A part of a sequence's queries against a part of its keys, where each rank holds `own` of its rows."""
-    rows, columns = round(own * queries), round(own * keys)
-    return _piece(workload, 1, (total, total), rows, columns, times=1, segments=1, masked=masked)

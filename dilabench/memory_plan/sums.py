@@ -73,7 +73,7 @@ class SumMemory:
     def put(self, size: float, *, whole: bool, moved: str | None = None) -> None:
         """A part on successive rows. What waits takes the place of what is held as `moved`; None: of nothing held."""
         if not self._defers and (self._parts or not whole):
-            self.add(size)
+            self.add(size, cast=self._on_cpu)
             return
         if len(self._parts) == MOST_PARTS:
             self._fold()
@@ -83,10 +83,13 @@ class SumMemory:
             self._ledger.free(moved)
             self._ledger.hold(self._parts[-1], size)
 
-    def add(self, size: float) -> None:
-        """A part on other rows is added at once. On the CPU, torch first makes a copy of it as wide as the sum."""
+    def add(self, size: float, *, cast: bool) -> None:
+        """A part on other rows is added at once. cast: a copy of it as wide as the sum comes first, if that is wider.
+
+        On the CPU torch itself makes one.
+        """
         self._fold()
-        if self._on_cpu and self._wide > 1:
+        if cast and self._wide > 1:
             self._ledger.moment(self._wide * size)
 
     def finish(self, dtype: float = 1.0) -> float:

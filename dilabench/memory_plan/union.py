@@ -110,11 +110,14 @@ def two_passes(
     )
 
 
-def one_kernel(workload: Workload, backward_rows: int, checkpointed: bool = False, *, tables: int = 0) -> MemoryPlan:
+def one_kernel(
+    workload: Workload, backward_rows: int, checkpointed: bool = False, *, tables: int = 0, copied: float = 0.0
+) -> MemoryPlan:
     """A kernel that takes all branches at once and writes out and lse directly.
 
-    `backward_rows`: float32 values per query row that its backward pass keeps beside dq, dk and dv.
+    `backward_rows`: float32 values per query row that its backward pass keeps beside dq, dk and dv. `copied`: bytes of
+    what it gets and copies there.
     """
     sizes = Sizes.of(workload)
-    backward = sizes.gradients + backward_rows * sizes.rows_float32
+    backward = copied + sizes.gradients + backward_rows * sizes.rows_float32
     return two_passes(workload, sizes.result, backward, tables=tables, again=checkpointed)

@@ -5,9 +5,14 @@ import math
 import pytest
 
 from dilabench.distributed.launch import launch
+from dilabench.distributed.sharding import contiguous, zigzag
+from dilabench.impls.branches import branches_of
 from dilabench.impls.ring import sums as ring_sums
+from dilabench.impls.ring.parcels import parcel_for
+from dilabench.impls.ring.plan import pieces_between
 from dilabench.memory_plan import plan_memory
 from dilabench.memory_plan.kernels import kernel_of
+from dilabench.memory_plan.packed import packed_share_of, rectangles_between
 from dilabench.memory_plan.ranks import plan_ranks
 from dilabench.memory_plan.rings import RankMemory
 
@@ -23,6 +28,8 @@ SHAPES = {
     "grouped_queries": {"num_kv_heads": 2},
     "batch_in_float64": {"dtype": "float64", "batch_size": 2, "seq_len": 1024},
 }
+# Sequences of equal length go through one call; of unequal ones each has its own.
+PACKED = [(0, 256, 768, 1792, 2048), (0, 256, 640, 1408, 2048), (0, 512, 1024, 1536, 2048), (0, 2048)]
 OVER_RANKS = ["ring", "ring-overlap", "ring-allgather", "ulysses", "ring-multihead"]
 BOTH_MODES = pytest.mark.parametrize("mode", ["forward", "both"])
 
@@ -61,18 +68,44 @@ def test_through_the_math_backend_in_half_precision(implementation, mode, peaks,
 
 @BOTH_MODES
 @pytest.mark.parametrize("shape", ["causal", "full"])
-@pytest.mark.parametrize("bounds", [(0, 256, 768, 1792, 2048), (0, 2048)], ids=str)
+@pytest.mark.parametrize("bounds", PACKED, ids=str)
 def test_packed_sequences(bounds, shape, mode, peaks, check):
     fields = {**SHAPES[shape], "layout": "packed", "cu_seqlens": bounds}
     check("ring-varlen", 4, pattern=peaks.DENSE, mode=mode, **fields)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("bounds", [*PACKED, (0, 3, 700, 701, 1398, 2048)], ids=str)
+def test_packed_pieces_are_those_of_the_implementation(bounds, causal, ranks, peaks):
+    fields = {"layout": "packed", "cu_seqlens": bounds, "seq_len": 2048, "causal": causal}
+    workload = peaks.workload_of(peaks.DENSE, **fields)
+    shards, branches = (zigzag if causal else contiguous)(workload.sequences, ranks), branches_of(workload)
+    for reader in range(ranks):
+        share = packed_share_of(workload, reader, ranks)
+        for holder in range(ranks):
+            pieces = pieces_between(workload, shards, reader, holder, branches)
+            cut = [(p.query, p.queries, p.key, p.keys, p.causal, p.stack.count, p.stack.step.position) for p in pieces]
+            found = rectangles_between(workload, reader, holder, ranks)
+            assert [(r.query, r.queries, r.key, r.keys, r.masked, r.count, r.step) for r in found] == cut
+            parcel = parcel_for(pieces, shards.rows[holder], workload.num_kv_heads, peaks.CPU)
+            if parcel and holder != reader:
+                row = 2 * workload.num_kv_heads * workload.head_dim * 4
+                needed, rows = share.needs[holder], (parcel.stop - parcel.first) * row
+                assert (needed.rows, needed.whole) == (rows, parcel.index is None)
+                assert needed.packed == parcel.vectors * row / workload.num_kv_heads
+
+
 @BOTH_MODES
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("implementation", ["ring", "ring-overlap", "zigzag-ring", "ring-allgather"])
+@pytest.mark.parametrize("implementation", ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "ring-varlen"])
 def test_results_that_wait_for_each_other_as_on_cuda(implementation, causal, ranks, mode, peaks, monkeypatch):
-    fields = {"causal": causal, "seq_len": 512 * ranks}
+    length = 512 * ranks
+    fields = {"causal": causal, "seq_len": length}
+    if implementation == "ring-varlen":
+        bounds = (0, length // 8, 3 * length // 8, 7 * length // 8, length)
+        fields |= {"batch_size": 1, "layout": "packed", "cu_seqlens": bounds}
     case = peaks.case_of(implementation, "sdpa-flash", peaks.DENSE, mode=mode, **fields)
     case = case.model_copy(update={"world_size": ranks})
     # The kernels that sum on CUDA need no memory of their own.

@@ -10,6 +10,12 @@ from dilabench.results import Case, Measured, Optimizations, RunRecord
 from dilabench.spec import WorkloadRequest
 
 WITHIN = 0.1
+# (file, implementation, tokens, mode) of peaks that today's code does not have. The first lacks what was garbage of an
+# earlier call when it was measured and went meanwhile; `bench.memory` collects it first since. In the others parts of
+# a batch beyond a kernel's reach stayed until the next ones had been made; `backends.adapt` frees them since.
+OUTDATED = {("h200-extreme", "fused", 8192, "both")} | {
+    ("h200-extreme", "strided", tokens, "both") for tokens in (8388608, 10485760, 11534336)
+}
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
@@ -21,8 +27,10 @@ def recorded():
             continue
         record = RunRecord.model_validate(content)
         for row in record.rows:
+            workload = row.case.workload
             plain = row.case.optimizations == Optimizations() and row.case.world_size == 1
-            if plain and isinstance(row.outcome, Measured) and row.outcome.memory:
+            outdated = (path.stem, row.case.implementation, workload.seq_len, workload.mode) in OUTDATED
+            if plain and not outdated and isinstance(row.outcome, Measured) and row.outcome.memory:
                 yield path.stem, row.case, record.device, row.outcome.memory.peak_bytes
 
 
