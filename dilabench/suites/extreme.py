@@ -1,7 +1,6 @@
-"""Suite `extreme`: how long can a sequence get? Real runs, doubled (or more, where the formulas promise room) until one
-does not fit, then bisected."""
+"""Suite `extreme`: how long can a sequence get? Real runs, doubled until one does not fit, then bisected; on a GPU the
+formulas say where to look first."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -9,14 +8,13 @@ from typing import Any
 
 from dilabench.config import RunRequest
 from dilabench.cuts import cut_length, why_uncut
-from dilabench.memory_plan import plan_memory
 from dilabench.registry import Implementation
 from dilabench.results import Case, Measured, PlannedCase, Row
 from dilabench.spec import WorkloadRequest
+from dilabench.suites.foresight import Foresight
 from dilabench.suites.measured_alone import alone_labels, did_not_fit
 from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
 from dilabench.suites.room import memory_bytes
-from dilabench.time_plan import plan_time
 from dilabench.units import parse_count
 
 OPTIONS = ("max_seq_length", "memory_limit", "gradient_checkpointing", "chunked", "offload")
@@ -28,9 +26,8 @@ FIRST_LENGTH = 2**13
 SHORTEST = 2**8
 # A search ends when the shortest length that did not fit is within this part of the longest that did.
 RESOLUTION = 32
-# A leap over lengths goes only where a call should take seconds and plenty of memory should be left.
-LEAP_SHARE = {"cuda": 0.8, "cpu": 0.4}
-LEAP_S = 5.0
+# What a process needs on a CPU is known less closely than on a GPU: a leap goes where plenty should be left.
+SHARE_ON_CPU = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +80,7 @@ def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tup
     for search in searches(rows):
         length = search.next_length(_longest(request))
         if length is not None:
-            if search.too_long is None:
-                length = _leap(search, length, planner, request)
-            planned += search.at(length, planner, request)
+            planned += search.at(_foreseen(search, length, planner, request), planner, request)
     return tuple(planned)
 
 
@@ -149,22 +144,25 @@ class Search:
         return tuple(one for one in planned if one.case.backend == row.case.backend)
 
 
-def _leap(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
-    """The length to try instead of a doubled one: doubled on while the formulas say that it fits easily."""
-    device = planner.machine.device
+def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
+    """The length to try instead, where formulas know better than doubling and halving."""
+    machine, longest = planner.machine, _longest(request)
     limit = request.options.get("memory_limit")
-    available = memory_bytes(planner.machine) if limit is None else parse_count(limit, "memory_limit")
-    longest = _longest(request)
-    while length < longest and available is not None:
-        further = min(2 * length, longest)
-        cases = [one.case for one in search.at(further, planner, request) if not one.skip]
-        plans = [plan_memory(case, device) for case in cases]
-        if not plans or any(plan is None or plan.peak_bytes > LEAP_SHARE[device] * available for plan in plans):
-            break
-        if any(plan_time(case, planner.machine, os.cpu_count() or 1).seconds > LEAP_S for case in cases):
-            break
-        length = further
-    return length
+    available = memory_bytes(machine) if limit is None else parse_count(limit, "memory_limit")
+    if available is None or search.longest == 0:
+        return length
+    on_cpu = machine.device == "cpu"
+
+    def cases_at(tokens: int) -> list[Case]:
+        return [one.case for one in search.at(tokens, planner, request) if not one.skip]
+
+    foresight = Foresight(cases_at, machine, int(available * (SHARE_ON_CPU if on_cpu else 1)), search.step)
+    if on_cpu:
+        return length if search.too_long else foresight.leap(length, longest)
+    too_long = [row.case.workload.seq_len for row in search.rows if did_not_fit(row)]
+    if not foresight.agrees([row.case.workload.seq_len for row in search.fitting], too_long):
+        return length
+    return foresight.better(search.longest, search.too_long, longest, length)
 
 
 def searches(rows: Sequence[Row]) -> tuple[Search, ...]:

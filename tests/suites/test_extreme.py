@@ -10,8 +10,10 @@ from dilabench.bench.environment import snapshot
 from dilabench.bench.runner import run
 from dilabench.config import run_request
 from dilabench.errors import ConfigError
-from dilabench.machine import Machine
+from dilabench.machine import GpuInfo, Machine
+from dilabench.memory_plan import plan_memory
 from dilabench.plugins.manager import discover
+from dilabench.spec import WorkloadRequest
 from dilabench.suites.extreme import follow_up, searches
 from dilabench.suites.measured_alone import DOES_NOT_FIT, memory_limit_bytes
 from dilabench.suites.planner import Planner, expand
@@ -43,10 +45,10 @@ def measured(planned, bytes_per_token=1000):
     )
 
 
-def searched(catalogue, request, fits):
+def searched(catalogue, request, fits, machine=CPU):
     """All rows of a search in which `fits(length)` decides."""
-    planner = Planner(catalogue, CPU, request)
-    rows, waiting = [], list(expand(catalogue, CPU, request))
+    planner = Planner(catalogue, machine, request)
+    rows, waiting = [], list(expand(catalogue, machine, request))
     while waiting:
         for one in waiting:
             length = one.case.workload.seq_len
@@ -90,6 +92,51 @@ def test_no_leap_goes_where_a_call_takes_minutes(catalogue):
         [measured(one) for one in expand(catalogue, CPU, request)], request, Planner(catalogue, CPU, request)
     )
     assert [one.case.workload.seq_len < 1 << 20 for one in more] == [True]
+
+
+def lengths_on_a_gpu(catalogue, needed, memory=143771 * 2**20, **options):
+    """Lengths tried in a search on a GPU where a length takes `needed(length)` bytes, and the search."""
+    gpu = GpuInfo(name="H200", compute_capability="9.0", memory_bytes=memory)
+    request = asked(catalogue, ("strided",), "both", max_seq_length="64M", **options).model_copy(
+        update={"device": "cuda", "backends": ("sdpa-efficient",)}
+    )
+    machine = Machine(device="cuda", gpus=(gpu,))
+    rows = searched(catalogue, request, lambda length: needed(length) <= memory, machine)
+    (search,) = searches(rows)
+    return [row.case.workload.seq_len for row in rows], search
+
+
+def formula(length):
+    workload = {**SHAPE, "batch_size": 1, "seq_len": length, "mode": "both"}
+    case = results.Case(
+        implementation="strided",
+        backend="sdpa-efficient",
+        workload=WorkloadRequest.model_validate(workload).resolve("bfloat16"),
+    )
+    return plan_memory(case, "cuda").peak_bytes
+
+
+def test_on_a_gpu_a_right_formula_leaves_two_lengths_to_try(catalogue):
+    lengths, search = lengths_on_a_gpu(catalogue, formula, memory=2**33)
+    first, *tried = lengths
+    assert (first, len(tried)) == (8192, 2)
+    assert formula(search.longest) <= 2**33 < formula(search.too_long)
+    assert search.too_long - search.longest == search.step(search.longest)
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.95, 1.05, 1.5, 3.0])
+def test_on_a_gpu_a_wrong_formula_costs_a_few_lengths(catalogue, factor):
+    lengths, search = lengths_on_a_gpu(catalogue, lambda length: factor * formula(length), memory=2**33)
+    assert factor * formula(search.longest) <= 2**33 < factor * formula(search.too_long)
+    assert search.too_long - search.longest <= search.step(search.longest)
+    assert len(lengths) == len(set(lengths)) < 14
+
+
+def test_on_a_gpu_everything_wanted_may_fit(catalogue):
+    lengths, search = lengths_on_a_gpu(catalogue, formula, memory=2**40)
+    assert search.longest == 64 << 20
+    assert search.too_long is None
+    assert len(lengths) < 8
 
 
 def test_a_search_ends_where_nothing_fits(catalogue):
