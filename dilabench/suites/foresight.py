@@ -42,7 +42,7 @@ class Foresight:
         return length
 
     def better(self, low: int, too_long: int | None, longest: int, length: int) -> int:
-        """What to try instead of `length`: above `low`, which ran, below what was too long, at most the longest wanted."""
+        """What to try instead of `length`: above `low`, which ran, below what was too long, up to the longest asked."""
         high = longest if too_long is None else min(too_long, longest)
         if too_long is None and self._possible(longest):
             return longest
