@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilabench.errors import ConfigError
-from dilabench.maskfile import mask_digest, read_mask_file
+from dilabench.maskfile import mask_digest, mask_of_digest, read_mask_file
 from dilabench.spec import BlockSparsePattern
 
 if TYPE_CHECKING:
@@ -190,10 +190,8 @@ def _custom_mask(pattern: BlockSparsePattern, blocks: int, causal: bool, num_hea
 
     assert pattern.mask_file is not None
     path = Path(pattern.mask_file)
-    digest = mask_digest(path)
-    if pattern.mask_digest not in (None, digest):
-        raise ConfigError(f"mask file {pattern.mask_file!r} has changed since the request was made; start again")
-    mask = _from_file(path, digest, blocks)
+    digest = pattern.mask_digest or mask_digest(path)
+    mask = _from_file(mask_of_digest(path, digest), digest, blocks)
     if mask.shape[0] not in (1, num_heads):
         raise ConfigError(
             f"mask file {pattern.mask_file!r} has {mask.shape[0]} heads; the workload has {num_heads}; "

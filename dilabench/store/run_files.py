@@ -1,14 +1,14 @@
 """Files of a run: rows streamed line by line, the record written in one step, both readable after any death. No torch.
 
-A run's folder is `<UTC time>-<suite>-<run id>/`. It holds `rows.jsonl` (a header line, then a line per finished case)
-and, once the run has ended, `run.json` (the RunRecord).
+A run's folder is `<UTC time>-<suite>-<run id>/`. It holds `rows.jsonl` (a header line, then a line per finished case),
+once the run has ended `run.json` (the RunRecord), and in `masks/` copies of the mask files that its workloads name.
 """
 
 import contextlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,13 +16,16 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.maskfile import keep_mask, look_for_masks_in
 from dilabench.refusal import describe
 from dilabench.reporters.atomic_file import write_text
 from dilabench.results import Measured, Row, RunHeader, RunRecord, Skipped
+from dilabench.spec import BlockSparsePattern, Workload
 from dilabench.store.migrations import migrated
 
 RECORD_NAME = "run.json"
 ROWS_NAME = "rows.jsonl"
+MASKS_NAME = "masks"
 BUDGET_SKIP = "budget of "
 # The code of the note on a row that holds the first part of a stream.
 STREAM_INTERRUPTED = "stream_interrupted"
@@ -70,6 +73,14 @@ class RunFolder:
             else:
                 self._append({"header": header.model_dump(mode="json")})
 
+    def keep_masks(self, workloads: Iterable[Workload]) -> None:
+        """Copy the mask files of workloads: reports count their blocks, whatever becomes of the files."""
+        patterns = {workload.pattern for workload in workloads if isinstance(workload.pattern, BlockSparsePattern)}
+        for pattern in patterns:
+            if pattern.mask_file and pattern.mask_digest:
+                with _refused(self.path):
+                    keep_mask(Path(pattern.mask_file), pattern.mask_digest, self.path / MASKS_NAME)
+
     def row(self, row: Row) -> None:
         """Append a row and have the disk keep it. Raises EnvironmentNotReady when it cannot; rows before stay whole."""
         way_out = f"the rows before are kept: make room and go on with --resume {self.path}"
@@ -115,6 +126,7 @@ def read_record(run: Path) -> RunRecord:
     path = run
     if os.path.isdir(run):
         path = run / RECORD_NAME if os.path.exists(run / RECORD_NAME) else run / ROWS_NAME
+    look_for_masks_in(path.parent / MASKS_NAME)
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})

@@ -3,8 +3,10 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dilabench.blockmask import block_mask
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.results import (
     Case,
@@ -71,6 +73,38 @@ def test_a_finished_run_reads_back_equal(folder):
     assert read_record(folder.path) == record
     assert read_record(folder.path / RECORD_NAME) == record
     assert folder.path.name.endswith("-quick-r1")
+
+
+@pytest.mark.parametrize("becomes", ["gone", "another", "moved with its run"])
+def test_a_record_is_read_with_the_mask_that_it_was_made_with(folder, tmp_path, becomes):
+    mask = np.tri(8, dtype=bool)
+    mask_file = tmp_path / "mask.npy"
+    np.save(mask_file, mask)
+    request = WorkloadRequest(pattern="block_sparse", mask_file=str(mask_file), seq_len=1024, num_heads=2)
+    workload = request.resolve("float32")
+    planned = PlannedCase(case=Case(implementation="block-sparse", workload=workload))
+    row = measured(512).model_copy(update={"planned": planned})
+    folder.start(header())
+    folder.keep_masks([workload, case(512).workload, workload.replace(mode="backward")])
+    folder.row(row)
+    folder.finish(RunRecord.model_validate({**header().model_dump(), "rows": (row,)}))
+    mask_file.unlink()
+    path = folder.path
+    if becomes == "another":
+        np.save(mask_file, ~mask)
+    elif becomes != "gone":
+        path = path.rename(tmp_path / "elsewhere")
+    (read,) = read_record(path).rows
+    assert (block_mask(read.case.workload.pattern, 1024, False, 2) == mask).all()
+
+
+def test_a_mask_that_cannot_be_read_stops_a_run_before_it_measures(folder, tmp_path):
+    mask_file = tmp_path / "mask.npy"
+    np.save(mask_file, np.tri(8, dtype=bool))
+    workload = WorkloadRequest(pattern="block_sparse", mask_file=str(mask_file), seq_len=1024).resolve("float32")
+    mask_file.unlink()
+    with pytest.raises(ConfigError, match=r"mask\.npy' cannot be read"):
+        folder.keep_masks([workload])
 
 
 def test_rows_alone_tell_an_interrupted_run(folder):
