@@ -232,6 +232,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers."""
-        for worker in self._resident.values():
+        # A list, for another thread may be starting one.
+        for worker in list(self._resident.values()):
             worker.kill()
         self._resident.clear()

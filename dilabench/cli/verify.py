@@ -1,6 +1,5 @@
 """`dilabench verify`: is the output right? Nothing is timed."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -10,11 +9,11 @@ from dilabench.cli.options import given, names
 from dilabench.cli.run_options import Implementations, Processes
 from dilabench.cli.terminal import Lines, say
 from dilabench.cli.verify_all import Marks, trials_of
+from dilabench.cli.verify_outcomes import Outcome, outcomes_of
 from dilabench.config import run_request
 from dilabench.errors import ExitCode
-from dilabench.machine import Machine, detect
+from dilabench.machine import detect
 from dilabench.plugins.manager import discover
-from dilabench.registry import Catalogue
 from dilabench.results import Check, PlannedCase, Verification
 from dilabench.spec import WorkloadRequest
 from dilabench.suites.planner import Planner
@@ -50,8 +49,6 @@ SPARSE_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
     for causal in (True, False)
 )
 COLUMNS = ("implementation", "backend", "workload", "mode", "result", "details")
-PREPARE_TIMEOUT_S = 300.0
-VERIFY_TIMEOUT_S = 1800.0
 EVERYTHING = "all"
 
 
@@ -104,7 +101,7 @@ def verify(
     lines = Lines(COLUMNS, names_of)
     outcomes = []
     for plan, cells, outcome in zip(
-        planned, names_of, _outcomes(planned, found.catalogue, machine, request.seed), strict=True
+        planned, names_of, outcomes_of(planned, found.catalogue, machine, request.seed), strict=True
     ):
         outcomes.append(outcome)
         lines.print((*cells, *_result(plan, outcome)))
@@ -118,16 +115,12 @@ def _everything(planner: Planner) -> ExitCode:
     table = Marks(trials)
     outcomes = []
     for trial, outcome in zip(
-        trials, _outcomes(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
+        trials, outcomes_of(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
     ):
         outcomes.append(outcome)
         table.add(trial, *_result(trial.planned, outcome))
     table.close()
     return _verdict(planned, outcomes)
-
-
-Outcome = Verification | str
-"""What the checks found, or why they could not be made."""
 
 
 def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
@@ -145,32 +138,6 @@ def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
 def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
     """Gradients are checked as well, unless the user chose a mode."""
     return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
-
-
-def _outcomes(planned: tuple[PlannedCase, ...], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
-    from dilabench.bench.commands import WorkerSettings, case_spec, worker_key
-    from dilabench.bench.group import start_worker
-    from dilabench.bench.workers import WorkerFailure, WorkerPool
-
-    pool = WorkerPool(WorkerSettings(device=machine.device), start_worker)
-    try:
-        for plan in planned:
-            if plan.skip is not None:
-                yield plan.skip
-                continue
-            spec = case_spec(plan.case, catalogue, seed)
-            try:
-                worker = pool.resident(worker_key(plan.case, catalogue))
-                worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
-                reply = worker.ask("verify", spec.handle, timeout_s=VERIFY_TIMEOUT_S)
-                worker.ask("release", spec.handle, timeout_s=PREPARE_TIMEOUT_S)
-            except WorkerFailure as failure:
-                yield failure.why
-                continue
-            assert reply.verification is not None
-            yield reply.verification
-    finally:
-        pool.close()
 
 
 def _names(plan: PlannedCase) -> tuple[str, ...]:

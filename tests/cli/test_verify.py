@@ -1,8 +1,10 @@
 """`dilabench verify`: what it plans; the checks themselves are tested where they are made."""
 
+from time import sleep
+
 import pytest
 
-from dilabench.cli import verify
+from dilabench.cli import verify, verify_outcomes
 from dilabench.config import RunRequest
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
@@ -40,3 +42,44 @@ def test_ranks_verify_together(cli):
     assert "all rows" in lines["block-sparse-ring"]
     assert "runs on 1 device, not on 2" in lines["block-sparse"]
     assert result.stdout.splitlines()[-1] == "1 right, 0 wrong, 1 skipped"
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "lanes"),
+    [("cpu", 64, 1, 1), ("cuda", 2, 1, 1), ("cuda", 16, 1, 4), ("cuda", 128, 1, 8), ("cuda", 128, 2, 1)],
+)
+def test_only_a_gpu_checks_several_cases_at_once(device, cores, ranks, lanes):
+    cases = [one.model_copy(update={"case": one.case.model_copy(update={"world_size": ranks})}) for one in planned()]
+    assert verify_outcomes.lanes_for(cases, Machine(device=device), cores) == lanes
+
+
+def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(monkeypatch):
+    small = {"seq_len": 40, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "segment_lengths": (16, 32)}
+    cases = planned(
+        implementations=("gather", "strided", "fused", "dense"), overrides={**small, "dilation_rates": (1, 2)}
+    )
+    broken = cases[0].model_copy(update={"case": cases[0].case.model_copy(update={"backend": "xformers"})})
+    cases = (*cases[:3], broken, *cases[3:])
+    monkeypatch.setattr(verify_outcomes, "lanes_for", lambda *_: 2)
+    found = list(verify_outcomes.outcomes_of(cases, discover().catalogue, CPU, 0))
+    assert len(found) == len(cases)
+    for one, outcome in zip(cases, found, strict=True):
+        if one.skip:
+            assert outcome == one.skip
+        elif one is broken:
+            assert "xformers" in outcome
+        else:
+            assert outcome.passed
+
+
+def test_nobody_goes_on_when_the_outcomes_are_not_wanted_any_more(monkeypatch):
+    started = []
+    monkeypatch.setattr(verify_outcomes, "lanes_for", lambda *_: 2)
+    monkeypatch.setattr(
+        verify_outcomes, "_checked", lambda plan, pool, catalogue, seed: (started.append(plan), sleep(0.05))[1]
+    )
+    cases = planned(implementations=("strided",)) * 20
+    outcomes = verify_outcomes.outcomes_of(cases, discover().catalogue, CPU, 0)
+    next(outcomes)
+    outcomes.close()
+    assert len(started) < len(cases)
