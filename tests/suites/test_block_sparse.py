@@ -157,8 +157,8 @@ def test_the_mask_file_of_many_rows_is_read_once(catalogue, tmp_path, monkeypatc
     cases = tuple(one for one in (*forward, *backward) if one.case.workload.pattern.kind == "block_sparse")
     found = record(cases, [float(ms) for ms in range(1, len(cases) + 1)])
     reads = []
-    real = blockmask.mask_digest
-    monkeypatch.setattr(blockmask, "mask_digest", lambda file: reads.append(file) or real(file))
+    real = blockmask.mask_of_digest
+    monkeypatch.setattr(blockmask, "mask_of_digest", lambda *of: reads.append(of) or real(*of))
     work._pairs_of_masks.cache_clear()
     assert len(cases) > 3
     assert len({step.density for step in steps_of(found)}) == 1
