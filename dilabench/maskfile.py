@@ -32,32 +32,38 @@ _kept_in: list[Path] = []
 
 
 def keep_mask(path: Path, digest: str, folder: Path) -> None:
-    """Copy a mask file into a folder, so that a record can be read when the file is gone.
+    """Copy the mask file of a digest into a folder, so that a record can be read when the file is gone.
 
-    Raises ConfigError when the file cannot be read, OSError when the copy cannot be written.
+    Raises ConfigError when the file is gone or has changed, OSError when the copy cannot be written.
     """
-    mask_digest(path)
+    _check_unchanged(path, digest)
     folder.mkdir(exist_ok=True)
     shutil.copyfile(path, _copy(path, digest, folder))
 
 
 def look_for_masks_in(folder: Path) -> None:
     """From now on `mask_of_digest` looks there, too."""
-    # Path.is_dir raises for a folder that may not be entered.
+    # Methods of Path raise for a folder that may not be entered.
     if os.path.isdir(folder) and folder not in _kept_in:
         _kept_in.append(folder)
 
 
 def mask_of_digest(path: Path, digest: str) -> Path:
     """The file, or a copy of it where it is gone or holds something else. Raises ConfigError when there is neither."""
-    if path.is_file() and mask_digest(path) == digest:
-        return path
-    copies = (_copy(path, digest, folder) for folder in _kept_in)
-    found = next((copy for copy in copies if copy.is_file()), None)
-    if found is None:
-        mask_digest(path)
+    try:
+        _check_unchanged(path, digest)
+    except ConfigError:
+        copies = (_copy(path, digest, folder) for folder in _kept_in)
+        found = next((copy for copy in copies if copy.is_file()), None)
+        if found is None:
+            raise
+        return found
+    return path
+
+
+def _check_unchanged(path: Path, digest: str) -> None:
+    if mask_digest(path) != digest:
         raise ConfigError(f"mask file {str(path)!r} has changed since the request was made; start again")
-    return found
 
 
 def _copy(path: Path, digest: str, folder: Path) -> Path:

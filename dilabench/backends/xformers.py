@@ -47,8 +47,4 @@ def _bias(band: Band, length: int) -> Any:
     return attn_bias.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
 
 
-attend, attend_backward = adapted(
-    _forward,
-    _backward,
-    replace(CUDA_KERNEL, grouped_heads=False),
-)
+attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, grouped_heads=False))

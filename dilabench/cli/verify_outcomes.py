@@ -66,6 +66,7 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
             # What is under way ends with its worker.
             pool.close()
         executor.shutdown(cancel_futures=True)
+        # One may have been starting while its pool was closed.
         for pool in pools:
             pool.close()
 

@@ -3,7 +3,6 @@ formulas say where to look first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isqrt
 from typing import Any
 
 from dilabench.config import RunRequest
@@ -11,7 +10,7 @@ from dilabench.cuts import cut_length, why_uncut
 from dilabench.registry import Implementation
 from dilabench.results import Case, Measured, PlannedCase, Row
 from dilabench.spec import WorkloadRequest
-from dilabench.suites.foresight import Foresight
+from dilabench.suites.foresight import Foresight, between
 from dilabench.suites.measured_alone import alone_labels, did_not_fit
 from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
 from dilabench.suites.room import memory_bytes
@@ -123,10 +122,7 @@ class Search:
             return None if low >= longest_wanted else min(2 * low, longest_wanted)
         if low == 0:
             return high // 2 if high // 2 >= SHORTEST else None
-        step = self.step(low)
-        # After a leap that was too long the gap is wide, and lengths differ by factors.
-        middle = (isqrt(low * high) if high > 4 * low else (low + high) // 2) // step * step
-        return middle if low < middle < high and high - low > step else None
+        return between(low, high, self.step(low))
 
     @staticmethod
     def step(length: int) -> int:

@@ -7,6 +7,7 @@ one step above it, take the place of a bisection. A formula that a run has contr
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 from dilabench.machine import Machine
 from dilabench.memory_plan import plan_memory
@@ -15,6 +16,15 @@ from dilabench.time_plan import plan_time
 
 # Nobody waits for a call that takes longer only because it would fit: there lengths are doubled as ever.
 PATIENCE_S = 5.0
+
+
+def between(low: int, high: int, step: int) -> int | None:
+    """The next length of a bisection, a multiple of the step; None where none lies between or a step is all there is.
+
+    The middle; where the gap is wide, as after a leap that was too long, lengths differ by factors.
+    """
+    middle = (isqrt(low * high) if high > 4 * low else (low + high) // 2) // step * step
+    return middle if low < middle < high and high - low > step else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +67,7 @@ class Foresight:
         while 2 * low < high and self._possible(2 * low):
             low *= 2
         high = min(2 * low, high)
-        while high - low > self.step(low):
-            middle = (low + high) // 2 // self.step(low) * self.step(low)
-            if middle <= low:
-                break
+        while (middle := between(low, high, self.step(low))) is not None:
             low, high = (middle, high) if self._possible(middle) else (low, middle)
         return low
 
