@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from dilabench.backends.load import load_backend
 from dilabench.choice import choose
 from dilabench.config import AUTO, RunRequest
 from dilabench.contracts import BuildContext, LoadedBackend
@@ -337,9 +338,7 @@ def _backend(name: str, workload: Workload, device: str) -> LoadedBackend:
         reasons = "; ".join(planner.catalogue.reasons_against_backend(case, planner.machine))
     if chosen is None or (name != AUTO and reasons):
         raise ValueError(f"backend {name!r} cannot serve this call: {reasons}")
-    backend = planner.catalogue.backends.get(chosen)
-    backward = load_target(backend.backward_target) if backend.backward_target else None
-    return LoadedBackend(backend.name, load_target(backend.target), backward)
+    return load_backend(planner.catalogue.backends.get(chosen))
 
 
 @lru_cache(maxsize=2)

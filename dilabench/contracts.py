@@ -36,9 +36,10 @@ class WithLse(Protocol):
 class Attend(Protocol):
     """Dense attention forward, outside autograd.
 
-    q [B, M, H, D]; k, v [B, L, K, D] with H a multiple of K, M == L when causal or windowed. Any outer strides, last
-    dim contiguous. Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that
-    sees no key has out 0 and lse -inf.
+    q [B, M, H, D]; k, v [B, L, K, D] with H a multiple of K, M == L when causal or windowed. A backend that aligns ends
+    also takes a causal mask over M < L: query i sees keys up to i + L - M. Any outer strides, last dim contiguous.
+    Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that sees no key has
+    out 0 and lse -inf.
     """
 
     def __call__(
@@ -70,11 +71,18 @@ class AttendBackward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedBackend:
-    """A backend ready to be called. `attend_backward` is None where the library has no such entry."""
+    """A backend ready to be called. `attend_backward` is None where the library has no such entry.
+
+    aligns_ends: under a causal mask it takes fewer queries than keys, the last query seeing the last key.
+    places_results: `attend` also takes `out`, and `attend_backward` takes `dq`, with the shape of q, the last dim
+    contiguous and any outer strides: where to write what it then returns.
+    """
 
     name: str
     attend: Attend
     attend_backward: AttendBackward | None = None
+    aligns_ends: bool = False
+    places_results: bool = False
 
     def require_backward(self) -> AttendBackward:
         """The backward pass; raises ValueError for a backend that has none."""

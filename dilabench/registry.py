@@ -136,7 +136,9 @@ class Backend:
     """A dense attention kernel. `target` is its `attend`, `backward_target` its `attend_backward`.
 
     `kernels`: regular expressions, at least one of which must match a kernel in the profile of a row that
-    claims this backend on CUDA. `compiles`: as for an implementation.
+    claims this backend on CUDA. `compiles`: as for an implementation. `aligns_ends`: it takes a causal mask over fewer
+    queries than keys, whose last query sees the last key. `places_results`: it writes out and dq to where the caller
+    says (both in `contracts.LoadedBackend`).
     """
 
     name: str
@@ -148,6 +150,8 @@ class Backend:
     aliases: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     compiles: bool = False
+    aligns_ends: bool = False
+    places_results: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dilabench.backends.load import load_backend
 from dilabench.bench.verify import Oracle, poisoned, summary, verify
 from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.machine import Machine
@@ -152,10 +153,7 @@ def random_workloads(
 
 
 def _loaded(backend: Backend | None) -> LoadedBackend | None:
-    if backend is None:
-        return None
-    backward = load_target(backend.backward_target) if backend.backward_target else None
-    return LoadedBackend(backend.name, load_target(backend.target), backward)
+    return load_backend(backend) if backend else None
 
 
 def _supported(workload: Workload, implementation: Implementation, device: str) -> Workload | None:

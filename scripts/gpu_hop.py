@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from gpu_ring_trial import load_backend, say, share
+from gpu_ring_trial import backend_of, say, share
 
 from dilabench.distributed.launch import world_from_environment
 from dilabench.distributed.world import World
@@ -53,7 +53,7 @@ def main() -> int:
 
 def kernel(world: World, backend: str) -> tuple[Callable[[], object], float]:
     """A causal attention call of some milliseconds, and how many."""
-    attend = load_backend(backend).attend
+    attend = backend_of(backend).attend
     q, k, v = (torch.randn(4, 8192, 16, 128, device=world.device, dtype=torch.bfloat16) for _ in range(3))
 
     def call() -> object:

@@ -11,11 +11,11 @@ from functools import partial
 from gpu_ring_trial import (
     DENSE,
     Row,
+    backend_of,
     catalogue,
     errors_of,
     gradients_of,
     late,
-    load_backend,
     random_inputs,
     say,
     share,
@@ -72,7 +72,7 @@ def reasons_against(peer: Peer, workload: Workload, world: World) -> str:
 
 def build(peer: Peer, workload: Workload, world: World) -> Sharded:
     """Its function of this rank's shards."""
-    return target_of(peer)(workload, BuildContext(device=world.device, backend=load_backend(peer.backend), world=world))
+    return target_of(peer)(workload, BuildContext(device=world.device, backend=backend_of(peer.backend), world=world))
 
 
 def target_of(peer: Peer) -> Build:
@@ -124,7 +124,7 @@ def _held(world: World, peer: Peer, small: Workload) -> Row:
         return {"status": "skipped", "why": reasons}
     if peer not in _against:
         # The same on every preset.
-        _against[peer] = wrong(peer, small, world), errors_of(world, target_of(peer), small, load_backend(peer.backend))
+        _against[peer] = wrong(peer, small, world), errors_of(world, target_of(peer), small, backend_of(peer.backend))
     against, row = _against[peer][0], dict(_against[peer][1])
     return row | ({"status": "wrong", "why": against} if against else {"status": "right"})
 
@@ -133,7 +133,7 @@ def rows(world: World, options: argparse.Namespace, report: Row, preset: str, si
     """Every peer on a preset, held to one device with our kernel, which takes `single_ms` where that is known."""
     workload = workload_of(preset, options)
     inputs = random_inputs(workload, world.device, seed=2)
-    one = dense.build(workload, BuildContext(device=world.device, backend=load_backend(options.backend)))
+    one = dense.build(workload, BuildContext(device=world.device, backend=backend_of(options.backend)))
     wanted, why = together(world, partial(gradients_of, one, inputs))
     for verified in report["verified_peers"]:
         peer = Peer(verified["peer"], verified["backend"])

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dilabench.backends.load import load_backend
 from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls.ring import ring
 from dilabench.plugins.manager import discover
-from dilabench.registry import Catalogue, load_target
+from dilabench.registry import Catalogue
 from dilabench.spec import Workload
 from dilabench.workloads.presets import PRESETS
 
@@ -115,7 +116,7 @@ def errors_of(world: World, build: Build, workload: Workload, backend: LoadedBac
     """Largest and mean error over ranks, of out, dq, dk and dv, next to those of one device."""
     packed = workload.layout == "packed"
     inputs = random_inputs(workload, world.device, seed=1)
-    exact_backend = load_backend("math")
+    exact_backend = backend_of("math")
     alone = World.alone(world.device)
     context = BuildContext(device=world.device, backend=backend, world=world)
     one = Whole(ring.build(workload, BuildContext(device=world.device, backend=backend, world=alone)), packed)
@@ -197,11 +198,9 @@ def peak(world: World) -> int:
     return torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
 
 
-def load_backend(name: str) -> LoadedBackend:
+def backend_of(name: str) -> LoadedBackend:
     """A registered backend by name."""
-    found = catalogue().backends.get(name)
-    assert found.backward_target is not None
-    return LoadedBackend(found.name, load_target(found.target), load_target(found.backward_target))
+    return load_backend(catalogue().backends.get(name))
 
 
 @cache

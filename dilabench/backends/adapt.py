@@ -16,11 +16,11 @@ from dilabench.backends.band import Band
 from dilabench.contracts import Attend, AttendBackward
 from dilabench.spec import UNBOUNDED, Window
 
-KernelForward = Callable[[Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor]]
-"""(q, k, v, band, scale) -> out [B, M, H, D], lse [B, H, M]."""
+KernelForward = Callable[..., tuple[Tensor, Tensor]]
+"""(q, k, v, band, scale) -> out [B, M, H, D], lse [B, H, M]; with out=... where it places results."""
 
-KernelBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor, Tensor]]
-"""(dout, q, k, v, out, lse, band, scale) -> dq, dk, dv. lse comes contiguous."""
+KernelBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""(dout, q, k, v, out, lse, band, scale) -> dq, dk, dv; with dq=... where it places results. lse comes contiguous."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class Plain:
     alignment_bytes: what addresses and outer strides must be a multiple of; a tensor that is not is copied.
     forward_span, backward_span: elements from the first to the last of a tensor, gaps included, that a launch finds its
     way in (32-bit arithmetic somewhere inside); where a batch spans more, it goes in several launches.
+    aligns_ends: a causal mask over fewer queries than keys lets the last query see the last key.
+    places_results: it writes out and dq to where it is told.
     """
 
     head_dim_multiple: int = 1
@@ -41,6 +43,8 @@ class Plain:
     alignment_bytes: int = 1
     forward_span: int | None = None
     backward_span: int | None = None
+    aligns_ends: bool = False
+    places_results: bool = False
 
 
 # The spans are what every kernel can do; one that was seen to do more says so.
@@ -57,23 +61,35 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
     """`attend` and `attend_backward` of the contract over a kernel's plain case.
 
     Both raise ValueError for a mask over different numbers of queries and keys, since kernels disagree on which corner
-    of the matrix such a mask starts from, and where a single batch item spans more than a launch can reach.
+    of the matrix such a mask starts from (but for a causal one where `aligns_ends` says which), and where a single
+    batch item spans more than a launch can reach.
     """
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if q.numel() == 0 or k.shape[1] == 0:
-            return _nothing_seen(q)
-        band = _band(q, k, causal, window)
+            nothing, lse = _nothing_seen(q)
+            return _put(nothing, out), lse
+        band = _band(q, k, causal, window, plain)
+
+        batch = _batch(plain, plain.forward_span, q, k, v)
+        place = {"out": out} if _placeable(out, batch, plain) else {}
 
         def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
-            out, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), band, scale)
-            return _cut(out, q), lse
+            found, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), band, scale, **place)
+            return _cut(found, q), lse
 
-        out, lse = _split(one, _batch(plain, plain.forward_span, q, k, v), q, k, v)
-        return out, lse
+        found, lse = _split(one, batch, q, k, v)
+        return _put(found, out), lse
 
     def attend_backward(
         dout: Tensor,
@@ -86,35 +102,56 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
+        dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.numel() == 0 or k.shape[1] == 0:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        band = _band(q, k, causal, window)
+            return _put(torch.zeros_like(q), dq), torch.zeros_like(k), torch.zeros_like(v)
+        band = _band(q, k, causal, window, plain)
+        batch = _batch(plain, plain.backward_span, dout, q, k, v, out)
+        place = {"dq": dq} if _placeable(dq, batch, plain) else {}
 
         def one(
             dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
             dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
             k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
-            dq, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), band, scale)
-            return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
+            found, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), band, scale, **place)
+            return _cut(found, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
 
-        batch = _batch(plain, plain.backward_span, dout, q, k, v, out)
-        dq, dk, dv = _split(one, batch, dout, q, k, v, out, lse)
-        return dq, dk, dv
+        found, dk, dv = _split(one, batch, dout, q, k, v, out, lse)
+        return _put(found, dq), dk, dv
 
     return attend, attend_backward
 
 
-def _band(q: Tensor, k: Tensor, causal: bool, window: Window) -> Band:
+def _band(q: Tensor, k: Tensor, causal: bool, window: Window, plain: Plain) -> Band:
     num_queries, num_keys = q.shape[1], k.shape[1]
     band = Band.of(causal, window, num_queries, num_keys)
-    if num_queries != num_keys and not band.full:
+    aligned = plain.aligns_ends and num_queries < num_keys and band.causal and not band.windowed
+    if num_queries != num_keys and not (band.full or aligned):
         raise ValueError(
             f"causal={causal} window={window} with {num_queries} queries and {num_keys} keys: a mask needs as many "
-            "of one as of the other; use the backend math, which counts both from position 0"
+            "of one as of the other; use the backend math, where the last query stands at the last key"
         )
     return band
+
+
+def _placeable(place: Tensor | None, batch: int, plain: Plain) -> bool:
+    """Whether one launch can write its result there."""
+    return (
+        place is not None
+        and plain.places_results
+        and place.shape[0] <= batch
+        and place.shape[-1] % plain.head_dim_multiple == 0
+        and _aligned(place, plain.alignment_bytes)
+    )
+
+
+def _put(found: Tensor, place: Tensor | None) -> Tensor:
+    """A result in its place, if there is one."""
+    if place is None or found is place:
+        return found
+    return place.copy_(found)
 
 
 def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:

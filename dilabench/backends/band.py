@@ -12,7 +12,7 @@ from dilabench.spec import Window
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Query i sees key j when i - left <= j <= i + right; -1 is unbounded.
+    """A query at position i sees key j when i - left <= j <= i + right; -1 is unbounded.
 
     Bounds that hide nothing at the given sizes are written as -1, so that equal masks are equal bands: a causal mask is
     (-1, 0), a causal window (left, 0), and everything at one key is (-1, -1).
@@ -23,13 +23,13 @@ class Band:
 
     @classmethod
     def of(cls, causal: bool, window: Window, num_queries: int, num_keys: int) -> Band:
-        """The band of a causal flag and a window for M queries and L keys, both counted from position 0."""
+        """The band of a causal flag and a window for M queries and L keys; the last query stands at the last key."""
         left, right = window
         if causal:
             right = 0
         return cls(
-            left=left if 0 <= left < num_queries - 1 else -1,
-            right=right if 0 <= right < num_keys - 1 else -1,
+            left=left if 0 <= left < num_keys - 1 else -1,
+            right=right if 0 <= right < num_queries - 1 else -1,
         )
 
     @property
@@ -48,9 +48,9 @@ class Band:
         return self.left >= 0 or self.right > 0
 
     def keys_of(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
-        """(first, end) of the keys that at least one of the queries start..stop-1 sees."""
+        """(first, end) of the keys that at least one of the queries at positions start..stop-1 sees."""
         first = max(0, start - self.left) if self.left >= 0 else 0
-        end = min(num_keys, stop + self.right) if self.right >= 0 else num_keys
+        end = max(0, min(num_keys, stop + self.right)) if self.right >= 0 else num_keys
         return min(first, end), end
 
     def hidden(self, start: int, stop: int, first: int, end: int, device: torch.device) -> Tensor | None:

@@ -14,7 +14,9 @@ from dilabench.backends.adapt import CUDA_KERNEL, adapted
 from dilabench.backends.band import Band
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     # The outputs after lse belong to other kernels of the library; their number differs between its versions.
@@ -27,12 +29,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple
         window_size_left=_bound(band.left),
         window_size_right=_bound(band.right),
         return_lse=True,
+        out=out,
     )
     return out, lse
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    scale: float,
+    dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -47,6 +58,7 @@ def _backward(
         causal=band.causal,
         window_size_left=_bound(band.left),
         window_size_right=_bound(band.right),
+        dq=dq,
     )
     return dq, dk, dv
 
@@ -56,4 +68,8 @@ def _bound(side: int) -> int | None:
     return side if side >= 0 else None
 
 
-attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, forward_span=None, backward_span=None))
+attend, attend_backward = adapted(
+    _forward,
+    _backward,
+    replace(CUDA_KERNEL, forward_span=None, backward_span=None, aligns_ends=True, places_results=True),
+)

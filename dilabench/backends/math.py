@@ -20,20 +20,28 @@ BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: Window = UNBOUNDED,
+    scale: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`contracts.Attend`. Also takes M != L with a mask: positions of queries and keys both count from 0."""
+    """`contracts.Attend`. Takes M != L with any mask: the last query stands at the last key."""
     B, M, H, _ = q.shape
+    ahead = k.shape[1] - M
     compute = compute_dtype(q.dtype)
     band = Band.of(causal, window, M, k.shape[1])
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(B, H, M, dtype=compute, device=q.device)
     for b0, b1, rows in _blocks(q, k, compute):
         keys, values = _by_head(k[b0:b1], compute), _by_head(v[b0:b1], compute)
         for start, stop in rows:
-            first, end = band.keys_of(start, stop, k.shape[1])
+            first, end = band.keys_of(start + ahead, stop + ahead, k.shape[1])
             scores = _scores(q[b0:b1, start:stop], keys[:, :, first:end], scale)
-            _hide(scores, band, start, stop, first, end)
+            _hide(scores, band, start + ahead, stop + ahead, first, end)
             row_lse = scores.logsumexp(-1)
             probabilities = _exp_minus(scores, row_lse)
             out[b0:b1, start:stop] = _by_token(_rows_times(probabilities, values[:, :, first:end])).to(q.dtype)
@@ -52,25 +60,26 @@ def attend_backward(
     causal: bool,
     window: Window = UNBOUNDED,
     scale: float,
+    dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`contracts.AttendBackward`, with dk and dv summed in float32 (float64 for float64)."""
     compute = compute_dtype(q.dtype)
     num_kv_heads = k.shape[2]
-    band = Band.of(causal, window, q.shape[1], k.shape[1])
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    band, ahead = Band.of(causal, window, q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq
     dk = torch.empty_like(k, memory_format=torch.contiguous_format)
     dv = torch.empty_like(v, memory_format=torch.contiguous_format)
     for b0, b1, rows in _blocks(q, k, compute):
         keys, values = _by_head(k[b0:b1], compute), _by_head(v[b0:b1], compute)
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         for start, stop in rows:
-            first, end = band.keys_of(start, stop, k.shape[1])
+            first, end = band.keys_of(start + ahead, stop + ahead, k.shape[1])
             block = slice(b0, b1), slice(start, stop)
             queries = _by_group(q[block], num_kv_heads).to(compute)
             douts = _by_group(dout[block], num_kv_heads).to(compute)
             delta = (douts * _by_group(out[block], num_kv_heads).to(compute)).sum(-1)
             scores = _scores(q[block], keys[:, :, first:end], scale)
-            _hide(scores, band, start, stop, first, end)
+            _hide(scores, band, start + ahead, stop + ahead, first, end)
             row_lse = lse[b0:b1, :, start:stop].to(compute).unflatten(1, (num_kv_heads, -1))
             probabilities = _exp_minus(scores, row_lse)
             dvalues[:, :, first:end] += _columns_times(probabilities, douts)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dilabench.backends.load import load_backend
 from dilabench.bench.buffer_pool import SizedBufferPool
 from dilabench.bench.chunked_queries import build_in_chunks, checkpointed
 from dilabench.bench.commands import CaseSpec
@@ -196,10 +197,7 @@ class PreparedCall:
 
     def _load(self) -> tuple[Any, LoadedBackend | None]:
         build, backend = load_target(self.spec.target), self.spec.backend
-        if backend is None:
-            return build, None
-        backward = load_target(backend.backward_target) if backend.backward_target else None
-        return build, LoadedBackend(backend.name, load_target(backend.target), backward)
+        return build, load_backend(backend) if backend else None
 
     def _built(self, build: Build) -> AttentionFn:
         options = self.spec.case.optimizations

@@ -20,6 +20,8 @@ class BackendSpec(Model):
     name: str
     target: str
     backward_target: str | None = None
+    aligns_ends: bool = False
+    places_results: bool = False
 
 
 class CaseSpec(Model):
@@ -147,7 +149,11 @@ def case_spec(case: Case, catalogue: Catalogue, seed: int) -> CaseSpec:
     if case.backend is not None:
         descriptor = catalogue.backends.get(case.backend)
         backend = BackendSpec(
-            name=descriptor.name, target=descriptor.target, backward_target=descriptor.backward_target
+            name=descriptor.name,
+            target=descriptor.target,
+            backward_target=descriptor.backward_target,
+            aligns_ends=descriptor.aligns_ends,
+            places_results=descriptor.places_results,
         )
     return CaseSpec(
         case=case,

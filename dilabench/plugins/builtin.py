@@ -207,6 +207,8 @@ def dilabench_register_backends() -> list[Backend]:
             "dilabench.backends.math:attend",
             "dilabench.backends.math:attend_backward",
             aliases=("standard",),
+            aligns_ends=True,
+            places_results=True,
         ),
         Backend(
             "sdpa-flash",
@@ -262,6 +264,8 @@ def dilabench_register_backends() -> list[Backend]:
             requires=("cuda>=sm90", "flash-attn-4"),
             kernels=(r"flash_attn.?cute",),
             compiles=True,
+            aligns_ends=True,
+            places_results=True,
         ),
         Backend(
             "xformers",

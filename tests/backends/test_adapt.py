@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,16 +18,19 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, ...]] = []
+        self.places: list[dict[str, Tensor]] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, **place: Tensor) -> Any:
         self.calls.append((q, k, v))
-        return math.attend(q, k, v, causal=band.causal, window=(band.left, band.right), scale=scale)
+        self.places.append(place)
+        return math.attend(q, k, v, causal=band.causal, window=(band.left, band.right), scale=scale, **place)
 
-    def backward(self, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *arguments: Any, **place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, band, scale = arguments
-        assert isinstance(band, Band)
-        self.calls.append(tuple(tensors))  # type: ignore[arg-type]
-        return math.attend_backward(*tensors, causal=band.causal, window=(band.left, band.right), scale=scale)  # type: ignore[arg-type]
+        self.calls.append(tuple(tensors))
+        self.places.append(place)
+        window = (band.left, band.right)
+        return math.attend_backward(*tensors, causal=band.causal, window=window, scale=scale, **place)
 
 
 def run(plain: Plain, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
@@ -128,3 +133,29 @@ def test_a_mask_over_different_lengths_is_refused() -> None:
     q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8)
     with pytest.raises(ValueError, match=r"5 queries and 7 keys.*math"):
         attend(q, k, k, causal=True, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("plain", "goes_to_the_kernel"),
+    [
+        (Plain(places_results=True), True),
+        (Plain(), False),
+        (Plain(places_results=True, head_dim_multiple=16), False),
+        (Plain(places_results=True, max_batch=2), False),
+        (Plain(places_results=True, alignment_bytes=128), False),
+    ],
+    ids=["as it is", "places nothing", "padded", "in several launches", "not aligned"],
+)
+def test_results_come_to_their_place_by_the_kernel_or_by_a_copy(plain: Plain, goes_to_the_kernel: bool) -> None:
+    kernel = Recorder()
+    attend, attend_backward = adapted(kernel.forward, kernel.backward, plain)
+    q, k, v, dout = torch.randn(4, 3, 5, 2, 24)
+    wholes = torch.zeros(2, 3, 9, 2, 24)
+    out, lse = attend(q, k, v, causal=True, scale=0.4, out=wholes[0, :, 3:8])
+    right = math.attend(q, k, v, causal=True, scale=0.4)
+    dq, dk, dv = attend_backward(dout, q, k, v, out, lse, causal=True, scale=0.4, dq=wholes[1, :, 3:8])
+    gradients = math.attend_backward(dout, q, k, v, *right, causal=True, scale=0.4)
+    assert [x.data_ptr() for x in (out, dq)] == [x[:, 3:8].data_ptr() for x in wholes]
+    torch.testing.assert_close((out, lse), right)
+    torch.testing.assert_close((dq, dk, dv), gradients)
+    assert all(bool(place) == goes_to_the_kernel for place in kernel.places)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dilabench.backends.load import load_backend
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.registry import Backend, load_target, unmet
@@ -26,6 +28,7 @@ MASKS: tuple[tuple[bool, Window], ...] = (
 )
 # (B, M, L, H, K, D): primes, three heads per K/V head, one K/V head, head dims that no kernel likes, single rows.
 SQUARE = ((2, 37, 37, 6, 2, 24), (1, 61, 61, 5, 5, 80), (3, 24, 24, 4, 1, 20), (2, 1, 1, 5, 5, 24))
+FEWER_QUERIES = ((2, 17, 41, 6, 3, 24), (1, 2, 3, 5, 5, 80), (1, 40, 41, 4, 1, 16))
 OBLONG = ((2, 17, 41, 6, 3, 24), (1, 1, 13, 5, 5, 80), (2, 29, 1, 4, 2, 16))
 
 
@@ -48,13 +51,21 @@ def parameter(*values: object, device: str) -> object:
 BACKEND_ON_DEVICE = [
     parameter(b, device, device=device) for b in BACKENDS for device in ("cpu", "cuda") if offered(b, device)
 ]
-BACKEND_ON_DEVICE_IN_DTYPE = [
-    parameter(b, device, dtype, device=device)
-    for b in BACKENDS
-    for device in ("cpu", "cuda")
-    for dtype in DTYPES
-    if dtype in offered(b, device)
-]
+
+
+def in_each_dtype(backends: list[Backend]) -> list[object]:
+    """Backends on the devices and in the dtypes that they offer."""
+    return [
+        parameter(b, device, dtype, device=device)
+        for b in backends
+        for device in ("cpu", "cuda")
+        for dtype in DTYPES
+        if dtype in offered(b, device)
+    ]
+
+
+BACKEND_ON_DEVICE_IN_DTYPE = in_each_dtype(BACKENDS)
+PLACING_ON_DEVICE_IN_DTYPE = in_each_dtype([b for b in BACKENDS if b.places_results])
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window, scale: float) -> tuple[Tensor, Tensor]:
@@ -64,7 +75,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window, scale: 
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     i = torch.arange(q.shape[1], device=q.device).unsqueeze(1)
     j = torch.arange(k.shape[1], device=q.device)
-    seen = (j <= i) | torch.tensor(not causal, device=q.device)
+    seen = (j <= i + max(0, k.shape[1] - q.shape[1])) | torch.tensor(not causal, device=q.device)
     if window[0] >= 0:
         seen = seen & (j >= i - window[0])
     if window[1] >= 0:
@@ -176,6 +187,40 @@ def test_square(backend: Backend, device: str, dtype: str, causal: bool, window:
 def test_more_or_fewer_keys_than_queries(backend: Backend, device: str, dtype: str) -> None:
     for shape, layout in itertools.product(OBLONG, ("contiguous", "every_third")):
         compare(backend, device, dtype, shape, False, UNBOUNDED, layout)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND_ON_DEVICE_IN_DTYPE)
+def test_a_causal_mask_over_fewer_queries_than_keys(backend: Backend, device: str, dtype: str) -> None:
+    for shape, layout in itertools.product(FEWER_QUERIES, ("contiguous", "every_third")):
+        if backend.aligns_ends:
+            compare(backend, device, dtype, shape, True, UNBOUNDED, layout)
+        else:
+            with pytest.raises(ValueError, match="a mask needs as many of one as of the other"):
+                compare(backend, device, dtype, shape, True, UNBOUNDED, layout)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), PLACING_ON_DEVICE_IN_DTYPE)
+def test_results_in_the_places_that_they_are_given(backend: Backend, device: str, dtype: str) -> None:
+    # A head dim that FlashAttention 4 pads, and one that it does not.
+    for D in (20, 64):
+        usable(backend, device, dtype, (2, 37, 37, 4, 2, D), True, UNBOUNDED)
+        loaded, generator = load_backend(backend), torch.Generator(device).manual_seed(D)
+        q, k, v, dout = (
+            torch.randn(2, 37, heads, D, generator=generator, device=device).to(DTYPES[dtype]) for heads in (4, 2, 2, 4)
+        )
+        options: dict[str, Any] = {"causal": True, "scale": 0.3}
+        wanted, lse = loaded.attend(q, k, v, **options)
+        gradients_wanted = loaded.require_backward()(dout, q, k, v, wanted, lse, **options)
+        out, dq = (torch.full((2, 90, 4, D), 7.0, device=device, dtype=DTYPES[dtype]) for _ in range(2))
+        placed, placed_lse = loaded.attend(q, k, v, out=out[:, 30:67], **options)
+        gradients_found = loaded.require_backward()(dout, q, k, v, placed, lse, dq=dq[:, 30:67], **options)
+        assert torch.equal(placed_lse, lse)
+        for whole, found, right in ((out, placed, wanted), (dq, gradients_found[0], gradients_wanted[0])):
+            assert found.data_ptr() == whole[:, 30:67].data_ptr()
+            torch.testing.assert_close(found, right)
+            assert bool((whole[:, :30] == 7.0).all())
+            assert bool((whole[:, 67:] == 7.0).all())
+        torch.testing.assert_close(gradients_found[1:], gradients_wanted[1:])
 
 
 def compare(

@@ -87,23 +87,30 @@ def flash4_forward(
     seqused_q: Any = None, seqused_k: Any = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None,
     min_seqlen_k: Any = None, page_table: Any = None, softmax_scale: float | None = None, causal: bool = False,
     softcap: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
-    learnable_sink: Any = None, return_lse: bool = False,
+    learnable_sink: Any = None, tile_mn: Any = None, mma_pv_is_rs: Any = None, intra_wg_overlap: Any = None,
+    num_threads: int = 384, num_splits: int = 1, pack_gqa: Any = None, _arch: Any = None, score_mod: Any = None,
+    mask_mod: Any = None, block_sparse_tensors: Any = None, return_lse: bool = False, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, None, None, None]:  # fmt: skip
     assert softmax_scale is not None
     assert side(window_size_left) == (window_size_left if window_size_left is not None else -1)
     window = (side(window_size_left), side(window_size_right))
-    out, lse = math.attend(q, k, v, causal=causal, window=window, scale=softmax_scale)
+    out, lse = math.attend(q, k, v, causal=causal, window=window, scale=softmax_scale, out=out)
     return out, lse if return_lse else None, None, None, None
 
 
 def flash4_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
     causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
-    window_size_right: int | None = None, m_block_size: int = 64, n_block_size: int = 128,
+    window_size_right: int | None = None, m_block_size: int = 64, n_block_size: int = 128, num_threads: int = 256,
+    pack_gqa: bool = False, num_stages_Q: int = 2, num_stages_dO: int = 2, SdP_swapAB: bool = False,
+    dKV_swapAB: bool = False, dQ_swapAB: bool = False, AtomLayoutMSdP: int = 2, AtomLayoutNdKV: int = 2,
+    AtomLayoutMdQ: int = 2, V_in_regs: bool = False, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    seqused_q: Any = None, seqused_k: Any = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None,
+    deterministic: bool = False, dq: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert softmax_scale is not None
     window = (side(window_size_left), side(window_size_right))
-    return math.attend_backward(dout, q, k, v, out, lse, causal=causal, window=window, scale=softmax_scale)
+    return math.attend_backward(dout, q, k, v, out, lse, causal=causal, window=window, scale=softmax_scale, dq=dq)
 
 
 # xformers 0.0.35, xformers/ops/fmha: the masks as functions of the length that give (causal, window)

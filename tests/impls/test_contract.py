@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from dilabench.backends.load import load_backend
 from dilabench.bench.verify.oracle import Oracle
 from dilabench.bench.verify.verification import summary, verify
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import discover
 from dilabench.registry import Catalogue, Implementation, load_target
@@ -141,9 +142,7 @@ def check(catalogue: Catalogue, case: Case, device: str) -> None:
     implementation: Implementation = catalogue.implementations.get(case.implementation)
     backend = None
     if case.backend is not None:
-        found = catalogue.backends.get(case.backend)
-        assert found.backward_target is not None
-        backend = LoadedBackend(found.name, load_target(found.target), load_target(found.backward_target))
+        backend = load_backend(catalogue.backends.get(case.backend))
     context = BuildContext(device=torch.device(device), backend=backend)
     function = load_target(implementation.target)(case.workload, context)
     verdict = verify(

@@ -5,9 +5,10 @@ import gc
 
 import torch
 
+from dilabench.backends.load import load_backend
 from dilabench.bench.chunked_queries import build_in_chunks, checkpointed
 from dilabench.bench.inputs import make_inputs
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext
 from dilabench.distributed.lone_rank import LoneRank
 from dilabench.plugins.manager import discover
 from dilabench.registry import load_target
@@ -94,8 +95,7 @@ def catalogue():
 def loaded(case):
     if case.backend is None:
         return None
-    backend = catalogue().backends.get(case.backend)
-    return LoadedBackend(backend.name, load_target(backend.target), load_target(backend.backward_target))
+    return load_backend(catalogue().backends.get(case.backend))
 
 
 def _built(case, implementation, context):

@@ -1,0 +1,33 @@
+"""From the names of a backend's functions to the functions."""
+
+from typing import Protocol
+
+from dilabench.contracts import LoadedBackend
+from dilabench.registry import load_target
+
+
+class Described(Protocol):
+    """A descriptor of a backend, or what of it goes to a worker."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def backward_target(self) -> str | None: ...
+    @property
+    def aligns_ends(self) -> bool: ...
+    @property
+    def places_results(self) -> bool: ...
+
+
+def load_backend(backend: Described) -> LoadedBackend:
+    """Import what a backend's targets name. Raises PluginError for one that names nothing."""
+    backward = load_target(backend.backward_target) if backend.backward_target else None
+    return LoadedBackend(
+        backend.name,
+        load_target(backend.target),
+        backward,
+        aligns_ends=backend.aligns_ends,
+        places_results=backend.places_results,
+    )
