@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dilabench.backends.load import load_backend
 from dilabench.bench.call import PreparedCall
 from dilabench.bench.commands import case_spec
 from dilabench.bench.inputs import InputShelf
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext
 from dilabench.distributed.lone_rank import LoneRank
 from dilabench.machine import detect
 from dilabench.memory_plan import plan_memory
@@ -47,7 +48,7 @@ SHAPES: dict[str, Fields] = {
     "full": {"causal": False},
 }
 KNOWN = ("dense", "gather", "strided", "fused", "gather-multihead", "strided-multihead")
-RINGS = ("ring", "ring-overlap", "zigzag-ring", "ring-allgather", "ulysses", "ring-multihead")
+RINGS = ("ring", "ring-overlap", "zigzag-ring", "zigzag-allgather", "ring-allgather", "ulysses", "ring-multihead")
 
 
 class Planned(NamedTuple):
@@ -165,7 +166,7 @@ def _rings() -> Iterator[Planned]:
     for name in RINGS:
         yield Planned("rings", name, "sdpa-flash", "dense", {**DENSE, "seq_len": 65536}, ranks=4)
         crossing = {"segment_lengths": (8192, 65536), "dilation_rates": (1, 4)}
-        if name != "zigzag-ring":
+        if not name.startswith("zigzag"):
             yield Planned("rings", name, "sdpa-flash", "branches", {**crossing, "seq_len": 65536}, ranks=4)
     packed = {**DENSE, "seq_len": 65536, "layout": "packed"}
     yield Planned("rings", "ring-varlen", "sdpa-flash", "packed", packed, ranks=4)
@@ -236,8 +237,7 @@ def _rank(
 ) -> tuple[Callable[[], object], Callable[[], Callable[[], object]], torch.Tensor]:
     """The calls of one rank, on shards of its own."""
     workload, implementation = case.workload, catalogue.implementations.get(case.implementation)
-    backend = catalogue.backends.get(case.backend or "")
-    loaded = LoadedBackend(backend.name, load_target(backend.target), load_target(str(backend.backward_target)))
+    loaded = load_backend(catalogue.backends.get(case.backend or ""))
     world = LoneRank.of(rank, case.world_size, device)
     function = load_target(implementation.target)(workload, BuildContext(device=device, backend=loaded, world=world))
     leaves = _shards(workload, function.shards.rows[world.rank], implementation.takes, device)

@@ -27,9 +27,9 @@ import gpu_ring_peers as peers
 from gpu_ring_trial import (
     DENSE,
     Row,
+    backend_of,
     errors_of,
     late,
-    load_backend,
     peak,
     random_inputs,
     say,
@@ -45,13 +45,14 @@ from dilabench.distributed.ablation import MuteWorld, idle
 from dilabench.distributed.launch import world_from_environment
 from dilabench.distributed.world import World
 from dilabench.impls import dense, strided
-from dilabench.impls.ring import allgather, overlap, ring, ulysses, varlen, zigzag
+from dilabench.impls.ring import allgather, gathered, overlap, ring, ulysses, varlen, zigzag
 
 ALGORITHMS = {
     "ring": ring,
     "ring-overlap": overlap,
     "zigzag-ring": zigzag,
     "ring-allgather": allgather,
+    "zigzag-allgather": gathered,
     "ring-varlen": varlen,
     "ulysses": ulysses,
 }
@@ -60,11 +61,13 @@ TARGETS: tuple[tuple[str, str, float, float | None], ...] = (
     ("large", "zigzag-ring", 0.75, 20.0),
     ("large_seq", "zigzag-ring", 0.88, 50.0),
     ("qwen3_32b", "zigzag-ring", 0.85, None),
+    ("qwen3_32b", "zigzag-allgather", 0.85, None),
     ("medium", "zigzag-ring", 0.50, None),
     ("longnet_128k", "ring-allgather", 0.80, None),
     ("longnet_1m", "ring-allgather", 0.92, None),
     ("large", "ring-overlap", 0.0, None),
     ("large", "ring", 0.0, None),
+    ("large", "zigzag-allgather", 0.0, None),
     ("large", "ulysses", 0.0, None),
     ("qwen3_32b", "ulysses", 0.0, None),
 )
@@ -79,6 +82,7 @@ def main() -> int:
     parser.add_argument("--slow-peers", action="store_true", help="also those forms of them that are never the fastest")
     parser.add_argument("--seconds", type=float, default=200.0, help="start no new row after this long")
     parser.add_argument("--only", default="", help="comma-separated presets")
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="comma-separated: which to verify and time")
     parser.add_argument("--skip-verify", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bfloat16")
@@ -114,7 +118,8 @@ def main() -> int:
 def time_all(world: World, options: argparse.Namespace, report: Row) -> None:
     """Every row of the targets, each preset's peers after its first one."""
     for preset, algorithm, efficiency, longest_ms in TARGETS:
-        if (options.only and preset not in options.only.split(",")) or late(world, options, f"{preset} {algorithm}"):
+        wanted = algorithm in options.algorithms.split(",") and preset in (options.only or preset).split(",")
+        if not wanted or late(world, options, f"{preset} {algorithm}"):
             continue
         found, why = together(world, partial(measure, world, options, preset, algorithm))
         row = found or {"preset": preset, "algorithm": algorithm, "failed": why}
@@ -157,11 +162,12 @@ def verify_all(world: World, options: argparse.Namespace, report: Row) -> None:
     bounds = (0, 7, n // 4, n - 300, n)
     packed = [("packed", {**DENSE, "seq_len": n, "batch_size": 1, "layout": "packed", "cu_seqlens": bounds})]
     rows = report["verified"]
-    for name, module in ALGORITHMS.items():
-        for what, fields in packed if name == "ring-varlen" else trials:
+    of_one_form = {"ring-varlen": packed, "zigzag-allgather": [*trials[:4], *packed]}
+    for name in options.algorithms.split(","):
+        for what, fields in of_one_form.get(name, trials):
             workload = small_workload(options, **fields)
-            backend = load_backend(options.windowed_backend if what == "window" else options.backend)
-            found, why = together(world, partial(errors_of, world, module.build, workload, backend))
+            backend = backend_of(options.windowed_backend if what == "window" else options.backend)
+            found, why = together(world, partial(errors_of, world, ALGORITHMS[name].build, workload, backend))
             row = found or {"failed": why, "ratio": float("inf")}
             rows.append({"algorithm": name, "workload": what, **row, "passed": row["ratio"] <= 2.0})
             write(world, options, report)
@@ -175,7 +181,7 @@ def verify_all(world: World, options: argparse.Namespace, report: Row) -> None:
 def measure(world: World, options: argparse.Namespace, preset: str, algorithm: str) -> Row:
     """One row: one device, all devices, and all devices without communication and without computation."""
     workload = workload_of(preset, options)
-    backend = load_backend(options.backend)
+    backend = backend_of(options.backend)
     inputs = random_inputs(workload, world.device, seed=2)
     build_one = dense.build if workload.pattern.kind == "dense" else strided.build
     single = timed(world, build_one(workload, BuildContext(device=world.device, backend=backend)), inputs)

@@ -15,7 +15,7 @@ from dilabench.spec import DensePattern, DilatedPattern, Workload
 from dilabench.work import head_branches, rows_kept, windowed_pairs
 
 IN_ORDER = ("ring", "ring-overlap", "ring-allgather")
-ZIGZAG = ("zigzag-ring",)
+ZIGZAG = ("zigzag-ring", "zigzag-allgather")
 # Packed sequences are cut zigzag behind a causal mask, otherwise in order.
 EITHER = ("ring-varlen",)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dilabench.distributed.mailboxes import Mailboxes
 from dilabench.distributed.stream_queue import StreamQueue
+from dilabench.distributed.strided_copy import copy_strided_
 
 # A mailbox may take so much of the device's memory: 2.2 GiB of an H200. A longer message goes in several chunks, and
 # its sender waits for the first of them to be taken.
@@ -124,7 +125,7 @@ class Copies:
             if in_pieces:
                 target.copy_(flat[start : start + length])
             else:
-                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
 
         self._mailboxes.send(queue, peer, tensor.nbytes, lay)
 

@@ -14,6 +14,8 @@ from dilabench.distributed.balance import hop_pairs
 from dilabench.spec import DTYPE_BYTES, UNBOUNDED, DilatedPattern, Workload
 
 RINGS = ("ring", "ring-overlap", "zigzag-ring")
+# It moves what a ring moves, but keeps all keys for the backward pass.
+GATHER = "zigzag-allgather"
 
 
 def load_balance(workload: Workload, implementation: str, ranks: int) -> float | None:
@@ -35,9 +37,10 @@ def overlapping_share(workload: Workload, implementation: str, ranks: int) -> fl
     """Share of the slowest rank's work that can go on while messages are under way; None where λ is None, too.
 
     Gather: the work that needs no remote key. Rings: all but the last hop's, whose keys must have arrived; a backward
-    pass that begins with this hop has no gradients to send before. Ulysses: nothing.
+    pass that begins with this hop has no gradients to send before. Ulysses, and the zigzag gather, where all ranks work
+    alike and the last one has no call on its own keys alone: nothing.
     """
-    if implementation == "ulysses":
+    if implementation in ("ulysses", GATHER):
         return 0.0
     pairs = hop_pairs(workload, implementation, ranks)
     if pairs is None:
@@ -62,7 +65,8 @@ def received_bytes(workload: Workload, implementation: str, ranks: int) -> int |
     """Bytes that one call in the workload's mode brings the rank with most; None where no closed form holds.
 
     Rings: K and V of the others, again in the backward pass (where hops overlap, all but the last hop's, which were
-    kept), and there dK and dV come back in the dtype of K. Gather: each row of nested branches once,
+    kept), and there dK and dV come back in the dtype of K. The zigzag gather: the same with all of them kept. Gather:
+    each row of nested branches once,
     rows = Σ (w_i - max(w_{i-1}, l))/r_i, behind a causal mask what lies before; its backward pass has only gradients,
     of several branches in float32 (float64 for float64). Ulysses: the other ranks' (P-1)/P of q, k, v, out and lse,
     backward of dout, dq, dk and dv. Block masks: `block_deal.received_bytes`.
@@ -85,7 +89,7 @@ def received_bytes(workload: Workload, implementation: str, ranks: int) -> int |
     if workload.window != UNBOUNDED:
         return None
     vector = workload.batch_size * workload.num_kv_heads * workload.head_dim * 2
-    if implementation in RINGS and workload.pattern.kind == "dense":
+    if implementation in (*RINGS, GATHER) and workload.pattern.kind == "dense":
         # Behind a causal mask one rank receives every K and another every dK; the largest sum of one rank counts.
         halves = max(
             keys * forward + (keys_again + gradients) * backward
@@ -119,13 +123,13 @@ def _half_shards(causal: bool, implementation: str, ranks: int) -> Iterator[tupl
     # What is needed of an earlier rank's shard and of a later one's.
     earlier, later = 2, 2
     if causal:
-        earlier, later = (1, 2) if implementation == "zigzag-ring" else (2, 0)
+        earlier, later = (1, 2) if implementation in ("zigzag-ring", GATHER) else (2, 0)
     for before in range(ranks):
         after = ranks - 1 - before
         keys = earlier * before + later * after
         # The last hop comes from the next rank, round the ring.
         last = later if after else earlier
-        again = keys if implementation == "ring" else keys - last
+        again = {"ring": keys, GATHER: 0}.get(implementation, keys - last)
         yield keys, again, earlier * after + later * before
 
 

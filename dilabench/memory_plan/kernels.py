@@ -1,6 +1,6 @@
 """What a dense kernel allocates inside one call, by backend and kind of device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dilabench.memory_plan.calls import Call
@@ -27,7 +27,7 @@ class KernelMemory:
     accumulators: float32 values per element of q in the backward pass. stats: float32 values per query row there.
     view_copies: of q, out and dout, how many it copies there when they are views. repeats: K/V heads are repeated to H.
     expands_gradients: dk and dv are made per query head and summed. recomputes: float32 copies of q's size that stand
-    there before the gradients do, beside a result and the stats of its own.
+    there before the gradients do, beside a result and the stats of its own. aligns_ends: as in `registry.Backend`.
     """
 
     accumulators: int = 0
@@ -36,6 +36,7 @@ class KernelMemory:
     repeats: bool = False
     expands_gradients: bool = False
     recomputes: int = 0
+    aligns_ends: bool = False
 
     def forward(self, call: Call) -> float:
         """K and V per query head, where the kernel cannot share them."""
@@ -55,12 +56,17 @@ class KernelMemory:
 
     def _repeated(self, call: Call) -> float:
         """A single K/V head is expanded in place."""
-        return 2 * call.sizes.q if self.repeats and call.readers > 1 and not call.one_key else 0.0
+        return _per_query_head(call) if self.repeats and call.readers > 1 and not call.one_key else 0.0
 
     def _expanded(self, call: Call) -> float:
         """dk and dv per query head, before they are summed."""
         expands = self.repeats or self.expands_gradients
-        return 2 * call.sizes.q if expands and call.readers > 1 else 0.0
+        return _per_query_head(call) if expands and call.readers > 1 else 0.0
+
+
+def _per_query_head(call: Call) -> float:
+    """K and V, or dk and dv, with as many heads as q has."""
+    return 2 * call.sizes.q * call.key_rows / call.rows
 
 
 # FlashAttention 2's dq_accum and softmax_d; its GQA backward makes dk and dv per query head and sums them.
@@ -75,7 +81,7 @@ ON_CUDA = {
     "flash2": FLASH2,
     "xformers": FLASH2,
     "flash3": FLASH3,
-    "flash4": FLASH3,
+    "flash4": replace(FLASH3, aligns_ends=True),
     "sdpa-cudnn": KernelMemory(accumulators=1, stats=1, view_copies=3, expands_gradients=True),
     "sdpa-efficient": KernelMemory(accumulators=1, stats=1, view_copies=1, repeats=True),
     # dout, both outs and their difference in float32 stand there at once.
@@ -89,3 +95,8 @@ def kernel_of(backend: str | None, workload: Workload, device: str) -> Kernel | 
     if backend == "math":
         return MathMemory.on(device, workload)
     return (ON_CUDA if device == "cuda" else ON_CPU).get(backend or "")
+
+
+def aligns_ends(kernel: Kernel) -> bool:
+    """Whether it takes fewer queries than keys under a causal mask; a test holds it to `registry.Backend`."""
+    return isinstance(kernel, KernelMemory | MathMemory) and kernel.aligns_ends

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from dilabench.memory_plan.calls import Call
 from dilabench.memory_plan.sizes import FLOAT32_BYTES, FLOAT64_BYTES, INDEX_BYTES
@@ -18,6 +18,7 @@ MASK_BYTES = INDEX_BYTES + 2
 class MathMemory:
     """`kernels.Kernel` of blocked attention in plain PyTorch; half precision is computed in float32."""
 
+    aligns_ends: ClassVar[bool] = True
     block_bytes: int
     head_dim: int
     window: Window
@@ -135,8 +136,10 @@ def _pairs_of_rows(window: tuple[int, ...], rows: int, call: Call) -> list[int]:
     left, right = window
     found = []
     length, blocks = call.key_rows, -(-call.rows // rows)
+    # The last query stands at the last key.
+    ahead = length - call.rows
     for block in range(max(0, blocks - 3), blocks):
         start, stop = block * rows, min(call.rows, (block + 1) * rows)
-        first = 0 if left < 0 else max(0, start - left)
-        found.append((stop - start) * ((length if right < 0 else min(length, stop + right)) - first))
+        first = 0 if left < 0 else max(0, start + ahead - left)
+        found.append((stop - start) * ((length if right < 0 else min(length, stop + ahead + right)) - first))
     return found

@@ -1,10 +1,10 @@
 """The plan of a case over several ranks: what the fullest of them needs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
 from dilabench.memory_plan.allgather import AllGatherMemory
+from dilabench.memory_plan.gathered import GatheredMemory
 from dilabench.memory_plan.kernels import Kernel
 from dilabench.memory_plan.module import parameter_bytes, projected
 from dilabench.memory_plan.packed import packed_share_of
@@ -16,7 +16,8 @@ from dilabench.memory_plan.union import two_passes
 from dilabench.spec import Workload
 
 OVERLAPS = {"ring": False, "ring-overlap": True, "zigzag-ring": True, "ring-varlen": True, "ring-allgather": True}
-OVER_RANKS = frozenset({*OVERLAPS, "ring-multihead", "ulysses"})
+OVER_RANKS = frozenset({*OVERLAPS, "zigzag-allgather", "ring-multihead", "ulysses"})
+DENSE_ONLY = frozenset({"zigzag-ring", "zigzag-allgather", "ring-varlen"})
 
 
 class RankPasses(Protocol):
@@ -40,34 +41,32 @@ def plan_ranks(name: str, workload: Workload, size: int, kernel: Kernel, on_cpu:
         zigzag = workload.causal and workload.dilated is None
         core = plan_ranks("zigzag-ring" if zigzag else "ring-overlap", workload, size, kernel, on_cpu)
         return _projected(core, _rows_of(workload, size)) if core else None
-    if packed != (name == "ring-varlen") or (workload.dilated and name in {"zigzag-ring", "ring-varlen"}):
+    if packed != (name == "ring-varlen") or (workload.dilated and name in DENSE_ONLY):
         return None
     if name == "ulysses":
         return _ulysses(workload, size, kernel, on_cpu)
-    if name not in OVERLAPS:
+    if name not in OVER_RANKS:
         return None
-    plans = [_plan(name, workload, RankMemory(share, kernel, on_cpu)) for share in _shares(name, workload, size)]
+    # Under a causal mask work and memory rise or fall along the ranks.
+    first_middle_last = sorted({0, size // 2, size - 1})
+    plans = [_plan(name, workload, rank, size, kernel, on_cpu) for rank in first_middle_last]
     return max(plans, key=lambda plan: plan.peak_bytes)
 
 
-def _shares(name: str, workload: Workload, size: int) -> Iterator[Share]:
-    """Those of the first, the last and a middle rank: under a causal mask work and memory rise or fall along them."""
-    for rank in sorted({0, size // 2, size - 1}):
-        if name == "ring-varlen":
-            yield packed_share_of(workload, rank, size)
-        else:
-            yield share_of(workload, rank, size, zigzag=name == "zigzag-ring")
-
-
-def _plan(name: str, workload: Workload, rank: RankMemory) -> MemoryPlan:
+def _plan(name: str, workload: Workload, rank: int, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
     passes: RankPasses
-    if name == "ring-allgather":
-        passes = gather = AllGatherMemory(rank)
-        kept = gather.gathered
+    if name == "zigzag-allgather":
+        passes = gathered = GatheredMemory.of(workload, rank, size, kernel, on_cpu)
+        share, kept = gathered.rank.share, gathered.kept
     else:
-        passes = ring = RingMemory(rank, OVERLAPS[name])
-        kept = ring.kept
-    share = rank.share
+        share = _share(name, workload, rank, size)
+        own = RankMemory(share, kernel, on_cpu)
+        if name == "ring-allgather":
+            passes = gather = AllGatherMemory(own)
+            kept = gather.gathered
+        else:
+            passes = ring = RingMemory(own, OVERLAPS[name])
+            kept = ring.kept
     return two_passes(
         workload,
         passes.forward(),
@@ -76,6 +75,12 @@ def _plan(name: str, workload: Workload, rank: RankMemory) -> MemoryPlan:
         tables=round(share.index_bytes),
         sizes=share.sizes,
     )
+
+
+def _share(name: str, workload: Workload, rank: int, size: int) -> Share:
+    if name == "ring-varlen":
+        return packed_share_of(workload, rank, size)
+    return share_of(workload, rank, size, zigzag=name == "zigzag-ring")
 
 
 def _arriving(workload: Workload, sizes: Sizes) -> float:

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from dilabench.memory_plan.kernels import Kernel
 from dilabench.memory_plan.ledger import Ledger
+from dilabench.memory_plan.placed import PlacedSoftmaxMemory, PlacedSumMemory
 from dilabench.memory_plan.shares import Parcel, Piece, Share
 from dilabench.memory_plan.sums import SoftmaxMemory, SumMemory
 from dilabench.memory_plan.union import Passes
@@ -30,12 +31,13 @@ class RankMemory:
             results.put()
         self.attend(ledger, results, self.share.own)
 
-    def attend(self, ledger: Ledger, results: SoftmaxMemory, pieces: tuple[Piece, ...]) -> None:
+    def attend(self, ledger: Ledger, results: SoftmaxMemory | PlacedSoftmaxMemory, pieces: tuple[Piece, ...]) -> None:
         """Pieces, one after another: a result stays until the next has been made."""
         for piece in pieces:
             for _ in range(min(2, piece.times)):
-                ledger.moment(piece.call.sizes.result + self.kernel.forward(piece.call))
-                ledger.hold("part", piece.call.sizes.result)
+                placed = piece.call.sizes.q if results.place(piece) else 0.0
+                ledger.moment(piece.call.sizes.result - placed + self.kernel.forward(piece.call))
+                ledger.hold("part", piece.call.sizes.result - placed)
                 results.add(piece)
         ledger.free("part")
 
@@ -48,14 +50,18 @@ class RankMemory:
         self.attend_backward(ledger, sums, self.share.own)
 
     def attend_backward(
-        self, ledger: Ledger, sums: tuple[SumMemory, SumMemory, SumMemory], pieces: tuple[Piece, ...]
+        self,
+        ledger: Ledger,
+        sums: tuple[SumMemory | PlacedSumMemory, SumMemory, SumMemory],
+        pieces: tuple[Piece, ...],
     ) -> None:
         """The gradients of pieces; those of one stay until the next has been made."""
         for piece in pieces:
             for _ in range(min(2, piece.times)):
                 sizes = piece.call.sizes
-                ledger.moment(self.kernel.backward(piece.call))
-                parts = {"dq": sizes.q, "dk": sizes.kv, "dv": sizes.kv}
+                placed = sizes.q if sums[0].place(piece) else 0.0
+                ledger.moment(self.kernel.backward(piece.call) - placed)
+                parts = {"dq": sizes.q - placed, "dk": sizes.kv, "dv": sizes.kv}
                 for name, size in parts.items():
                     ledger.hold(f"part of {name}", size)
                 wholes = piece.whole_queries, piece.whole_keys, piece.whole_keys

@@ -23,6 +23,10 @@ class SoftmaxMemory:
         """A first result for all queries."""
         self._take("out", self._share.sizes.result, complete=True)
 
+    def place(self, _piece: Piece) -> bool:
+        """No kernel writes to a place of it."""
+        return False
+
     def add(self, piece: Piece) -> None:
         """The result of a piece, which is held as 'part'."""
         size = piece.call.sizes.result
@@ -69,6 +73,10 @@ class SumMemory:
         self._defers, self._on_cpu = defers, on_cpu
         self._parts: list[str] = []
         self._complete = self._merged = False
+
+    def place(self, _piece: Piece) -> bool:
+        """No kernel writes to a place of it."""
+        return False
 
     def put(self, size: float, *, whole: bool, moved: str | None = None) -> None:
         """A part on successive rows. What waits takes the place of what is held as `moved`; None: of nothing held."""

@@ -75,6 +75,14 @@ _RINGS = (
         uses_backend=True,
     ),
     Implementation(
+        "zigzag-allgather",
+        "all keys that a rank sees in one exchange, then one call per chunk of queries (as Llama 3): for few K/V heads",
+        "dilabench.impls.ring.gathered:build",
+        supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
+        aliases=("llama3",),
+        uses_backend=True,
+    ),
+    Implementation(
         "ring-varlen",
         "the overlapping ring on packed sequences of any lengths",
         "dilabench.impls.ring.varlen:build",

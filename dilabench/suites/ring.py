@@ -15,7 +15,7 @@ SINGLE, PARALLEL = "single", "parallel"
 MODES = ("forward", "backward", "both")
 RANKS_ON_A_CPU = 2
 # Each runs what its implementations are for; the first is the one that should be fastest.
-DENSE = ("zigzag-ring", "ring-overlap", "ring", "ulysses")
+DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses")
 DILATED = ("ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
 PACKED = ("ring-varlen", "ulysses")
 BLOCK_SPARSE = ("block-sparse-ring",)

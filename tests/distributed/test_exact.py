@@ -7,7 +7,7 @@ from dilabench.distributed.lone_rank import LoneRank
 from dilabench.distributed.world import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-ALGORITHMS = ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "ring-varlen", "ulysses"]
+ALGORITHMS = ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ring-varlen", "ulysses"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -23,6 +23,13 @@ def test_deferred_sums_are_as_exact(ranks):
     import ring_cases
 
     assert launch(ring_cases.with_deferred_sums, ranks, [ALGORITHMS]) == [[]] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "places"), [(1, True), (2, False), (3, True), (4, True)])
+def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places):
+    import ring_cases
+
+    assert launch(ring_cases.with_aligned_ends, ranks, [["zigzag-allgather"], places]) == [[]] * ranks
 
 
 def test_a_ring_that_forgets_returned_gradients_is_caught():

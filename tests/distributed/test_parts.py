@@ -8,7 +8,7 @@ from dilabench.distributed.model import joined_bytes, received_bytes
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("name", ["ring-overlap", "zigzag-ring", "ring-allgather", "ulysses"])
+@pytest.mark.parametrize("name", ["ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ulysses"])
 def test_a_part_alone_does_that_part_and_nothing_else(name):
     import part_cases
     import ring_cases
@@ -26,7 +26,7 @@ def test_received_bytes_are_those_of_the_formulas(ranks):
     import ring_cases
 
     nested = ring_cases.dilated([24, 48, 96], [1, 2, 4], offset_by="kv_head")
-    names = ("ring", "ring-overlap", "zigzag-ring", "ring-allgather", "ulysses")
+    names = ("ring", "ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ulysses")
     calls = [
         (name, ring_cases.workload(seq_len=96, num_kv_heads=4, causal=causal, pattern=pattern))
         for causal in (True, False)

@@ -11,7 +11,7 @@ from dilabench.impls.ring import sums as ring_sums
 from dilabench.impls.ring.parcels import parcel_for
 from dilabench.impls.ring.plan import pieces_between
 from dilabench.memory_plan import plan_memory
-from dilabench.memory_plan.kernels import kernel_of
+from dilabench.memory_plan.kernels import aligns_ends, kernel_of
 from dilabench.memory_plan.packed import packed_share_of, rectangles_between
 from dilabench.memory_plan.ranks import plan_ranks
 from dilabench.memory_plan.rings import RankMemory
@@ -48,7 +48,7 @@ def check(peaks):
 
 @BOTH_MODES
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("implementation", [*OVER_RANKS, "zigzag-ring"])
+@pytest.mark.parametrize("implementation", [*OVER_RANKS, "zigzag-ring", "zigzag-allgather"])
 def test_dense_attention(implementation, shape, mode, peaks, check):
     check(implementation, 4, pattern=peaks.DENSE, mode=mode, **SHAPES[shape])
 
@@ -61,9 +61,38 @@ def test_branches_inside_and_across_ranks(implementation, branches, mode, check)
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("implementation", ["ring", "zigzag-ring", "ring-allgather", "ulysses"])
+@pytest.mark.parametrize("implementation", ["ring", "zigzag-ring", "zigzag-allgather", "ring-allgather", "ulysses"])
 def test_through_the_math_backend_in_half_precision(implementation, mode, peaks, check):
     check(implementation, 2, "math", pattern=peaks.DENSE, mode=mode, dtype="bfloat16")
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["math", "sdpa-flash"])
+def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ranks, mode, peaks, check):
+    """`math` aligns ends, so that a chunk of queries is one call; over `sdpa-flash` it is two."""
+    fields = {"causal": causal, "num_kv_heads": num_kv_heads, "batch_size": batch_size, "seq_len": 1024 * ranks}
+    check("zigzag-allgather", ranks, backend, pattern=peaks.DENSE, mode=mode, **fields)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_align_ends_where_their_backends_do(device, peaks):
+    workload = peaks.workload_of(peaks.DENSE)
+    for backend in peaks.catalogue().backends:
+        if (kernel := kernel_of(backend.name, workload, device)) is not None:
+            assert aligns_ends(kernel) == backend.aligns_ends, backend.name
+
+
+@pytest.mark.parametrize(
+    "fields", [{"layout": "packed", "cu_seqlens": PACKED[0]}, {"window": (100, 0)}, {"pattern": BRANCHES["inside"]}]
+)
+def test_all_keys_in_one_exchange_only_where_they_are_dense(fields, peaks):
+    pattern = {"kind": "dilated", **fields["pattern"]} if "pattern" in fields else peaks.DENSE
+    case = peaks.case_of("zigzag-allgather", "sdpa-flash", **{"seq_len": 2048, **fields, "pattern": pattern})
+    assert plan_memory(case.model_copy(update={"world_size": 2}), "cpu") is None
 
 
 @BOTH_MODES
@@ -99,7 +128,9 @@ def test_packed_pieces_are_those_of_the_implementation(bounds, causal, ranks, pe
 @BOTH_MODES
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("implementation", ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "ring-varlen"])
+@pytest.mark.parametrize(
+    "implementation", ["ring", "ring-overlap", "zigzag-ring", "zigzag-allgather", "ring-allgather", "ring-varlen"]
+)
 def test_results_that_wait_for_each_other_as_on_cuda(implementation, causal, ranks, mode, peaks, monkeypatch):
     length = 512 * ranks
     fields = {"causal": causal, "seq_len": length}
@@ -124,8 +155,9 @@ def test_one_rank_is_one_device(implementation, mode, check):
     check(implementation, 1, mode=mode)
 
 
-def test_ranks_without_rows_need_nothing_impossible(peaks):
-    case = peaks.case_of("ring", "sdpa-flash", seq_len=2).model_copy(update={"world_size": 4})
+@pytest.mark.parametrize("implementation", ["ring", "zigzag-allgather"])
+def test_ranks_without_rows_need_nothing_impossible(implementation, peaks):
+    case = peaks.case_of(implementation, "sdpa-flash", peaks.DENSE, seq_len=2).model_copy(update={"world_size": 4})
     assert plan_memory(case, "cpu").peak_bytes > 0
 
 

@@ -1,7 +1,8 @@
 """Cutting a shifted band of visible keys into calls that a dense kernel can do: aligned squares and full rectangles.
 
-Ranks hold different positions, so a causal mask or a window between them is a band off the diagonal. A backend knows
-only masks that start in the corner of a square (`contracts.Attend`); every band is a few of those.
+Ranks hold different positions, so a causal mask or a window between them is a band off the diagonal. Every backend
+knows masks that start in the corner of a square (`contracts.Attend`), and every band is a few of those; one that aligns
+ends takes a causal band off the diagonal at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dilabench.spec import UNBOUNDED, Window
 
 
 class Cut(NamedTuple):
-    """One kernel call: queries [query, query + queries) against keys [key, key + keys)."""
+    """One kernel call: queries [query, query + queries) against keys [key, key + keys).
+
+    causal: the last query sees the last key.
+    """
 
     query: int
     queries: int
@@ -27,12 +31,15 @@ class Cut(NamedTuple):
         return not self.causal and self.window == UNBOUNDED
 
 
-def cuts(queries: int, keys: int, low: int | None, high: int | None) -> list[Cut]:
-    """The calls for query t to see key u exactly when low <= u - t <= high (None: no bound); no pair comes twice."""
-    return _cuts(0, queries, 0, keys, low, high)
+def cuts(queries: int, keys: int, low: int | None, high: int | None, *, aligned: bool = False) -> list[Cut]:
+    """The calls for query t to see key u exactly when low <= u - t <= high (None: no bound); no pair comes twice.
+
+    aligned: causal calls may have fewer queries than keys.
+    """
+    return _cuts(0, queries, 0, keys, low, high, aligned)
 
 
-def _cuts(q: int, m: int, k: int, n: int, low: int | None, high: int | None) -> list[Cut]:
+def _cuts(q: int, m: int, k: int, n: int, low: int | None, high: int | None, aligned: bool = False) -> list[Cut]:
     """The same for queries [q, q + m) and keys [k, k + n), with bounds relative to (q, k)."""
     # Rows and keys at the ends that have no partner go first.
     skip = max(0, -high) if high is not None else 0
@@ -50,18 +57,19 @@ def _cuts(q: int, m: int, k: int, n: int, low: int | None, high: int | None) -> 
     if low is None and high is None:
         return [Cut(q, m, k, n)]
     if low is None:
-        return _below(q, m, k, n, high or 0)
+        return _below(q, m, k, n, high or 0, aligned)
     if high is None:
         return _above(q, m, k, n, low)
     return _both(q, m, k, n, low, high)
 
 
-def _below(q: int, m: int, k: int, n: int, high: int) -> list[Cut]:
+def _below(q: int, m: int, k: int, n: int, high: int, aligned: bool) -> list[Cut]:
     """u <= t + high: keys that all rows see, a causal square, rows that see all keys."""
-    if high > 0:
+    if high > 0 and not aligned:
         return [Cut(q, m, k, high), *_cuts(q, m, k + high, n - high, None, 0)]
-    square = Cut(q, n, k, n, causal=True)
-    return [square, Cut(q + n, m - n, k, n)] if m > n else [square]
+    rows = n - high
+    masked = Cut(q, rows, k, n, causal=True)
+    return [masked, Cut(q + rows, m - rows, k, n)] if m > rows else [masked]
 
 
 def _above(q: int, m: int, k: int, n: int, low: int) -> list[Cut]:

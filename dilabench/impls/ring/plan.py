@@ -38,10 +38,17 @@ class TileShape(NamedTuple):
 
 
 def pieces_between(
-    workload: Workload, shards: Shards, reader: int, holder: int, branches: Sequence[Branch]
+    workload: Workload,
+    shards: Shards,
+    reader: int,
+    holder: int,
+    branches: Sequence[Branch],
+    *,
+    aligned: bool = False,
 ) -> tuple[Piece, ...]:
     """The kernel calls of rank `reader` on the keys of rank `holder`; empty when nothing is in reach.
 
+    aligned: the backend takes a causal mask over fewer queries than keys.
     Raises ValueError for a dilated branch over striped spans: its rows would lie on no progression.
     """
     found: list[Piece] = []
@@ -51,7 +58,7 @@ def pieces_between(
             places = [place for place in branch.places if place.position in shape.residues]
             stackable = stack.count == 1 and workload.batch_size == 1
             runs = fewest_runs(places, workload.group_size, stackable)
-            for cut in cuts(shape.queries, shape.keys, shape.low, shape.high):
+            for cut in cuts(shape.queries, shape.keys, shape.low, shape.high, aligned=aligned):
                 for run, residues in runs:
                     piece = Piece(
                         query + cut.query * shape.step,

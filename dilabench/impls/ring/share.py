@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls import strided
 from dilabench.impls.branches import Branch, branches_of
+from dilabench.impls.ring.calls import Calls
 from dilabench.impls.ring.parcels import Parcel, parcel_for
 from dilabench.impls.ring.pieces import Piece
 from dilabench.impls.ring.plan import pieces_between
@@ -24,17 +25,15 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Share(Calls):
     """What rank `world.rank` computes.
 
     local: branches whose segments all lie on this rank, as one union of strided calls. own: the other calls on its own
     keys. reads: calls on the keys of other ranks, and `needs`, what must come from them; `gives`: what they need of us.
     """
 
-    workload: Workload
     shards: Shards
     world: World
-    backend: LoadedBackend
     local: Union | None
     own: tuple[Piece, ...]
     reads: dict[int, tuple[Piece, ...]]
@@ -56,18 +55,6 @@ class Share:
             results.put(out, lse)
         self.attend(self.own, results, q, k, v)
 
-    def attend(
-        self, pieces: Sequence[Piece], results: Softmax, q: Tensor, k: Tensor, v: Tensor, first_row: int = 0
-    ) -> None:
-        """Pieces on keys whose row 0 is the holder's row `first_row`."""
-        scale = self.workload.softmax_scale
-        for piece in pieces:
-            keys, values = piece.take_keys(k, first_row), piece.take_keys(v, first_row)
-            out, lse = self.backend.attend(
-                piece.take_queries(q), keys, values, causal=piece.causal, window=piece.window, scale=scale
-            )
-            results.add(piece, out, lse)
-
     def attend_own_backward(
         self, sums: tuple[Sum, Sum, Sum], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> None:
@@ -76,37 +63,6 @@ class Share:
             for total, part in zip(sums, self.local.backward(dout, q, k, v, out, lse), strict=True):
                 total.put(part)
         self.attend_backward(self.own, sums, dout, q, k, v, out, lse)
-
-    def attend_backward(
-        self,
-        pieces: Sequence[Piece],
-        sums: tuple[Sum, Sum, Sum],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        first_row: int = 0,
-    ) -> None:
-        """The gradients of pieces, from the out and lse of all keys; dk and dv have the rows of k."""
-        attend_backward = self.backend.require_backward()
-        scale = self.workload.softmax_scale
-        for piece in pieces:
-            dq, dk, dv = attend_backward(
-                piece.take_queries(dout),
-                piece.take_queries(q),
-                piece.take_keys(k, first_row),
-                piece.take_keys(v, first_row),
-                piece.take_queries(out),
-                piece.take_lse(lse),
-                causal=piece.causal,
-                window=piece.window,
-                scale=scale,
-            )
-            sums[0].add_queries(piece, dq)
-            sums[1].add_keys(piece, dk, first_row)
-            sums[2].add_keys(piece, dv, first_row)
 
     def remote_backward(
         self, holder: int, dq: Sum, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
@@ -136,9 +92,9 @@ def share_of(
     own = pieces_between(workload, shards, rank, rank, crossing)
     return Share(
         workload,
+        backend,
         shards,
         world,
-        backend,
         _local_union(workload, context, inside, shards.rows[rank]),
         tuple(sorted(own, key=lambda piece: piece.step)),
         reads,

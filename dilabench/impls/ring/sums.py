@@ -169,11 +169,11 @@ class Sum:
         return self._total
 
     def finish(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum in a dtype (by default the tensor's own), contiguous."""
+        """The sum in a dtype (by default the tensor's own); a single part as it lies in memory."""
         if not self._parts:
             self.total()
         if self._one_is_all:
-            return self._parts[0][0].to(dtype or self._dtype).contiguous()
+            return self._parts[0][0].to(dtype or self._dtype)
         result = torch.empty(self._shape, dtype=dtype or self._dtype, device=self._device)
         _sum_(result, self._parts)
         return result

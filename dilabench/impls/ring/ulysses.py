@@ -17,9 +17,10 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards, contiguous
 from dilabench.distributed.world import World
 from dilabench.impls.branches import branches_of
+from dilabench.impls.ring.calls import Calls
 from dilabench.impls.ring.function import ShardedAttention
+from dilabench.impls.ring.pieces import Piece
 from dilabench.impls.ring.plan import pieces_between
-from dilabench.impls.ring.share import Share
 from dilabench.impls.ring.sums import Softmax, Sum, wide
 from dilabench.spec import Workload
 
@@ -42,19 +43,20 @@ class HeadDeal:
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """`function.Algorithm` by two all-to-alls per pass; `inner` is the share of a rank that holds whole sequences."""
+    """`function.Algorithm` by two all-to-alls per pass; between them `pieces` of whole sequences are called."""
 
     world: World
     shards: Shards
     deal: HeadDeal
-    inner: Share
+    calls: Calls
+    pieces: tuple[Piece, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and this rank's heads of q, k, v, out and lse over the whole sequence."""
         deal = self.deal
         whole_q, whole_k, whole_v = self._to_heads((q, k, v), (deal.queries, deal.keys, deal.keys))
         results = Softmax(whole_q)
-        self.inner.attend(self.inner.own, results, whole_q, whole_k, whole_v)
+        self.calls.attend(self.pieces, results, whole_q, whole_k, whole_v)
         whole_out, whole_lse = results.finish()
         (out,) = self._to_tokens((whole_out,), (deal.queries,), q.shape[0])
         (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (deal.queries,), q.shape[0])
@@ -68,8 +70,7 @@ class Ulysses:
         deal, (whole_q, whole_k, whole_v, whole_out, whole_lse) = self.deal, kept
         (whole_dout,) = self._to_heads((dout,), (deal.queries,))
         sums = Sum.like(whole_q), Sum.like(whole_k), Sum.like(whole_v)
-        own = self.inner.own
-        self.inner.attend_backward(own, sums, whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
+        self.calls.attend_backward(self.pieces, sums, whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
         parts = tuple(total.finish() for total in sums)
         dq, dk, dv = self._to_tokens(parts, (deal.queries, deal.keys, deal.keys), q.shape[0])
         return dq, dk, dv
@@ -115,13 +116,13 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     world = context.world or World.alone(context.device)
     shards = contiguous(workload.sequences, world.size)
     deal = HeadDeal.of(workload.num_heads, workload.num_kv_heads, world.size)
-    inner = _inner_share(workload, context, deal.queries[world.rank], deal.keys[world.rank])
-    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, inner))
+    pieces = _pieces(workload, deal.queries[world.rank], deal.keys[world.rank])
+    calls = Calls(workload, context.require_backend())
+    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, calls, pieces))
 
 
-def _inner_share(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Share:
+def _pieces(workload: Workload, heads: range, kv_heads: range) -> tuple[Piece, ...]:
     """The calls of some heads over whole sequences; they keep the residues that they have among all heads."""
-    whole = contiguous(workload.sequences, 1)
     branches = []
     for branch in branches_of(workload):
         places = tuple(
@@ -131,9 +132,7 @@ def _inner_share(workload: Workload, context: BuildContext, heads: range, kv_hea
         )
         if places:
             branches.append(replace(branch, places=places))
-    own = pieces_between(workload, whole, 0, 0, branches)
-    alone = World.alone(context.device)
-    return Share(workload, whole, alone, context.require_backend(), None, own, {}, {}, {})
+    return pieces_between(workload, contiguous(workload.sequences, 1), 0, 0, branches)
 
 
 def _slice(heads: range) -> slice:
