@@ -57,11 +57,18 @@ def idle(backend: LoadedBackend) -> LoadedBackend:
     """The backend without its kernels: results of the right shapes, never computed."""
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         B, M, H, _ = q.shape
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return torch.empty_like(q), q.new_empty((B, H, M), dtype=lse_dtype)
+        return torch.empty_like(q) if out is None else out, q.new_empty((B, H, M), dtype=lse_dtype)
 
     def attend_backward(
         dout: Tensor,
@@ -74,7 +81,8 @@ def idle(backend: LoadedBackend) -> LoadedBackend:
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
+        dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(q) if dq is None else dq, torch.empty_like(k), torch.empty_like(v)
 
     return replace(backend, attend=attend, attend_backward=attend_backward)

@@ -18,7 +18,8 @@ def ablated(world, name, one):
 
     context = ring_cases.context(world)
     backend = context.require_backend()
-    backend = replace(backend, attend=spy(backend.attend), attend_backward=spy(backend.attend_backward))
+    calls = {"attend": spy(backend.attend), "attend_backward": spy(backend.attend_backward)}
+    backend = replace(backend, **calls, aligns_ends=True, places_results=True)
     context = replace(context, backend=backend)
     found = []
     for change in (lambda same: same, computation_only, communication_only):
