@@ -59,22 +59,22 @@ def main() -> int:
     started = time.monotonic()
     world = world_from_environment(options.device, timeout_s=120.0)
     report: dict[str, Any] = {"ranks": world.size, "device": device_name(world), "verified": [], "timed": []}
-    try:
-        for what, workload in () if options.skip_verify else verified_cases(world, options.out.parent):
-            report["verified"].append(verify(world, what, workload))
-            say(world, told_verified(report["verified"][-1]))
-        for mask, causal in TIMED:
-            if any(world.share(time.monotonic() - started > options.seconds)):
-                say(world, f"{mask} causal={causal}: no time left")
-                continue
-            report["timed"].append(measure(world, timed_case(options, mask, causal)))
-            say(world, told_timed(report["timed"][-1], world.size))
-    finally:
-        report["seconds"] = round(time.monotonic() - started, 1)
-        if world.rank == 0:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1))
-        world.close()
+    with world:
+        try:
+            for what, workload in () if options.skip_verify else verified_cases(world, options.out.parent):
+                report["verified"].append(verify(world, what, workload))
+                say(world, told_verified(report["verified"][-1]))
+            for mask, causal in TIMED:
+                if any(world.share(time.monotonic() - started > options.seconds)):
+                    say(world, f"{mask} causal={causal}: no time left")
+                    continue
+                report["timed"].append(measure(world, timed_case(options, mask, causal)))
+                say(world, told_timed(report["timed"][-1], world.size))
+        finally:
+            report["seconds"] = round(time.monotonic() - started, 1)
+            if world.rank == 0:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(report, indent=1))
     right = all(row["passed"] for row in (*report["verified"], *report["timed"]))
     say(world, f"{'all right' if right else 'WRONG'} in {report['seconds']} s")
     return 0 if right else 5

@@ -101,16 +101,16 @@ def main() -> int:
     }
     report |= {"verified_peers": [], "timed": [], "peers": []}
     say(world, f"messages by {world.transport}")
-    try:
-        if not options.skip_verify:
-            verify_all(world, options, report)
-        if options.peers:
-            peers.verify_all(world, options, report)
-        time_all(world, options, report)
-    finally:
-        report["seconds"] = round(time.monotonic() - started, 1)
-        write(world, options, report)
-        world.close()
+    with world:
+        try:
+            if not options.skip_verify:
+                verify_all(world, options, report)
+            if options.peers:
+                peers.verify_all(world, options, report)
+            time_all(world, options, report)
+        finally:
+            report["seconds"] = round(time.monotonic() - started, 1)
+            write(world, options, report)
     right = all(row["passed"] for row in report["verified"])
     return 0 if right and all(row["meets"] for row in report["timed"]) else 5 if not right else 6
 

@@ -158,12 +158,9 @@ def _rank(
     store = meeting_store(store_path, size)
     where = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     try:
-        world = World.join(store, rank, size, where, timeout_s)
-        try:
+        with World.join(store, rank, size, where, timeout_s) as world:
             result = function(world, *arguments)
             world.barrier()
-        finally:
-            world.close()
     # The boundary of the process: whatever a rank's function raises is told to the parent.
     except BaseException as error:  # noqa: BLE001
         connection.send(Failure.of(rank, error))

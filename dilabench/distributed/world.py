@@ -13,7 +13,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class World:
     ) -> World:
         """Meet the other ranks at a store and warm the communicators up, so that no first call pays for them.
 
-        Every wait in this world ends after `timeout_s` seconds with an error. Leave with `close`.
+        Every wait in this world ends after `timeout_s` seconds with an error. Leave with `close`, or by a `with` block.
         """
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
@@ -100,10 +100,21 @@ class World:
             raise
         return world
 
-    def close(self) -> None:
-        """Leave the world. Also right after a failure: then nothing is waited for."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.close(failed=error is not None)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the world, together with the other ranks. failed: alone and at once; this process should end then.
+
+        Ranks end NCCL's communicators together: one that does so alone waits for the others and tells nobody why.
+        """
         if self.copies is not None:
             self.copies.close()
+        if failed and self.device.type == "cuda":
+            return
         if self.group is not None and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()

@@ -22,17 +22,15 @@ def say(line):
 def main():
     world = world_from_environment(timeout_s=40)
     try:
-        for case in set(ring_cases.PADDED) - set(FEW):
-            del ring_cases.PADDED[case]
-        with blame(store_from_environment(world.rank, world.size), world.rank, world.size):
+        with world, blame(store_from_environment(world.rank, world.size), world.rank, world.size):
+            for case in set(ring_cases.PADDED) - set(FEW):
+                del ring_cases.PADDED[case]
             if "fail" in sys.argv and world.rank == 1:
                 raise ArithmeticError("the root cause")
             wrong = ring_cases.exact(world, ["zigzag-ring", "ring-allgather"])
     except DilabenchError as error:
         say(f"rank {world.rank} says: {error}")
         return int(error.exit_code)
-    finally:
-        world.close()
     say(f"rank {world.rank} of {world.size}: {wrong}")
     return 5 if wrong else 0
 
