@@ -162,7 +162,10 @@ def _plan(
 
 
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
-    """The row of a piece's first key, a position so far, in the span that holds all its keys; None when none does."""
+    """The row of a piece's first key, a position so far, in the span that holds all its keys; None when none does.
+
+    Stacked pieces are as far from each other in keys as in queries, so they all lie where the first does.
+    """
     for span in spans:
         if span.start <= piece.key and piece.key + piece.keys <= span.stop:
             return span.row + piece.key - span.start

@@ -79,6 +79,8 @@ PACKED = {
     "preset": packed(0, 5, 15, 35, 40),
     "odd lengths, full": packed(0, 1, 3, 30, 41, causal=False),
     "odd lengths, window": packed(0, 1, 3, 30, 41, window=(4, 0)),
+    "equal lengths": packed(0, 8, 16, 24, 32),
+    "single tokens": packed(0, 1, 2, 3, 20, 21, 22),
     "dilated": packed(0, 1, 3, 30, 41, pattern=dilated([8, 16], [1, 2])),
 }
 
