@@ -27,8 +27,7 @@ class Capabilities:
     """What an implementation or backend computes; `reasons` says what a workload asks beyond that.
 
     `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
-    is one for the workload over so many ranks.
-    `parts_apart`: over ranks, the part of each must need nothing of the others (`dilabench.cuts.cut_apart`).
+    is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
     `on_cuda` holds instead of all of this on CUDA, for a kernel that differs between the two kinds of device.
     """
 
@@ -135,10 +134,8 @@ class Implementation:
 class Backend:
     """A dense attention kernel. `target` is its `attend`, `backward_target` its `attend_backward`.
 
-    `kernels`: regular expressions, at least one of which must match a kernel in the profile of a row that
-    claims this backend on CUDA. `compiles`: as for an implementation. `aligns_ends`: it takes a causal mask over fewer
-    queries than keys, whose last query sees the last key. `places_results`: it writes out and dq to where the caller
-    says (both in `contracts.LoadedBackend`).
+    `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
+    CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     """
 
     name: str

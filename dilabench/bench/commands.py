@@ -56,7 +56,8 @@ class TimerSpec(Model):
 class WorkerSettings(Model):
     """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at `store`.
 
-    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`.
+    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. lanes: how many
+    workers of this machine work at the same time, each on its own cases.
     """
 
     device: DeviceKind
@@ -65,6 +66,7 @@ class WorkerSettings(Model):
     world_size: int = 1
     store: str = ""
     rank_timeout_s: float = 120.0
+    lanes: int = 1
 
 
 class Hello(Model):

@@ -43,7 +43,8 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     from dilabench.bench.workers import WorkerPool
 
     lanes = lanes_for(planned, machine, os.cpu_count() or 1)
-    pools = [WorkerPool(WorkerSettings(device=machine.device), start_worker) for _ in range(lanes)]
+    settings = WorkerSettings(device=machine.device, lanes=lanes)
+    pools = [WorkerPool(settings, start_worker) for _ in range(lanes)]
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)

@@ -96,7 +96,9 @@ class World:
             if cuda:
                 world = world._with_copies()
         except BaseException:
-            dist.destroy_process_group()
+            if not cuda:
+                # With NCCL this would wait for the ranks that did not come: see `close`.
+                dist.destroy_process_group()
             raise
         return world
 

@@ -77,6 +77,16 @@ def multiplicity(workload: Workload, head: int, positions: Tensor) -> Tensor:
     return counts
 
 
+def alike_heads(workload: Workload) -> list[list[int]]:
+    """The heads in groups for which C is the same."""
+    masks = isinstance(workload.pattern, BlockSparsePattern) and workload.pattern.per_head_masks
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for head in range(workload.num_heads):
+        own = head if masks else None
+        groups.setdefault((own, *_branches(workload, head, workload.seq_len)), []).append(head)
+    return list(groups.values())
+
+
 def seen_by(workload: Workload, head: int, key: int) -> Tensor:
     """The positions i with C[head, i, key] > 0, ascending.
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dilabench.bench import desk as desk_module
 from dilabench.bench.buffer_pool import SizedBufferPool
 from dilabench.bench.call import PreparedCall
 from dilabench.bench.commands import CaseSpec, Command, WorkerSettings
@@ -186,3 +187,33 @@ def test_a_pool_never_lends_one_buffer_twice():
         pool.give(buffer)
     pool.give(torch.empty(3))
     assert len({pool.take((5, 7), torch.float64, CPU).data_ptr() for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, [4]), ({"LOCAL_WORLD_SIZE": "8"}, [1]), ({"LOCAL_WORLD_SIZE": "16"}, [1]), ({"OMP_NUM_THREADS": "5"}, [])],
+    ids=["ranks of one machine", "ranks of torchrun here", "more ranks than cores", "as the user says"],
+)
+def test_ranks_share_the_cores_of_a_machine(environment, expected, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(desk_module, "meeting_store", lambda *_: None)
+    monkeypatch.setattr(desk_module.World, "join", lambda *_, **__: "the world")
+    desk = Desk(WorkerSettings(device="cpu", world_size=2))
+    assert [desk._joined(), desk._joined()] == ["the world"] * 2
+    assert found == expected
+
+
+@pytest.mark.parametrize(("lanes", "expected"), [(1, []), (4, [2])])
+def test_lanes_share_the_cores_of_a_machine(lanes, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    Desk(WorkerSettings(device="cpu", lanes=lanes))
+    assert found == expected

@@ -14,7 +14,7 @@ from dilabench.contracts import BuildContext
 from dilabench.impls import block_sparse_flex
 from dilabench.impls.block_plans import block_plan
 from dilabench.impls.block_sparse import build
-from dilabench.impls.multiplicity import covered, multiplicity, seen_by
+from dilabench.impls.multiplicity import alike_heads, covered, multiplicity, seen_by
 from dilabench.impls.reference import Reference
 from dilabench.spec import Workload
 from dilabench.work import attended_pairs, head_branches, head_offset, sparsity_of
@@ -82,6 +82,8 @@ def test_the_oracle_counts_by_the_definition(case: str) -> None:
         assert all(seen_by(w, head, key).tolist() == np.flatnonzero(C[:, key]).tolist() for key in range(0, 61, 7))
         total += int(C.sum())
     assert attended_pairs(w) == total * w.batch_size
+    for heads in alike_heads(w):
+        assert all(np.array_equal(by_definition(w, heads[0]), by_definition(w, head)) for head in heads)
 
 
 def test_packed_sequences_have_masks_of_their_own() -> None:

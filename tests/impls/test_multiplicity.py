@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dilabench.impls.multiplicity import covered, multiplicity, seen_by
+from dilabench.impls.multiplicity import alike_heads, covered, multiplicity, seen_by
 from dilabench.spec import DilatedPattern, Workload
 from dilabench.work import attended_pairs
 
@@ -72,6 +72,17 @@ def test_columns_and_coverage_follow_from_c(change: dict[str, object]) -> None:
         assert torch.equal(covered(w, head), c.sum(1) > 0)
         for key in range(0, w.seq_len, 7):
             assert torch.equal(seen_by(w, head, key), c[:, key].nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_heads_are_alike_when_all_their_entries_are(change: dict[str, object]) -> None:
+    w = workload(change)
+    entries = [multiplicity(w, head, torch.arange(w.seq_len)) for head in range(w.num_heads)]
+    groups = alike_heads(w)
+    assert sorted(head for group in groups for head in group) == list(range(w.num_heads))
+    assert all(torch.equal(entries[group[0]], entries[head]) for group in groups for head in group)
+    firsts = [entries[group[0]] for group in groups]
+    assert not any(torch.equal(a, b) for index, a in enumerate(firsts) for b in firsts[:index])
 
 
 def test_some_rows_of_a_long_sequence_cost_only_their_keys() -> None:

@@ -12,7 +12,7 @@ from dilabench.bench.verify.compare import compare, locate
 from dilabench.bench.verify.oracle import Oracle
 from dilabench.bench.verify.planes import VALUE
 from dilabench.bench.verify.tolerance import Expected
-from dilabench.impls.multiplicity import covered, seen_by
+from dilabench.impls.multiplicity import alike_heads, covered, seen_by
 from dilabench.results import Check
 
 # Keys whose dk is computed from all rows: each costs a pass over the rows.
@@ -48,8 +48,10 @@ def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
 
 def _ones(oracle: Oracle, out: Tensor) -> Check:
     workload = oracle.workload
-    heads = [covered(workload, head) for head in range(workload.num_heads)]
-    value = torch.stack(heads, -1).to(oracle.device).double().expand(out.shape)
+    rows = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
+    for heads in alike_heads(workload):
+        rows[:, heads] = covered(workload, heads[0])[:, None]
+    value = rows.to(oracle.device).double().expand(out.shape)
     # sqrt(sum P²) + 1 lies between 1 and 2; the weights' sum is what their merge rounds most coarsely.
     expected = Expected(value, torch.full_like(value, 2.0), oracle.second_expected[0].tolerance)
     return compare("ones", out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1")
@@ -61,8 +63,8 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
     wrong, where, detail = 0, None, None
     for channel, key in planes.channels(planes.calls - 1):
         seen = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
-        for head in range(workload.num_heads):
-            seen[seen_by(workload, head, key), head] = True
+        for heads in alike_heads(workload):
+            seen[seen_by(workload, heads[0], key)[:, None], torch.tensor(heads)] = True
         differs = (out[..., channel] != 0) != seen.to(oracle.device)
         count = int(differs.sum())
         if count and where is None:
