@@ -79,7 +79,6 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
             nothing, lse = _nothing_seen(q)
             return _put(nothing, out), lse
         band = _band(q, k, causal, window, plain)
-
         batch = _batch(plain, plain.forward_span, q, k, v)
         place = {"out": out} if _placeable(out, batch, plain) else {}
 

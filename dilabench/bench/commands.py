@@ -149,14 +149,7 @@ def case_spec(case: Case, catalogue: Catalogue, seed: int) -> CaseSpec:
     implementation = catalogue.implementations.get(case.implementation)
     backend = None
     if case.backend is not None:
-        descriptor = catalogue.backends.get(case.backend)
-        backend = BackendSpec(
-            name=descriptor.name,
-            target=descriptor.target,
-            backward_target=descriptor.backward_target,
-            aligns_ends=descriptor.aligns_ends,
-            places_results=descriptor.places_results,
-        )
+        backend = BackendSpec.model_validate(catalogue.backends.get(case.backend), from_attributes=True)
     return CaseSpec(
         case=case,
         target=implementation.target,

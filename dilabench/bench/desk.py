@@ -35,7 +35,7 @@ from dilabench.bench.parts import time_parts
 from dilabench.bench.timing import SampleTimer, TimerUnusableError
 from dilabench.bench.verification import CaseVerifier
 from dilabench.bench.warmup import WarmUpLimits, WarmUpResult, warm_up
-from dilabench.distributed.launch import meeting_store
+from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.registry import load_target
 from dilabench.results import Note, Slot
@@ -55,7 +55,7 @@ class Desk:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if settings.lanes > 1:
-            _share_cores(settings.lanes)
+            share_cores(settings.lanes)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._shelf = InputShelf(self.device)
@@ -100,7 +100,7 @@ class Desk:
         settings = self._settings
         if settings.world_size > 1 and self._world is None:
             # torchrun tells how many of its ranks are here.
-            _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
+            share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
             store = meeting_store(settings.store, settings.world_size)
             self._world = World.join(
                 store, settings.rank, settings.world_size, self.device, timeout_s=settings.rank_timeout_s
@@ -246,16 +246,6 @@ class Desk:
         except RuntimeError:
             return True
         return False
-
-
-def _share_cores(workers: int) -> None:
-    """Leave each of this machine's workers its part of the cores, unless OMP_NUM_THREADS says how many threads.
-
-    torch gives every process as many threads as there are cores, and they wait for each other by spinning: on two cores
-    the same work took two processes of two threads 12.5 s, one such process 2 s, and two processes of one thread 0.2 s.
-    """
-    if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

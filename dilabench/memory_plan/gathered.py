@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from dilabench.memory_plan.kernels import Kernel, aligns_ends
+from dilabench.memory_plan.kernels import Kernel, aligns_ends, places_results
 from dilabench.memory_plan.ledger import Ledger
+from dilabench.memory_plan.packed import held
 from dilabench.memory_plan.placed import PlacedSoftmaxMemory, PlacedSumMemory
 from dilabench.memory_plan.rings import RankMemory
 from dilabench.memory_plan.shares import Piece, Share, Span, piece_of
@@ -80,7 +81,7 @@ class GatheredMemory:
         ledger, rank = Ledger(), self.rank
         results: SoftmaxMemory | PlacedSoftmaxMemory = SoftmaxMemory(ledger, rank.share, rank.defers)
         if self._apart:
-            results = PlacedSoftmaxMemory(ledger, rank.share, by_kernel=aligns_ends(rank.kernel))
+            results = PlacedSoftmaxMemory(ledger, rank.share, by_kernel=places_results(rank.kernel))
         ledger.hold("gathered", self.kept)
         self._send(ledger, sum(self.given))
         rank.attend(ledger, results, rank.share.own)
@@ -95,7 +96,7 @@ class GatheredMemory:
         summed, dk, dv = rank.sums(ledger)
         dq: SumMemory | PlacedSumMemory = summed
         if self._apart:
-            dq = PlacedSumMemory(ledger, "dq", rank.share, by_kernel=aligns_ends(rank.kernel))
+            dq = PlacedSumMemory(ledger, "dq", rank.share, by_kernel=places_results(rank.kernel))
         dkeys, dvalues = self._sum(ledger, "gathered dk"), self._sum(ledger, "gathered dv")
         rank.attend_backward(ledger, (dq, dkeys, dvalues), self.late)
         for total in (dkeys, dvalues):
@@ -144,14 +145,7 @@ def _early_and_late(workload: Workload, rank: int, size: int, aligned: bool) -> 
 
 
 def _spans(workload: Workload, rank: int, size: int) -> list[Span]:
-    """A rank's positions: two of 2P chunks, which are one where they are neighbours."""
-    chunks = [
-        Span(*(workload.seq_len * edge // (2 * size) for edge in (chunk, chunk + 1)))
-        for chunk in (rank, 2 * size - 1 - rank)
-    ]
-    first, second = chunks
-    spans = [Span(first.start, second.stop)] if first.stop == second.start else chunks
-    return [span for span in spans if span.length]
+    return [Span(chunk.start, chunk.stop) for chunk in held(workload, rank, size, zigzag=True)]
 
 
 def _cuts(workload: Workload, spans: Sequence[Span], aligned: bool) -> Iterator[Cut]:

@@ -27,7 +27,8 @@ class KernelMemory:
     accumulators: float32 values per element of q in the backward pass. stats: float32 values per query row there.
     view_copies: of q, out and dout, how many it copies there when they are views. repeats: K/V heads are repeated to H.
     expands_gradients: dk and dv are made per query head and summed. recomputes: float32 copies of q's size that stand
-    there before the gradients do, beside a result and the stats of its own. aligns_ends: as in `registry.Backend`.
+    there before the gradients do, beside a result and the stats of its own. aligns_ends, places_results: as in
+    `registry.Backend`.
     """
 
     accumulators: int = 0
@@ -37,6 +38,7 @@ class KernelMemory:
     expands_gradients: bool = False
     recomputes: int = 0
     aligns_ends: bool = False
+    places_results: bool = False
 
     def forward(self, call: Call) -> float:
         """K and V per query head, where the kernel cannot share them."""
@@ -81,7 +83,7 @@ ON_CUDA = {
     "flash2": FLASH2,
     "xformers": FLASH2,
     "flash3": FLASH3,
-    "flash4": replace(FLASH3, aligns_ends=True),
+    "flash4": replace(FLASH3, aligns_ends=True, places_results=True),
     "sdpa-cudnn": KernelMemory(accumulators=1, stats=1, view_copies=3, expands_gradients=True),
     "sdpa-efficient": KernelMemory(accumulators=1, stats=1, view_copies=1, repeats=True),
     # dout, both outs and their difference in float32 stand there at once.
@@ -100,3 +102,8 @@ def kernel_of(backend: str | None, workload: Workload, device: str) -> Kernel | 
 def aligns_ends(kernel: Kernel) -> bool:
     """Whether it takes fewer queries than keys under a causal mask; a test holds it to `registry.Backend`."""
     return isinstance(kernel, KernelMemory | MathMemory) and kernel.aligns_ends
+
+
+def places_results(kernel: Kernel) -> bool:
+    """Whether it writes out and dq to where it is told; the same test holds it."""
+    return isinstance(kernel, KernelMemory | MathMemory) and kernel.places_results

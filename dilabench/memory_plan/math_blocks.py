@@ -19,6 +19,7 @@ class MathMemory:
     """`kernels.Kernel` of blocked attention in plain PyTorch; half precision is computed in float32."""
 
     aligns_ends: ClassVar[bool] = True
+    places_results: ClassVar[bool] = True
     block_bytes: int
     head_dim: int
     window: Window

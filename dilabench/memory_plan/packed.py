@@ -49,7 +49,7 @@ class Rectangle:
 
 def packed_share_of(workload: Workload, rank: int, size: int) -> Share:
     """The share of a rank."""
-    rows = [sum(chunk.length for chunk in _held(workload, other, size)) for other in range(size)]
+    rows = [sum(chunk.length for chunk in held(workload, other, size, zigzag=workload.causal)) for other in range(size)]
     others = [other for other in range(size) if other != rank]
     read = {other: rectangles_between(workload, rank, other, size) for other in range(size)}
     given = {other: rectangles_between(workload, other, rank, size) for other in others}
@@ -74,7 +74,7 @@ def rectangles_between(workload: Workload, reader: int, holder: int, size: int) 
 
     Sequences of equal length go as one call on a stack, whose rows are in no one range and join no neighbours.
     """
-    readers, holders = (_held(workload, rank, size) for rank in (reader, holder))
+    readers, holders = (held(workload, rank, size, zigzag=workload.causal) for rank in (reader, holder))
     alike: dict[tuple[int, int, int | None], list[tuple[int, int]]] = {}
     for start, end in workload.sequences:
         for queries, keys in _pairs(readers, holders, start, end, workload.causal):
@@ -89,21 +89,21 @@ def rectangles_between(workload: Workload, reader: int, holder: int, size: int) 
     return tuple(_joined(_joined(found, by_keys=True), by_keys=False))
 
 
-def _held(workload: Workload, rank: int, size: int) -> list[Chunk]:
-    """A rank's positions: zigzag under a causal mask, else in order; neighbours are one, over sequences, too."""
-    chunks = 2 * size if workload.causal else size
-    mine = sorted({rank, chunks - 1 - rank}) if workload.causal else [rank]
-    held: list[Chunk] = []
+def held(workload: Workload, rank: int, size: int, *, zigzag: bool) -> list[Chunk]:
+    """A rank's positions, zigzag or in order; neighbours are one, over sequences, too."""
+    chunks = 2 * size if zigzag else size
+    mine = sorted({rank, chunks - 1 - rank}) if zigzag else [rank]
+    found: list[Chunk] = []
     for start, end in workload.sequences:
         for chunk in mine:
             first, stop = (start + (end - start) * edge // chunks for edge in (chunk, chunk + 1))
             if first == stop:
                 continue
-            if held and held[-1].stop == first:
-                held[-1] = held[-1]._replace(stop=stop)
+            if found and found[-1].stop == first:
+                found[-1] = found[-1]._replace(stop=stop)
             else:
-                held.append(Chunk(first, stop, held[-1].row + held[-1].length if held else 0))
-    return held
+                found.append(Chunk(first, stop, found[-1].row + found[-1].length if found else 0))
+    return found
 
 
 def _pairs(

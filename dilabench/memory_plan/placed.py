@@ -23,9 +23,9 @@ class PlacedSumMemory:
             self._made = True
         return self._by_kernel
 
-    def put(self, size: float, *, whole: bool, moved: str | None) -> None:
+    def put(self, size: float, *, whole: bool, moved: str) -> None:
         """A piece's result, held as `moved`."""
-        if whole and moved is not None:
+        if whole:
             self._ledger.free(moved)
             self._ledger.hold(self.name, size)
 

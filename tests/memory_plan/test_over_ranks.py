@@ -11,7 +11,7 @@ from dilabench.impls.ring import sums as ring_sums
 from dilabench.impls.ring.parcels import parcel_for
 from dilabench.impls.ring.plan import pieces_between
 from dilabench.memory_plan import plan_memory
-from dilabench.memory_plan.kernels import aligns_ends, kernel_of
+from dilabench.memory_plan.kernels import aligns_ends, kernel_of, places_results
 from dilabench.memory_plan.packed import packed_share_of, rectangles_between
 from dilabench.memory_plan.ranks import plan_ranks
 from dilabench.memory_plan.rings import RankMemory
@@ -79,11 +79,12 @@ def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ran
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kernels_align_ends_where_their_backends_do(device, peaks):
+def test_kernels_align_ends_and_place_results_where_their_backends_do(device, peaks):
     workload = peaks.workload_of(peaks.DENSE)
     for backend in peaks.catalogue().backends:
         if (kernel := kernel_of(backend.name, workload, device)) is not None:
             assert aligns_ends(kernel) == backend.aligns_ends, backend.name
+            assert places_results(kernel) == backend.places_results, backend.name
 
 
 @pytest.mark.parametrize(

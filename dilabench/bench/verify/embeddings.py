@@ -231,9 +231,10 @@ def _dependency(call: Call, oracle: Oracle, first: Tensor) -> Check:
         return Check(name="dependency", passed=False, detail=f"with other inputs out has shape {list(changed.shape)}")
     differs = (oracle.batched(changed) != oracle.batched(first)).any(-1)
     seen = torch.zeros(differs.shape, dtype=torch.bool)
+    firsts = [heads[0] for heads in alike_heads(workload)]
     for index, key in enumerate(keys):
-        for heads in alike_heads(workload):
-            seen[index, seen_by(workload, heads[0], key)] = True
+        for head in firsts:
+            seen[index, seen_by(workload, head, key)] = True
     wrong = differs != seen.to(oracle.device)
     count = int(wrong.sum())
     if not count:

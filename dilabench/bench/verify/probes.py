@@ -60,10 +60,11 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
 def _dependency(oracle: Oracle, out: Tensor) -> Check:
     """Exactly the rows with C > 0 change with v[key]. The error counts (row, key) pairs that are wrong."""
     workload, planes = oracle.workload, oracle.planes
+    groups = alike_heads(workload)
     wrong, where, detail = 0, None, None
     for channel, key in planes.channels(planes.calls - 1):
         seen = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
-        for heads in alike_heads(workload):
+        for heads in groups:
             seen[seen_by(workload, heads[0], key)[:, None], torch.tensor(heads)] = True
         differs = (out[..., channel] != 0) != seen.to(oracle.device)
         count = int(differs.sum())

@@ -73,9 +73,7 @@ class Calls:
             sums[1].add_keys(piece, dk, first_row)
             sums[2].add_keys(piece, dv, first_row)
 
-    def _place(self, name: str, results: object, piece: Piece) -> dict[str, Any]:
+    def _place(self, name: str, results: Softmax | PlacedSoftmax | Sum | PlacedSum, piece: Piece) -> dict[str, Any]:
         """The argument that says where a result of a piece goes, if the backend takes one and there is a place."""
-        if not self.backend.places_results or not isinstance(results, PlacedSoftmax | PlacedSum):
-            return {}
-        place = results.place(piece)
+        place = results.place(piece) if self.backend.places_results else None
         return {} if place is None else {name: place}

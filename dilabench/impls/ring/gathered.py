@@ -47,6 +47,7 @@ class Gathered(Calls):
 
     early: the calls on this rank's own keys alone, made while messages travel. late: those on the `rows` gathered keys.
     own, needs: what of these is this rank's and what comes from each holder. gives: what each reader gathers of it.
+    apart: no two calls have queries in common.
     """
 
     world: World
@@ -56,10 +57,11 @@ class Gathered(Calls):
     own: tuple[Stretch, ...]
     needs: Stretches
     gives: Stretches
+    apart: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
-        results = PlacedSoftmax(q) if self._apart else Softmax(q)
+        results = PlacedSoftmax(q) if self.apart else Softmax(q)
         keys, values = _room(k, self.rows), _room(v, self.rows)
         pending = self.world.swap(
             {
@@ -82,7 +84,7 @@ class Gathered(Calls):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards; those of gathered keys first, so that they travel meanwhile."""
         keys, values = kept
-        dq = PlacedSum(q) if self._apart else Sum.like(q)
+        dq = PlacedSum(q) if self.apart else Sum.like(q)
         dkeys, dvalues = Sum.like(keys), Sum.like(values)
         self.attend_backward(self.late, (dq, dkeys, dvalues), dout, q, keys, values, out, lse)
         gradients = dkeys.finish(), dvalues.finish()
@@ -107,12 +109,6 @@ class Gathered(Calls):
             for total, part in zip((dk, dv), parts, strict=True):
                 total.put(part, first)
         return whole_dq, dk.finish(), dv.finish()
-
-    @property
-    def _apart(self) -> bool:
-        """Whether no two calls have queries in common."""
-        ranges = sorted((piece.query, piece.query + piece.queries) for piece in (*self.early, *self.late))
-        return all(one[1] <= following[0] for one, following in pairwise(ranges))
 
     def _gathered(self, *tensors: Tensor) -> dict[int, list[Tensor]]:
         """The rows of each holder in gathered tensors, in the order in which they travel."""
@@ -141,6 +137,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
         _stretches(shards.parts[world.rank], spans),
         {holder: theirs for holder, theirs in needs.items() if theirs},
         {reader: given for reader, given in gives.items() if given},
+        _apart((*early, *late)),
     )
     return ShardedAttention(workload, shards, world, algorithm)
 
@@ -159,6 +156,11 @@ def _plan(
     spans = _united(late)
     placed = [replace(piece, key=row) for piece in late if (row := _row_of(piece, spans)) is not None]
     return tuple(early), tuple(placed), spans
+
+
+def _apart(pieces: Sequence[Piece]) -> bool:
+    ranges = sorted((piece.query, piece.query + piece.queries) for piece in pieces)
+    return all(one[1] <= following[0] for one, following in pairwise(ranges))
 
 
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:

@@ -45,6 +45,10 @@ class Softmax:
         assert not self._parts
         self._parts.append((out, lse, 0))
 
+    def place(self, _piece: Piece) -> Tensor | None:
+        """None: no result has a place before it is merged."""
+        return None
+
     def add(self, piece: Piece, out: Tensor, lse: Tensor) -> None:
         """Results of a piece, [B·G, L, A, D] and [B·G, A, L]."""
         first = piece.query_rows(self._q.shape[2])
@@ -132,6 +136,10 @@ class Sum:
         if len(self._parts) == MOST_PARTS:
             self.total()
         self._parts.append((part, first))
+
+    def place(self, _piece: Piece) -> Tensor | None:
+        """None: no part has a place before it is added."""
+        return None
 
     def add_queries(self, piece: Piece, part: Tensor) -> None:
         """Add a piece's [B·G, L, A, D] to the rows of its queries."""
