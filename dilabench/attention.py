@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.backends.load import load_backend
-from dilabench.choice import choose
-from dilabench.config import AUTO, RunRequest
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.machine import detect
+from dilabench.plugins.descriptors import load_target
 from dilabench.plugins.manager import discover
-from dilabench.registry import load_target
-from dilabench.results import Case
-from dilabench.spec import UNBOUNDED, Window, Workload, validated
+from dilabench.record import Case
+from dilabench.request import AUTO, RunRequest
+from dilabench.suites.choice import choose
 from dilabench.suites.planner import Planner
+from dilabench.workload.spec import UNBOUNDED, Window, Workload, validated
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dilabench.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 if TYPE_CHECKING:
     from dilabench.distributed.world import World

@@ -5,7 +5,7 @@ DilabenchError
 ├── EnvironmentNotReady the machine lacks what the request needs (3)
 └── PluginError        a plug-in is broken, misspelt or clashes (3)
 
-Failures of one benchmark case are data (`dilabench.results.Failed`), not exceptions.
+Failures of one benchmark case are data (`dilabench.record.Failed`), not exceptions.
 """
 
 import difflib

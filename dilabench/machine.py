@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dilabench.errors import EnvironmentNotReady
-from dilabench.results import GpuInfo
-from dilabench.spec import DType, content_hash
+from dilabench.record import GpuInfo
+from dilabench.workload.spec import DType, content_hash
 
 DeviceKind = Literal["cpu", "cuda"]
 

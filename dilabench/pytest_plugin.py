@@ -26,8 +26,8 @@ from dilabench.errors import ConfigError
 from dilabench.units import format_seconds, parse_duration, parse_fraction
 
 if TYPE_CHECKING:
-    from dilabench.stats.location import Location
-    from dilabench.stats.verdicts import Code, Verdict
+    from dilabench.stats.decisions.verdicts import Code, Verdict
+    from dilabench.stats.samples.location import Location
 
 Function = Callable[..., object]
 Work = Callable[[], object]
@@ -48,7 +48,7 @@ class Timed:
     @property
     def location(self) -> "Location":
         """Quartiles and the interval of the median."""
-        from dilabench.stats.location import locate
+        from dilabench.stats.samples.location import locate
 
         return locate(self.samples_ns)
 
@@ -69,19 +69,19 @@ class Faced:
 
     def assert_not_slower(self) -> None:
         """Fail when the candidate is proven slower by more than the margin."""
-        from dilabench.stats.verdicts import Code
+        from dilabench.stats.decisions.verdicts import Code
 
         self._refuse(Code.SLOWER)
 
     def assert_faster(self) -> None:
         """Fail unless the candidate is proven faster by more than the margin."""
-        from dilabench.stats.verdicts import Code
+        from dilabench.stats.decisions.verdicts import Code
 
         self._refuse(Code.SLOWER, Code.SAME, Code.INCONCLUSIVE)
 
     def assert_same(self) -> None:
         """Fail unless both are proven to differ by less than the margin."""
-        from dilabench.stats.verdicts import Code
+        from dilabench.stats.decisions.verdicts import Code
 
         self._refuse(Code.SLOWER, Code.FASTER, Code.INCONCLUSIVE)
 
@@ -122,7 +122,7 @@ class Benchmark:
 
         A candidate that looks slower is measured once more, and only the second data decide.
         """
-        from dilabench.stats.verdicts import confirm
+        from dilabench.stats.decisions.verdicts import confirm
 
         pair: list[Work] = [lambda: baseline(*args, **kwargs), lambda: candidate(*args, **kwargs)]
         verdict = self._judged(pair)
@@ -133,9 +133,9 @@ class Benchmark:
         return faced
 
     def _judged(self, pair: Sequence[Work]) -> "Verdict":
-        from dilabench.stats.decide import judge
-        from dilabench.stats.paired import PairedCell
-        from dilabench.stats.policy import Policy
+        from dilabench.stats.decisions.decide import judge
+        from dilabench.stats.decisions.paired import PairedCell
+        from dilabench.stats.decisions.policy import Policy
 
         rounds = [(baseline, candidate) for baseline, candidate in self._interleaved(pair)]
         margin = None if self.margin is None else parse_fraction(self.margin)

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilabench.backends.load import load_backend
-from dilabench.bench.verify import Oracle, poisoned, summary, verify
 from dilabench.contracts import Build, BuildContext, LoadedBackend
+from dilabench.engine.verify import Oracle, poisoned, summary, verify
 from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, load_target
 from dilabench.plugins.manager import discover
-from dilabench.registry import Backend, Capabilities, Implementation, load_target
-from dilabench.results import Case, Verification
-from dilabench.spec import DType, Workload
+from dilabench.record import Case, Verification
+from dilabench.workload.spec import DType, Workload
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

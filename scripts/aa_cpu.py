@@ -19,20 +19,20 @@ from typing import Any
 
 import psutil
 
-from dilabench.bench import calibration
-from dilabench.bench.environment import snapshot
-from dilabench.bench.method import choose_method
-from dilabench.bench.progress import Silent
-from dilabench.bench.warmup import WarmUpLimits
 from dilabench.compare.pairing import pair
-from dilabench.config import run_request
+from dilabench.engine import calibration
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.method import choose_method
+from dilabench.engine.progress import Silent
+from dilabench.engine.warmup import WarmUpLimits
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import discover
-from dilabench.results import Timing
-from dilabench.stats.calibration import detection_rate, noise_floor
-from dilabench.stats.decide import judge_many
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Code
+from dilabench.record import Timing
+from dilabench.request import run_request
+from dilabench.stats.decisions.calibration import detection_rate, noise_floor
+from dilabench.stats.decisions.decide import judge_many
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Code
 from dilabench.suites.planner import expand
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -15,8 +15,8 @@ import torch
 
 from dilabench.backends.check import Trial, findings
 from dilabench.machine import detect
+from dilabench.plugins.descriptors import Backend, load_target, unmet
 from dilabench.plugins.manager import discover
-from dilabench.registry import Backend, load_target, unmet
 
 CHILD_SECONDS = 600
 SHOWN_FAILURES = 12

@@ -34,12 +34,13 @@ from dilabench.distributed.launch import world_from_environment
 from dilabench.distributed.model import load_balance, received_bytes
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
-from dilabench.impls import block_sparse, reference
+from dilabench.impls import reference
+from dilabench.impls.block_sparse import block_sparse
 from dilabench.impls.ring import block_sparse as block_ring
-from dilabench.impls.ring.function import ShardedAttention
-from dilabench.kernels.block_plan import BlockPlan
-from dilabench.spec import Workload
-from dilabench.work import sparsity_of
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.workload.spec import Workload
+from dilabench.workload.work import sparsity_of
 
 NAME = "block-sparse-ring"
 PARTS = ("out", "lse", "dq", "dk", "dv")

@@ -25,16 +25,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dilabench.blockmask import block_mask
 from dilabench.contracts import BuildContext
-from dilabench.impls import block_sparse_flash4, block_sparse_flex
-from dilabench.kernels.block_plan import BlockPlan
-from dilabench.kernels.block_sparse_backward import block_sparse_backward
-from dilabench.kernels.block_sparse_forward import block_sparse_forward
-from dilabench.kernels.block_sparse_forward_sm90 import block_sparse_forward_sm90
+from dilabench.impls.block_sparse import flash4 as block_sparse_flash4
+from dilabench.impls.block_sparse import flex as block_sparse_flex
+from dilabench.kernels.block_sparse.backward import block_sparse_backward
+from dilabench.kernels.block_sparse.forward import block_sparse_forward
+from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90
+from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.tuning import TileConfig
-from dilabench.spec import Workload, WorkloadRequest
-from dilabench.work import attended_pairs
+from dilabench.patterns.block_masks import block_mask
+from dilabench.workload.spec import Workload, WorkloadRequest
+from dilabench.workload.work import attended_pairs
 
 SPARSITIES = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
 FORWARD_TILES = [TileConfig(*tile) for tile in ((64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 4, 2), (128, 64, 8, 3))]

@@ -21,11 +21,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dilabench.kernels.branch_group import head_offset
-from dilabench.kernels.fused_backward import fused_backward
-from dilabench.kernels.fused_forward import fused_forward
+from dilabench.kernels.fused.backward import fused_backward
+from dilabench.kernels.fused.branch_group import head_offset
+from dilabench.kernels.fused.forward import fused_forward
+from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.merge import merge_rows_, merge_rows_torch_
-from dilabench.kernels.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.tuning import TileConfig
 
 Cut = tuple[tuple[int, ...], ...]

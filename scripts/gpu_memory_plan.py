@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measured peaks against the formulas of `dilabench.memory_plan` on a GPU; exit 1 when one is off by more than 10 %.
+"""Measured peaks against the formulas of `dilabench.predict.memory` on a GPU; exit 1 when one is off by more than 10 %.
 
     python scripts/gpu_memory_plan.py [--groups math,flex,...] [--seconds 45] [--json FILE]
 
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 import torch
 
 from dilabench.backends.load import load_backend
-from dilabench.bench.call import PreparedCall
-from dilabench.bench.commands import case_spec
-from dilabench.bench.inputs import InputShelf
 from dilabench.contracts import BuildContext
 from dilabench.distributed.lone_rank import LoneRank
+from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.worker.protocol import case_spec
 from dilabench.machine import detect
-from dilabench.memory_plan import plan_memory
+from dilabench.plugins.descriptors import Catalogue, load_target
 from dilabench.plugins.manager import discover
-from dilabench.registry import Catalogue, load_target
-from dilabench.results import Case, Optimizations
-from dilabench.spec import DTYPE_BYTES, Workload, WorkloadRequest
+from dilabench.predict.memory import plan_memory
+from dilabench.record import Case, Optimizations
 from dilabench.units import format_bytes
+from dilabench.workload.spec import DTYPE_BYTES, Workload, WorkloadRequest
 
 LIMIT = 0.10
 Fields = dict[str, Any]
@@ -224,7 +224,7 @@ def _peaks(case: Case, rank: int, catalogue: Catalogue, device: torch.device) ->
     if case.world_size > 1:
         forward, both, dout = _rank(case, rank, catalogue, device)
     else:
-        call = PreparedCall(case_spec(case, catalogue, 0), device, InputShelf(device))
+        call = PreparedCall(case_spec(case, catalogue, 0), device, InputStore(device))
         forward, both, dout = (lambda: call._forward(call.inputs(0))), call.fresh, call.output_gradient()
     forward()
     both()()

@@ -10,15 +10,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dilabench.cli.execution import Execution, new_header
-from dilabench.config import run_request
+from dilabench.cli.run.execution import Execution, new_header
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
-from dilabench.results import PlannedCase
-from dilabench.spec import WorkloadRequest, validated
+from dilabench.record import PlannedCase
+from dilabench.request import run_request
 from dilabench.store.run_files import RunFolder
 from dilabench.suites.planner import Planner
 from dilabench.units import parse_duration
+from dilabench.workload.spec import WorkloadRequest, validated
 
 WIDE = (2048, 4096, 8192, 16384, 32768)
 LONGNET_128K = {

@@ -26,15 +26,15 @@ from gpu_ring_trial import (
 )
 from torch import Tensor
 
-from dilabench.bench.verify import summary, verify
 from dilabench.contracts import Build, BuildContext
 from dilabench.distributed.whole import Sharded, Whole
 from dilabench.distributed.world import World
+from dilabench.engine.verify import summary, verify
 from dilabench.impls import dense
 from dilabench.machine import detect
-from dilabench.registry import load_target
-from dilabench.results import Case
-from dilabench.spec import Workload
+from dilabench.plugins.descriptors import load_target
+from dilabench.record import Case
+from dilabench.workload.spec import Workload
 
 TARGET, AIM = 1.3, 1.6
 # Largest mean difference of two right bfloat16 computations, relative to the mean; a quarter of it is usual.

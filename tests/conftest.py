@@ -60,7 +60,11 @@ def warm_server() -> None:
     from multiprocessing import forkserver
 
     # torch loads the last one at the first call of autograd.grad.
-    modules = ["dilabench.bench.desk", "dilabench.distributed.launch", "torch.fx.experimental.symbolic_shapes"]
+    modules = [
+        "dilabench.engine.worker.handlers",
+        "dilabench.distributed.launch",
+        "torch.fx.experimental.symbolic_shapes",
+    ]
     multiprocessing.set_forkserver_preload(["__main__", *modules])
     forkserver.ensure_running()
 
@@ -88,8 +92,8 @@ def made_row(
     import random
     from math import exp
 
-    from dilabench.results import Case, Measured, Memory, PlannedCase, Row, Slot, Timing, Verification
-    from dilabench.spec import Workload
+    from dilabench.record import Case, Measured, Memory, PlannedCase, Row, Slot, Timing, Verification
+    from dilabench.workload.spec import Workload
 
     shape = {
         "pattern": {"kind": "dense"},
@@ -125,7 +129,7 @@ def made_record(
     rows, run_id="aaaa", *, hard=None, soft=None, device="cpu", started_at="2026-01-02T03:04:05+00:00", **more
 ):
     """A record of rows, on a machine with the given fingerprint."""
-    from dilabench.results import CpuInfo, Environment, RunRecord
+    from dilabench.record import CpuInfo, Environment, RunRecord
 
     environment = Environment(
         os="Linux",

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "dilabench"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = {path: path.read_text() for path in MODULES}
 
-HEAVY = ("attention.py", "testing.py", "contracts.py", "impls", "backends", "kernels", "distributed", "bench")
+HEAVY = ("attention.py", "testing.py", "contracts.py", "impls", "backends", "kernels", "distributed", "engine")
 HEAVY_PACKAGES = {"torch", "triton", "flash_attn", "flash_attn_interface", "xformers"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
 MAX_MODULE_LINES = 400
@@ -83,8 +83,8 @@ def test_reporting_does_not_load_torch(reporter: str) -> None:
     code = (
         "from pathlib import Path\n"
         "from dilabench.plugins.manager import discover\n"
-        "from dilabench.registry import load_target\n"
-        "from dilabench.results import RunRecord\n"
+        "from dilabench.plugins.descriptors import load_target\n"
+        "from dilabench.record import RunRecord\n"
         "record = RunRecord.model_validate_json(Path('tests/golden/run_record.v1.json').read_text())\n"
         f"assert load_target(discover().catalogue.reporters.get({reporter!r}).target)(record, None)\n"
     )

@@ -11,7 +11,7 @@ from dilabench import attention
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from dilabench.contracts import BuildContext
 from dilabench.impls import reference
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (7, 24), "dilation_rates": (1, 3)}
 

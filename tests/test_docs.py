@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from dilabench.cli.app import app
 from dilabench.errors import ExitCode
 from dilabench.plugins import hookspecs
-from dilabench.results import RunRecord
+from dilabench.record import RunRecord
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -7,7 +7,7 @@ import pytest
 from dilabench import machine
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine, detect
-from dilabench.results import GpuInfo
+from dilabench.record import GpuInfo
 
 
 def gpu(capability):

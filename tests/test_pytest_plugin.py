@@ -7,7 +7,7 @@ import pytest
 import dilabench
 from dilabench.errors import ConfigError
 from dilabench.pytest_plugin import Benchmark
-from dilabench.stats.verdicts import Code
+from dilabench.stats.decisions.verdicts import Code
 
 pytest_plugins = ["pytester"]
 

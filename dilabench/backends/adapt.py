@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilabench.backends.band import Band
 from dilabench.contracts import Attend, AttendBackward
-from dilabench.spec import UNBOUNDED, Window
+from dilabench.workload.spec import UNBOUNDED, Window
 
 KernelForward = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, band, scale) -> out [B, M, H, D], lse [B, H, M]; with out=... where it places results."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilabench.spec import Window
+from dilabench.workload.spec import Window
 
 
 @dataclass(frozen=True, slots=True)

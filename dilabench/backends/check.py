@@ -15,7 +15,7 @@ from torch import Tensor
 from dilabench.backends import math
 from dilabench.backends.band import Band
 from dilabench.contracts import Attend, AttendBackward
-from dilabench.spec import UNBOUNDED, Window
+from dilabench.workload.spec import UNBOUNDED, Window
 
 Layout = Literal["contiguous", "diagonal", "every_other"]
 Parts = tuple[tuple[Tensor, Tensor, bool, Window], ...]

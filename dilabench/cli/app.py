@@ -5,20 +5,20 @@ from typing import Annotated
 import typer
 
 import dilabench
-from dilabench.cli.baseline import baseline_app
-from dilabench.cli.calibrate import calibrate
-from dilabench.cli.check import check
-from dilabench.cli.compare import compare
-from dilabench.cli.describe import describe
-from dilabench.cli.doctor import doctor
+from dilabench.cli.compare.baseline import baseline_app
+from dilabench.cli.compare.calibrate import calibrate
+from dilabench.cli.compare.check import check
+from dilabench.cli.compare.command import compare
+from dilabench.cli.compare.history import history
 from dilabench.cli.guard import guarded
-from dilabench.cli.history import history
-from dilabench.cli.list import list_names
-from dilabench.cli.plan import plan
-from dilabench.cli.report import report
-from dilabench.cli.run import run
-from dilabench.cli.tune import tune
-from dilabench.cli.verify import verify
+from dilabench.cli.run.command import run
+from dilabench.cli.run.plan import plan
+from dilabench.cli.run.tune import tune
+from dilabench.cli.show.describe import describe
+from dilabench.cli.show.doctor import doctor
+from dilabench.cli.show.list import list_names
+from dilabench.cli.show.report import report
+from dilabench.cli.verify.command import verify
 
 app = typer.Typer(
     name="dilabench",

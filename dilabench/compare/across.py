@@ -12,11 +12,11 @@ from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnin
 from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
-from dilabench.results import Measured, Row, RunRecord, Timing
-from dilabench.stats.decide import decide
-from dilabench.stats.history import SESSIONS_FOR_GATE, StoredCell, estimate_stored
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Verdict
+from dilabench.record import Measured, Row, RunRecord, Timing
+from dilabench.stats.decisions.decide import decide
+from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredCell, estimate_stored
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dilabench.results import Case, Failed, Measured, Row, Skipped
-from dilabench.stats.memory import MemoryVerdict
-from dilabench.stats.verdicts import Verdict
+from dilabench.record import Case, Failed, Measured, Row, Skipped
+from dilabench.stats.decisions.memory import MemoryVerdict
+from dilabench.stats.decisions.verdicts import Verdict
 
 Route = Literal["interleaved", "stored"]
 Lack = Literal["missing", "new", "skipped", "failed", "wrong output", "not comparable"]

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dilabench.results import RunRecord
-from dilabench.spec import content_hash
+from dilabench.record import RunRecord
+from dilabench.workload.spec import content_hash
 
 
 @dataclass(frozen=True, slots=True)

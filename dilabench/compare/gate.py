@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dilabench.compare.comparison import ComparedCell, Comparison
 from dilabench.errors import ExitCode
-from dilabench.stats.verdicts import Code, confirm
+from dilabench.stats.decisions.verdicts import Code, confirm
 
 
 def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "larger")) -> ExitCode:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dilabench.results import Measured, Row, Slot, Timing
-from dilabench.stats.paired import PairedCell
+from dilabench.record import Measured, Row, Slot, Timing
+from dilabench.stats.decisions.paired import PairedCell
 
 # Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from dilabench.results import Case
+from dilabench.record import Case
 
 Selection = Callable[[Case], bool]
 

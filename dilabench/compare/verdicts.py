@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dilabench.results import Measured, Memory, Row
-from dilabench.stats.memory import (
+from dilabench.record import Measured, Memory, Row
+from dilabench.stats.decisions.memory import (
     RESIDENT_ABSOLUTE_LIMIT_BYTES,
     RESIDENT_RELATIVE_LIMIT,
     MemoryVerdict,
     judge_memory,
 )
-from dilabench.stats.multiplicity import control_family
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Cause, Code, Verdict
+from dilabench.stats.decisions.multiplicity import control_family
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Cause, Code, Verdict
 
 # How the method of a peak begins when an allocator counted it.
 ALLOCATOR = "torch.cuda"

@@ -12,11 +12,11 @@ from dilabench.compare.pairing import Pairing, common_timings, pair, sessions_of
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.errors import unknown_name
-from dilabench.results import Case, Row, RunRecord, Timing
-from dilabench.stats.decide import decide, judge_many
-from dilabench.stats.history import estimate_from_history
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Verdict
+from dilabench.record import Case, Row, RunRecord, Timing
+from dilabench.stats.decisions.decide import decide, judge_many
+from dilabench.stats.decisions.history import estimate_from_history
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Verdict
 
 By = Literal["implementation", "backend", "optimizations"]
 DIMENSIONS: tuple[By, ...] = ("implementation", "backend", "optimizations")
@@ -68,7 +68,7 @@ def _groups(rows: Sequence[Row], by: By) -> list[list[Row]]:
     for row in rows:
         # an implementation brings its backend with it, the other two are compared with all else equal
         fixed = [] if by == "implementation" else [_value(row.case, one) for one in DIMENSIONS if one != by]
-        groups.setdefault((row.case.cell_id, row.planned.labels.get("takes", "heads"), *fixed), []).append(row)
+        groups.setdefault((row.case.group_id, row.planned.labels.get("takes", "heads"), *fixed), []).append(row)
     return list(groups.values())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.world import Pending, World
-from dilabench.spec import UNBOUNDED, Window
+from dilabench.workload.spec import UNBOUNDED, Window
 
 
 class MuteWorld(World):

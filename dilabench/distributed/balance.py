@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dilabench.distributed import block_deal
-from dilabench.spec import DensePattern, DilatedPattern, Workload
-from dilabench.work import head_branches, rows_kept, windowed_pairs
+from dilabench.workload.spec import DensePattern, DilatedPattern, Workload
+from dilabench.workload.work import head_branches, rows_kept, windowed_pairs
 
 IN_ORDER = ("ring", "ring-overlap", "ring-allgather")
 ZIGZAG = ("zigzag-ring", "zigzag-allgather")

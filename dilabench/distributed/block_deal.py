@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dilabench.blockmask import block_mask, needed_key_blocks
-from dilabench.spec import DTYPE_BYTES, BlockSparsePattern, Workload
+from dilabench.patterns.block_masks import block_mask, needed_key_blocks
+from dilabench.workload.spec import DTYPE_BYTES, BlockSparsePattern, Workload
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dilabench.blockmask import Mask
+    from dilabench.patterns.block_masks import Mask
 
 IMPLEMENTATIONS = ("block-sparse-ring", "block-sparse-ring-multihead")
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from dilabench.distributed import block_deal
 from dilabench.distributed.balance import hop_pairs
-from dilabench.spec import DTYPE_BYTES, UNBOUNDED, DilatedPattern, Workload
+from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, DilatedPattern, Workload
 
 RINGS = ("ring", "ring-overlap", "zigzag-ring")
 # It moves what a ring moves, but keeps all keys for the backward pass.

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from dilabench.distributed.copies import Copies
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.traffic import Traffic
+from dilabench.distributed.transport.copies import Copies
 
 DEFAULT_TIMEOUT_S = 120.0
 # "nccl" leaves the copy engines alone; anything else uses them where they work.

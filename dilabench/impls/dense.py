@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dilabench.contracts import BuildContext
 from dilabench.impls import strided
-from dilabench.impls.union import Union
-from dilabench.spec import Workload
+from dilabench.impls.union.union import Union
+from dilabench.workload.spec import Workload
 
 
 def build(workload: Workload, context: BuildContext) -> Union:

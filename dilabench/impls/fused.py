@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.branches import branches_of, covers_every_row
 from dilabench.impls.one_operator import as_one_operator, new_number, register
-from dilabench.impls.strided_rows import StridedRows, strided_rows
-from dilabench.impls.union import Union, union_of
+from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.strided_rows import StridedRows, strided_rows
+from dilabench.impls.union.union import Union, union_of
 from dilabench.kernels import dense_tiles
-from dilabench.kernels.fused_backward import fused_backward
-from dilabench.kernels.fused_forward import fused_forward
-from dilabench.kernels.residue_plan import ResiduePlan, residue_plan
-from dilabench.spec import UNBOUNDED, DilatedPattern, Workload
+from dilabench.kernels.fused.backward import fused_backward
+from dilabench.kernels.fused.forward import fused_forward
+from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
+from dilabench.workload.spec import UNBOUNDED, DilatedPattern, Workload
 
 DENSE_TILES = LoadedBackend("dense-tiles", dense_tiles.attend, dense_tiles.attend_backward)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dilabench.contracts import AttentionFn, BuildContext
 from dilabench.impls import gather, strided
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 SEED = 0
 

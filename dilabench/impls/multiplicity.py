@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dilabench.blockmask import block_mask
-from dilabench.spec import BlockSparsePattern, DilatedPattern, Workload
-from dilabench.work import head_branches, head_offset, rows_kept
+from dilabench.patterns.block_masks import block_mask
+from dilabench.workload.spec import BlockSparsePattern, DilatedPattern, Workload
+from dilabench.workload.work import head_branches, head_offset, rows_kept
 
 
 @dataclass(frozen=True, slots=True)

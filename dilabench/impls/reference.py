@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.multiplicity import key_groups, reach, visible
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 # Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
 MAX_BLOCK_SCORES = 2**22

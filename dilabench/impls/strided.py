@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.branches import branches_of, covers_every_row
-from dilabench.impls.strided_rows import StridedRows, strided_rows
-from dilabench.impls.union import Union, union_of
-from dilabench.spec import Workload
+from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.strided_rows import StridedRows, strided_rows
+from dilabench.impls.union.union import Union, union_of
+from dilabench.workload.spec import Workload
 
 
 def build(workload: Workload, context: BuildContext) -> Union:

@@ -7,9 +7,9 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from dilabench.kernels.block_plan import BlockPlan
-from dilabench.kernels.block_sparse_backward import block_sparse_backward
-from dilabench.kernels.block_sparse_forward import block_sparse_forward
+from dilabench.kernels.block_sparse.backward import block_sparse_backward
+from dilabench.kernels.block_sparse.forward import block_sparse_forward
+from dilabench.kernels.block_sparse.plan import BlockPlan
 
 BLOCK = 128
 UNBOUNDED = (-1, -1)

@@ -14,12 +14,12 @@ my_package/bench.py:
         return [Implementation("my-attention", "what it does, in a line", "my_package.kernel:build")]
 
 my_package/kernel.py has `build(workload, context)`, which returns the function that is verified and timed.
-Everything that dilabench ships is registered through these same hooks (dilabench/plugins/builtin.py).
+Everything that dilabench ships is registered through these same hooks (dilabench/plugins/builtin/implementations.py).
 """
 
 import pluggy
 
-from dilabench.registry import Backend, Capabilities, Implementation, Reporter, Suite, Timer, WorkloadPreset
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, Reporter, Suite, Timer, WorkloadPreset
 
 NAME = "dilabench"
 hookimpl = pluggy.HookimplMarker(NAME)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pluggy
 
-from dilabench.registry import Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
+from dilabench.plugins.descriptors import Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
 
 hookspec = pluggy.HookspecMarker("dilabench")
 

@@ -14,11 +14,13 @@ from typing import Any
 import pluggy
 
 from dilabench.errors import DilabenchError, PluginError
-from dilabench.plugins import NAME, builtin, hookspecs, peers
-from dilabench.registry import Backend, Catalogue, Implementation, Reporter, Suite, Timer, WorkloadPreset
-from dilabench.results import PluginInfo
+from dilabench.plugins import NAME, hookspecs
+from dilabench.plugins.builtin import implementations as builtin
+from dilabench.plugins.builtin import peers
+from dilabench.plugins.descriptors import Backend, Catalogue, Implementation, Reporter, Suite, Timer, WorkloadPreset
+from dilabench.record import PluginInfo
 
-SHELVES = {
+REGISTRIES = {
     "implementations": Implementation,
     "backends": Backend,
     "workloads": WorkloadPreset,
@@ -90,7 +92,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
     _refuse_misspelt_hooks(manager, module)
-    offered = {shelf: _offered(manager, shelf) for shelf in SHELVES}
+    offered = {shelf: _offered(manager, shelf) for shelf in REGISTRIES}
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     trial = _copied(found.catalogue)
@@ -103,7 +105,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
 
 def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
     """A hook that nobody calls is an error, and so is a function that looks like one but is not marked."""
-    known = ", ".join(HOOK_PREFIX + shelf for shelf in SHELVES)
+    known = ", ".join(HOOK_PREFIX + shelf for shelf in REGISTRIES)
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
@@ -117,7 +119,7 @@ def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
 def _copied(catalogue: Catalogue) -> Catalogue:
     """A copy of the shelves to try additions on, so that a clash leaves the real catalogue untouched."""
     trial = Catalogue()
-    for shelf in SHELVES:
+    for shelf in REGISTRIES:
         source, target = getattr(catalogue, shelf), getattr(trial, shelf)
         for descriptor in source:
             target.add(descriptor, source.origin(descriptor.name))
@@ -125,7 +127,7 @@ def _copied(catalogue: Catalogue) -> Catalogue:
 
 
 def _offered(manager: pluggy.PluginManager, shelf: str) -> list[Any]:
-    hook, kind = HOOK_PREFIX + shelf, SHELVES[shelf]
+    hook, kind = HOOK_PREFIX + shelf, REGISTRIES[shelf]
     descriptors: list[Any] = []
     for result in getattr(manager.hook, hook)():
         if not isinstance(result, Sequence):

@@ -27,6 +27,6 @@ A comparison in four lines::
     verdicts = control_family(judge_many(cells, policy))  # Holm over all gated cells
     failed = [verdict for verdict in verdicts if verdict.fails_gate]
 
-The modules are imported one by one (`from dilabench.stats.decide import judge_many`), because numpy and scipy cost more
-than the whole of `dilabench --help`; `verdicts` and `derive` cost nothing.
+The modules are imported one by one (`from dilabench.stats.decisions.decide import judge_many`), because numpy and
+scipy cost more than the whole of `dilabench --help`; `verdicts` and `derive` cost nothing.
 """

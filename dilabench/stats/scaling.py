@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilabench.errors import ConfigError
-from dilabench.stats.interval import Interval, t_quantile
-from dilabench.stats.location import checked_samples
+from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.location import checked_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dilabench.errors import ConfigError, DilabenchError
+from dilabench.record import RunRecord
 from dilabench.refusal import describe
-from dilabench.results import RunRecord
 from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
 

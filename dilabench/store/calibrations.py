@@ -5,8 +5,8 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from dilabench.errors import ConfigError
-from dilabench.spec import Model
 from dilabench.store.files import unreadable, write_whole
+from dilabench.workload.spec import Model
 
 
 class Detection(Model):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dilabench.compare.fingerprint import machine_key
 from dilabench.compare.selection import searchable
 from dilabench.errors import ConfigError, DilabenchError
-from dilabench.results import Measured, Row, RunRecord
+from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
@@ -198,7 +198,7 @@ def _cell_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:
-    from dilabench.reporters.rows import first_timing, implementation_text, location, workload_title
+    from dilabench.report.rows import first_timing, implementation_text, location, workload_title
 
     case, outcome = row.case, row.outcome
     title = workload_title(case) + implementation_text(case).removeprefix(case.implementation)

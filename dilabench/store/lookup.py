@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dilabench.compare.fingerprint import machine_key
 from dilabench.errors import ConfigError
-from dilabench.results import RunRecord
+from dilabench.record import RunRecord
 from dilabench.store.archive import SUFFIX, Archive, read_compressed
 from dilabench.store.baselines import Baselines
 from dilabench.store.calibrations import Calibration, Calibrations

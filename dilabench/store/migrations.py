@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dilabench.errors import ConfigError
-from dilabench.results import SCHEMA_VERSION
+from dilabench.record import SCHEMA_VERSION
 
 Document = dict[str, Any]
 # From each version to the next one: {"1.0": (to_1_1, "1.1")}. Empty while there is only the first.

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
-from dilabench.maskfile import keep_mask, look_for_masks_in
+from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
+from dilabench.record import Measured, Row, RunHeader, RunRecord, Skipped
 from dilabench.refusal import describe
-from dilabench.reporters.atomic_file import write_text
-from dilabench.results import Measured, Row, RunHeader, RunRecord, Skipped
-from dilabench.spec import BlockSparsePattern, Workload
 from dilabench.store.migrations import migrated
+from dilabench.workload.spec import BlockSparsePattern, Workload
 
 RECORD_NAME = "run.json"
 ROWS_NAME = "rows.jsonl"

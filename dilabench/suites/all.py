@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dilabench.config import RunRequest
 from dilabench.errors import ConfigError
-from dilabench.registry import load_target
-from dilabench.results import PlannedCase, Row
-from dilabench.suites import billion, extreme, ring
+from dilabench.plugins.descriptors import load_target
+from dilabench.record import PlannedCase, Row
+from dilabench.request import RunRequest
+from dilabench.suites.billion import cases as billion
+from dilabench.suites.extreme import cases as extreme
 from dilabench.suites.planner import Planner
+from dilabench.suites.ring import cases as ring
 
 NAME = "all"
 SUITE = "suite"

@@ -1,6 +1,6 @@
 """Labels of cases that are measured alone: a process of their own, one set of inputs, sampled rows verified."""
 
-from dilabench.results import PlannedCase, Row, Skipped
+from dilabench.record import PlannedCase, Row, Skipped
 
 PROCEDURE = "procedure"
 ALONE = "alone"

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilabench.choice import choose
-from dilabench.config import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.registry import Catalogue, Implementation, load_target
-from dilabench.results import Case, Optimizations, PlannedCase
-from dilabench.spec import BlockSparsePattern, Workload, WorkloadRequest
-from dilabench.suites.variants import reasons_against
-from dilabench.work import sparsity_of
+from dilabench.plugins.descriptors import Catalogue, Implementation, load_target
+from dilabench.record import Case, Optimizations, PlannedCase
+from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
+from dilabench.suites.choice import choose
+from dilabench.suites.optimization.variants import reasons_against
+from dilabench.workload.spec import BlockSparsePattern, Workload, WorkloadRequest
+from dilabench.workload.work import sparsity_of
 
 # Measured preference (catalog.md §2), best first; `auto` takes the first that can serve the case here.
 PREFERENCE_SM90 = ("flash4", "flash3", "sdpa-cudnn", "flash2", "sdpa-flash", "sdpa-efficient", "math")
@@ -20,8 +20,10 @@ PREFERENCE_SM80 = ("flash2", "sdpa-flash", "xformers", "sdpa-efficient", "math")
 PREFERENCE_OLDER = ("sdpa-efficient", "xformers", "math")
 PREFERENCE_CPU = ("sdpa-flash", "math")
 
-# Implementation `auto`: stands for what `dilabench.choice` takes, workload by workload.
-FASTEST = Implementation(AUTO, "the fastest known for the workload, from measurements", "dilabench.choice:choose")
+# Implementation `auto`: stands for what `dilabench.suites.choice` takes, workload by workload.
+FASTEST = Implementation(
+    AUTO, "the fastest known for the workload, from measurements", "dilabench.suites.choice:choose"
+)
 
 
 @dataclass(frozen=True, slots=True)

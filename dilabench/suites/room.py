@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from dilabench.machine import Machine
-from dilabench.memory_plan import plan_memory
-from dilabench.results import Case
+from dilabench.predict.memory import plan_memory
+from dilabench.record import Case
 from dilabench.units import format_bytes
-from dilabench.work import tensor_bytes
+from dilabench.workload.work import tensor_bytes
 
 GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 

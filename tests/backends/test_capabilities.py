@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dilabench.machine import Machine
+from dilabench.plugins.descriptors import unmet
 from dilabench.plugins.manager import discover
-from dilabench.registry import unmet
-from dilabench.results import GpuInfo
-from dilabench.spec import Workload
+from dilabench.record import GpuInfo
+from dilabench.workload.spec import Workload
 
 BACKENDS = discover().catalogue.backends
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")

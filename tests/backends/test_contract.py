@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dilabench.backends.load import load_backend
 from dilabench.machine import detect
+from dilabench.plugins.descriptors import Backend, load_target, unmet
 from dilabench.plugins.manager import discover
-from dilabench.registry import Backend, load_target, unmet
-from dilabench.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 BACKENDS = [b for b in discover().catalogue.backends if b.target.startswith("dilabench.")]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -170,7 +170,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the block loops of `math` and of the CPU windows run more than once."""
-    from dilabench.backends import math, sdpa_flash_cpu
+    from dilabench.backends import math
+    from dilabench.backends.sdpa import flash_cpu as sdpa_flash_cpu
 
     monkeypatch.setattr(math, "BLOCK_BYTES", {"cpu": 16000, "cuda": 16000})
     monkeypatch.setattr(sdpa_flash_cpu, "QUERY_BLOCK", 16)

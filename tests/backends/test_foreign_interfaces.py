@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilabench.backends import flash2, flash3, flash4, math, xformers
-from dilabench.spec import Window
+from dilabench.workload.spec import Window
 
 
 def side(value: int | None) -> int:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.backends import math, sdpa_cudnn, sdpa_efficient, sdpa_flash_cuda
+from dilabench.backends import math
+from dilabench.backends.sdpa import cudnn as sdpa_cudnn
+from dilabench.backends.sdpa import efficient as sdpa_efficient
+from dilabench.backends.sdpa import flash_cuda as sdpa_flash_cuda
 
 Calls = list[dict[str, Any]]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.results import Skipped
+from dilabench.record import Skipped
 from dilabench.store.archive import Archive
 
 

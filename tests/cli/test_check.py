@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from dilabench.cli import remeasure
+from dilabench.cli.compare import remeasure
 from dilabench.errors import EnvironmentNotReady
-from dilabench.results import Failed, Verification
+from dilabench.record import Failed, Verification
 from dilabench.store.archive import Archive
 
 WRONG = Failed(stage="verify", why="out differs", verification=Verification(checks=()))

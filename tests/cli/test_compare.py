@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.results import Failed, Verification
+from dilabench.record import Failed, Verification
 from dilabench.store.archive import Archive
 
 WRONG = Failed(stage="verify", why="out differs", verification=Verification(checks=()))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.results import Failed
+from dilabench.record import Failed
 from dilabench.store.archive import Archive
 
 

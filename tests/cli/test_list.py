@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.cli import list as listing
+from dilabench.cli.show import list as listing
 from dilabench.machine import Machine
 from dilabench.plugins.manager import Problem, discover
 
@@ -13,7 +13,7 @@ from dilabench.plugins.manager import Problem, discover
 def _cpu(monkeypatch):
     machine = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
     monkeypatch.setattr(listing, "detect", lambda: machine)
-    monkeypatch.setattr("dilabench.cli.describe.detect", lambda: machine)
+    monkeypatch.setattr("dilabench.cli.show.describe.detect", lambda: machine)
 
 
 def test_everything_is_listed(cli):

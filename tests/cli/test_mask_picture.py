@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dilabench.cli.mask_picture import picture
+from dilabench.cli.show.mask_picture import picture
 
 
 def test_small_masks_show_every_block():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.cli.noise import notes
+from dilabench.cli.compare.noise import notes
 from dilabench.cli.reading import GpuReading, Reading, read
 from dilabench.machine import Machine
 

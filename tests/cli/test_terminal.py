@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.cli.progress_bar import progress_shown
+from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import print_table
 
 COLUMNS = ("verdict", "case", "baseline", "95 % CI", "A12")

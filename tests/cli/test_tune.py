@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.bench.method import SAMPLING_S
+from dilabench.engine.method import SAMPLING_S
 from dilabench.errors import ExitCode
 
 SMALL = "--lengths 256 --set num_heads=2 --set batch_size=1 --set segment_lengths=64,128 --set dilation_rates=1,2"
@@ -34,7 +34,7 @@ def test_a_run_without_a_time_ends_as_it_ended(cli, monkeypatch, tmp_path, code)
         execution.folder.discard_if_empty()
         return code
 
-    monkeypatch.setattr("dilabench.cli.execution.Execution.run", nothing)
+    monkeypatch.setattr("dilabench.cli.run.execution.Execution.run", nothing)
     result = cli("tune", "--lengths", "64", "--device", "cpu", "-o", "tuned.json")
     assert result.exit_code == code, result.output
     assert "0 workloads tuned" in result.stdout

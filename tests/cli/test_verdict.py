@@ -2,9 +2,9 @@
 
 import pytest
 
-from dilabench.cli.execution import exit_code, verdict
+from dilabench.cli.run.execution import exit_code, verdict
 from dilabench.errors import ExitCode
-from dilabench.results import (
+from dilabench.record import (
     Case,
     Check,
     CpuInfo,
@@ -17,7 +17,7 @@ from dilabench.results import (
     Skipped,
     Verification,
 )
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 WORKLOAD = Workload(
     pattern={"kind": "dense"}, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24, dtype="float16"

@@ -4,10 +4,11 @@ from time import sleep
 
 import pytest
 
-from dilabench.cli import verify, verify_outcomes
-from dilabench.config import RunRequest
+from dilabench.cli.verify import command as verify
+from dilabench.cli.verify import outcomes as verify_outcomes
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
+from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
 
 CPU = Machine(device="cpu", no_cuda="test")

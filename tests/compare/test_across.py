@@ -5,9 +5,9 @@ import pytest
 from dilabench.compare.across import compare_across, refusals
 from dilabench.compare.gate import confirmed, exit_code
 from dilabench.errors import ExitCode
-from dilabench.results import Failed, GpuInfo, Skipped, Verification
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Cause, Code
+from dilabench.record import Failed, GpuInfo, Skipped, Verification
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Cause, Code
 
 CPU = Policy.for_device("cpu")
 LEVELS = (0.997, 1.002, 1.0, 0.999, 1.003, 1.001)

@@ -3,7 +3,7 @@
 import pytest
 
 from dilabench.compare.pairing import is_throttled, pair, sessions_of
-from dilabench.results import Slot, Timing
+from dilabench.record import Slot, Timing
 
 
 def timing(slots):

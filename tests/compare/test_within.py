@@ -8,9 +8,9 @@ import pytest
 from dilabench.compare.gate import exit_code
 from dilabench.compare.within import compare_within
 from dilabench.errors import ConfigError, ExitCode
-from dilabench.results import Failed, Optimizations, Skipped, Verification
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Cause, Code
+from dilabench.record import Failed, Optimizations, Skipped, Verification
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Cause, Code
 
 CPU = Policy.for_device("cpu")
 MIRROR = {Code.SLOWER: Code.FASTER, Code.FASTER: Code.SLOWER}

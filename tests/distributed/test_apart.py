@@ -3,7 +3,7 @@
 import pytest
 
 from dilabench.distributed.launch import launch
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SHAPE = {"batch_size": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "float32", "mode": "both"}

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from dilabench.impls.ring.bands import Cut, cuts
-from dilabench.spec import UNBOUNDED
+from dilabench.impls.ring.schedule.bands import Cut, cuts
+from dilabench.workload.spec import UNBOUNDED
 
 SIZES = (1, 2, 3, 5, 7)
 BOUNDS = (None, -9, -4, -2, -1, 0, 1, 3, 6, 9)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from dilabench.blockmask import block_mask
 from dilabench.contracts import BuildContext
 from dilabench.distributed.block_deal import BlockDeal, hop_pairs
 from dilabench.distributed.model import load_balance, overlapping_share, received_bytes
 from dilabench.impls.ring import block_sparse
-from dilabench.spec import Workload
+from dilabench.patterns.block_masks import block_mask
+from dilabench.workload.spec import Workload
 
 RING = "block-sparse-ring"
 

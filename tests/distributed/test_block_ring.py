@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dilabench.blockmask import block_mask
 from dilabench.distributed.launch import launch
 from dilabench.distributed.model import received_bytes
+from dilabench.patterns.block_masks import block_mask
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

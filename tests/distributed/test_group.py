@@ -2,14 +2,14 @@
 
 import pytest
 
-from dilabench.bench.environment import snapshot
-from dilabench.bench.runner import run
-from dilabench.config import RunRequest
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.runner import run
 from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.plugins.manager import discover
-from dilabench.registry import Capabilities, Implementation
-from dilabench.results import Case, Measured, PlannedCase, RunHeader, Skipped
-from dilabench.spec import Workload
+from dilabench.record import Case, Measured, PlannedCase, RunHeader, Skipped
+from dilabench.request import RunRequest
+from dilabench.workload.spec import Workload
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 CPU = Machine(device="cpu", no_cuda="test")

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from dilabench.distributed.mailboxes import Mailboxes
+from dilabench.distributed.transport.mailboxes import Mailboxes
 
 # Places are multiples of 512 bytes: three of them, and the longest chunk takes half of that.
 REGION = 1536

@@ -5,10 +5,10 @@ import pytest
 from dilabench.distributed.balance import hop_pairs
 from dilabench.distributed.model import ideal_efficiency, load_balance, overlapping_share, received_bytes
 from dilabench.distributed.sharding import contiguous, zigzag
-from dilabench.impls.branches import branches_of
-from dilabench.impls.ring.plan import pieces_between
-from dilabench.spec import UNBOUNDED, Workload
-from dilabench.work import windowed_pairs
+from dilabench.impls.ring.schedule.plan import pieces_between
+from dilabench.impls.union.branches import branches_of
+from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.work import windowed_pairs
 
 
 def workload(**fields):

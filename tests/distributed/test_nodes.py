@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.bench.agent import _Agent
-from dilabench.bench.commands import BackendSpec, CaseSpec, WorkerSettings
-from dilabench.bench.group import start_worker
-from dilabench.bench.lock import locks_of
-from dilabench.bench.nodes import gathered
-from dilabench.bench.place import ThisMachine
-from dilabench.bench.torchrun import Meeting, Rank
-from dilabench.bench.workers import WorkerFailure
-from dilabench.cli.ranks import asking_all
-from dilabench.config import RunRequest
+from dilabench.cli.run.ranks import asking_all
+from dilabench.engine.device.lock import locks_of
+from dilabench.engine.worker.client import WorkerFailure
+from dilabench.engine.worker.launcher import ThisMachine
+from dilabench.engine.worker.node_agent import _Agent
+from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
+from dilabench.engine.worker.rank_group import start_worker
+from dilabench.engine.worker.remote_nodes import gathered
+from dilabench.engine.worker.torchrun import Meeting, Rank
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
-from dilabench.results import Case, GpuInfo
-from dilabench.spec import Workload
+from dilabench.record import Case, GpuInfo
+from dilabench.request import RunRequest
+from dilabench.workload.spec import Workload
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 SETTINGS = WorkerSettings(device="cpu")
-AGENT = "import sys; from dilabench.cli.ranks import on_ranks; sys.exit(on_ranks(None))"
+AGENT = "import sys; from dilabench.cli.run.ranks import on_ranks; sys.exit(on_ranks(None))"
 ONE = Workload.model_validate(
     {
         "pattern": {"kind": "dense"},
@@ -75,13 +75,13 @@ def nodes(torchrun):
 
 
 @pytest.fixture(params=["this machine", "torchrun"])
-def place(request):
+def launcher(request):
     return ThisMachine() if request.param == "this machine" else request.getfixturevalue("nodes")
 
 
 @contextlib.contextmanager
-def group_at(place):
-    group = start_worker("tests@2", SETTINGS, place)
+def group_at(launcher):
+    group = start_worker("tests@2", SETTINGS, launcher)
     try:
         yield group
     finally:
@@ -102,8 +102,8 @@ def prepared(group, target, timeout_s=60.0):
     return spec.handle
 
 
-def test_ranks_verify_and_weigh_a_case_wherever_they_are(place):
-    with group_at(place) as group:
+def test_ranks_verify_and_weigh_a_case_wherever_they_are(launcher):
+    with group_at(launcher) as group:
         handle = prepared(group, "dilabench.impls.ring.ring:build")
         reply = group.ask("verify", handle, timeout_s=60)
         assert reply.verification.passed, reply.why
@@ -119,18 +119,18 @@ def test_ranks_verify_and_weigh_a_case_wherever_they_are(place):
         ("killed", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
     ],
 )
-def test_what_goes_wrong_on_a_rank_is_told_and_the_next_group_works(place, how, why):
-    with group_at(place) as group:
+def test_what_goes_wrong_on_a_rank_is_told_and_the_next_group_works(launcher, how, why):
+    with group_at(launcher) as group:
         with pytest.raises(WorkerFailure, match=why) as failed:
             prepared(group, f"failing:build_{how}")
         assert failed.value.died
         assert not group.alive
-    with group_at(place) as group:
+    with group_at(launcher) as group:
         assert prepared(group, "dilabench.impls.ring.ring:build")
 
 
-def test_a_rank_that_does_not_answer_is_ended(place):
-    with group_at(place) as group:
+def test_a_rank_that_does_not_answer_is_ended(launcher):
+    with group_at(launcher) as group:
         started = time.monotonic()
         with pytest.raises(WorkerFailure, match="no answer to 'prepare' within 2 s"):
             prepared(group, "failing:build_slow", timeout_s=2.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dilabench.distributed.strided_copy import copy_strided_
+from dilabench.distributed.transport.strided_copy import copy_strided_
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 # What of [2, 9, 3, D] is copied: in another order of axes, some rows, some heads, one column, all of it.

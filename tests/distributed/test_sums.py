@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 
-from dilabench.impls.branches import ORIGIN, Place
-from dilabench.impls.head_runs import Progression, Run
-from dilabench.impls.ring import sums
-from dilabench.impls.ring.pieces import Piece
+from dilabench.impls.ring.schedule import sums
+from dilabench.impls.ring.schedule.pieces import Piece
+from dilabench.impls.union.branches import ORIGIN, Place
+from dilabench.impls.union.head_runs import Progression, Run
 
 pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")
 

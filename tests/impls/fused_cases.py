@@ -12,7 +12,7 @@ import torch
 
 from dilabench.contracts import BuildContext
 from dilabench.impls import fused, reference
-from dilabench.spec import WorkloadRequest
+from dilabench.workload.spec import WorkloadRequest
 
 CASES = {
     "planned": {

@@ -11,7 +11,7 @@ from torch import Tensor
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend, WithLse
 from dilabench.impls import dense, gather, reference, strided
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))
 TOLERANCE = 1e-10

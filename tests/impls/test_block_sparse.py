@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.bench.verify.verification import summary, verify
-from dilabench.blockmask import block_mask
 from dilabench.contracts import BuildContext
-from dilabench.impls import block_sparse_flex
-from dilabench.impls.block_plans import block_plan
-from dilabench.impls.block_sparse import build
+from dilabench.engine.verify.verification import summary, verify
+from dilabench.impls.block_sparse import flex as block_sparse_flex
+from dilabench.impls.block_sparse.block_sparse import build
+from dilabench.impls.block_sparse.plans import block_plan
 from dilabench.impls.multiplicity import alike_heads, covered, multiplicity, seen_by
 from dilabench.impls.reference import Reference
-from dilabench.spec import Workload
-from dilabench.work import attended_pairs, head_branches, head_offset, sparsity_of
+from dilabench.patterns.block_masks import block_mask
+from dilabench.workload.spec import Workload
+from dilabench.workload.work import attended_pairs, head_branches, head_offset, sparsity_of
 
 BASE = {"batch_size": 2, "seq_len": 61, "num_heads": 6, "num_kv_heads": 3, "head_dim": 24, "dtype": "float64"}
 BRANCHES = {"kind": "dilated", "segment_lengths": (20, 32), "dilation_rates": (2, 3)}

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from dilabench.backends.load import load_backend
-from dilabench.bench.verify.oracle import Oracle
-from dilabench.bench.verify.verification import summary, verify
 from dilabench.contracts import BuildContext
+from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.verification import summary, verify
 from dilabench.machine import Machine, detect
+from dilabench.plugins.descriptors import Catalogue, Implementation, load_target
 from dilabench.plugins.manager import discover
-from dilabench.registry import Catalogue, Implementation, load_target
-from dilabench.results import Case, GpuInfo
-from dilabench.spec import Workload
+from dilabench.record import Case, GpuInfo
+from dilabench.workload.spec import Workload
 
 # Heads that no rate divides, prime and tail lengths, segments longer than N, a rate above H, K < H.
 SHAPES = {

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dilabench.contracts import BuildContext
-from dilabench.impls import flex, reference
-from dilabench.spec import WorkloadRequest
+from dilabench.impls import reference
+from dilabench.impls.flex import flex
+from dilabench.workload.spec import WorkloadRequest
 
 CASES = {
     "nested": {"seq_len": 256, "segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4), "causal": False},

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from dilabench.contracts import BuildContext
-from dilabench.impls import flex, flex_blocks
-from dilabench.spec import Workload
+from dilabench.impls.flex import blocks, flex
+from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
 # Rates that divide segments in whole blocks once they are ordered by residue class.
@@ -105,7 +105,7 @@ def test_patches_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     """What long sequences need changes nothing."""
     workload = workload_of("ragged", causal=True)
     at_once = by_query(flex.build(workload, BuildContext(device=CPU)).mask)
-    monkeypatch.setattr(flex_blocks, "PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr(blocks, "PAIRS_AT_ONCE", 1)
     in_parts = by_query(flex.build(workload, BuildContext(device=CPU)).mask)
     assert all(torch.equal(a, b) for a, b in zip(at_once, in_parts, strict=True))
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend, PatternCache
 from dilabench.impls import gather
-from dilabench.impls.gathered_rows import row_indices
-from dilabench.spec import Workload
+from dilabench.impls.union.gathered_rows import row_indices
+from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
 BACKEND = LoadedBackend("math", math.attend, math.attend_backward)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.impls.merging import merge_rows_
+from dilabench.impls.union.merging import merge_rows_
 
 
 def parts(dtype: torch.dtype, rows: int = 700) -> tuple[Tensor, Tensor, Tensor, Tensor]:

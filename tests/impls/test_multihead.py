@@ -10,7 +10,7 @@ from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls import gather, multihead, strided
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))
 WORKLOAD = Workload.model_validate(

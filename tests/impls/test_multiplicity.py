@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dilabench.impls.multiplicity import alike_heads, covered, multiplicity, seen_by
-from dilabench.spec import DilatedPattern, Workload
-from dilabench.work import attended_pairs
+from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.workload.work import attended_pairs
 
 BRANCHES = {"kind": "dilated", "segment_lengths": (7, 20, 300), "dilation_rates": (2, 3, 6)}
 BASE = {"batch_size": 1, "seq_len": 61, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "pattern": BRANCHES}

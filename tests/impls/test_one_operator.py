@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.backends import math, sdpa_flash
+from dilabench.backends import math
+from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import AttentionFn, BuildContext, LoadedBackend
 from dilabench.impls import gather, one_operator, strided
 from dilabench.impls.fused import Fused
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 # Heads that no rate divides, a short last segment, shared keys.
 WORKLOAD = Workload.model_validate(

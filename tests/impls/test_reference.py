@@ -8,7 +8,7 @@ from dilabench.contracts import BuildContext
 from dilabench.impls import reference
 from dilabench.impls.multiplicity import multiplicity
 from dilabench.impls.reference import attend_rows, attend_rows_backward, build
-from dilabench.spec import DilatedPattern, Workload
+from dilabench.workload.spec import DilatedPattern, Workload
 
 CONTEXT = BuildContext(device=torch.device("cpu"))
 SPARSE = {"kind": "dilated", "segment_lengths": (7, 20, 300), "dilation_rates": (2, 3, 6)}

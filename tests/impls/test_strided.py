@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilabench.backends import math, sdpa_flash
+from dilabench.backends import math
+from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls import strided
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 
 def workload(**fields: object) -> Workload:

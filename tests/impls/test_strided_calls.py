@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.impls.strided_calls import StridedCall, strided_calls
-from dilabench.spec import DilatedPattern, Workload
-from dilabench.work import head_offset
+from dilabench.impls.union.strided_calls import StridedCall, strided_calls
+from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.workload.work import head_offset
 
 
 def workload(rate: int, num_heads: int, segments: int = 2, batch_size: int = 2, **fields: object) -> Workload:

@@ -8,7 +8,7 @@ import torch
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls import dense, gather, strided
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
 CONTEXT = BuildContext(device=CPU, backend=LoadedBackend("math", math.attend, math.attend_backward))

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilabench.impls.block_sparse import tiles_backward, tiles_forward
-from dilabench.impls.merging import merge_rows_
-from dilabench.kernels.block_plan import BlockPlan
-from dilabench.kernels.block_sparse_backward import block_sparse_backward
-from dilabench.kernels.block_sparse_forward import block_sparse_forward
+from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
+from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.block_sparse.backward import block_sparse_backward
+from dilabench.kernels.block_sparse.forward import block_sparse_forward
+from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.tuning import TileConfig
 
 # name: (B, N, H, K, D, block, causal, window, mask heads, tiles)

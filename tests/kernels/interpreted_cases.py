@@ -15,10 +15,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from dilabench.kernels.fused_backward import fused_backward
-from dilabench.kernels.fused_forward import fused_forward
+from dilabench.kernels.fused.backward import fused_backward
+from dilabench.kernels.fused.forward import fused_forward
+from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.merge import _merge_rows_triton_, merge_rows_torch_
-from dilabench.kernels.residue_plan import residue_plan
 from dilabench.kernels.tuning import TileConfig
 
 # name: batch, length, heads, kv heads, dim, segments, rates, causal, offset, offset by, (query, key) tile, cut, dtype

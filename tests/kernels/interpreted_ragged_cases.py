@@ -8,9 +8,9 @@ import sys
 import torch
 from interpreted_cases import fused
 
-from dilabench.kernels.fused_backward import fused_backward
-from dilabench.kernels.fused_forward import fused_forward
-from dilabench.kernels.residue_plan import residue_plan
+from dilabench.kernels.fused.backward import fused_backward
+from dilabench.kernels.fused.forward import fused_forward
+from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.tuning import TileConfig
 
 # As in `interpreted_cases`. Lengths that no segment and no tile divides: the last segment, 44 tokens of 64, has 22 rows

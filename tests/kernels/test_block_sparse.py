@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.kernels.block_lists import Visibility, largest_tile, padded_lists, tile_lists
+from dilabench.kernels.block_sparse.lists import Visibility, largest_tile, padded_lists, tile_lists
 
 CASES = [
     "full tiles",
@@ -109,8 +109,8 @@ def test_tiles_must_divide_blocks() -> None:
 
 def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dilabench.kernels.block_plan import BlockPlan
-    from dilabench.kernels.block_sparse_forward_sm90 import work_lists
+    from dilabench.kernels.block_sparse.forward_sm90 import work_lists
+    from dilabench.kernels.block_sparse.plan import BlockPlan
 
     mask = np.random.default_rng(2).random((3, 5, 5)) < 0.5
     mask[1, 2] = False
@@ -130,8 +130,8 @@ def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
 
 def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dilabench.kernels.block_plan import BlockPlan
-    from dilabench.kernels.block_sparse_forward_sm90 import work_lists
+    from dilabench.kernels.block_sparse.forward_sm90 import work_lists
+    from dilabench.kernels.block_sparse.plan import BlockPlan
 
     mask = np.random.default_rng(2).random((2, 3, 7)) < 0.5
     mask[1, 2] = False
@@ -147,8 +147,8 @@ def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(mon
     pytest.importorskip("triton", reason="Triton is not installed")
     import torch
 
-    from dilabench.kernels import block_sparse_forward_sm90 as hopper
-    from dilabench.kernels.block_plan import BlockPlan
+    from dilabench.kernels.block_sparse import forward_sm90 as hopper
+    from dilabench.kernels.block_sparse.plan import BlockPlan
 
     monkeypatch.setattr(hopper, "_hopper", lambda device: True)
 
@@ -171,7 +171,7 @@ def test_keys_of_other_rows_have_no_causal_edge_or_window_and_must_fit() -> None
     pytest.importorskip("triton", reason="Triton is not installed")
     import torch
 
-    from dilabench.kernels.block_plan import BlockPlan
+    from dilabench.kernels.block_sparse.plan import BlockPlan
 
     mask = np.ones((1, 2, 3), bool)
     for hidden in ({"causal": True}, {"causal": False, "window": (4, 0)}):

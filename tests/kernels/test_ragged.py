@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from dilabench.kernels.residue_plan import residue_plan
-from dilabench.kernels.tile_tables import tile_tables
+from dilabench.kernels.fused.residue_plan import residue_plan
+from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.tuning import Direction, tile_config
 
 SEGMENTS, RATES, HEADS = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), 8

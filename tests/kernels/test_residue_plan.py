@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dilabench.kernels.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
-from dilabench.kernels.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.tile_tables import computed_pairs, tile_tables
+from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
+from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
+from dilabench.kernels.fused.tile_tables import computed_pairs, tile_tables
 
 SHAPES = [
     (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),

@@ -20,16 +20,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
-from dilabench.kernels import (
-    block_plan,
-    block_sparse_backward,
-    block_sparse_forward,
-    fused_backward,
-    fused_forward,
-    fused_forward_sm90,
-    merge,
-    sum_parts,
-)
+from dilabench.kernels import merge, sum_parts
+from dilabench.kernels.block_sparse import backward as block_sparse_backward
+from dilabench.kernels.block_sparse import forward as block_sparse_forward
+from dilabench.kernels.block_sparse import plan as block_plan
+from dilabench.kernels.fused import backward as fused_backward
+from dilabench.kernels.fused import forward as fused_forward
+from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
 from dilabench.kernels.tuning import TileConfig, shipped, specialized_config
 
 pytestmark = pytest.mark.skipif(

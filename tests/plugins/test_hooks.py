@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dilabench.plugins import Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset, hookimpl, hookspecs
-from dilabench.plugins.manager import HOOK_PREFIX, SHELVES, discover
+from dilabench.plugins.manager import HOOK_PREFIX, REGISTRIES, discover
 
 
 def shelved(hook: str, descriptor: Any) -> Any:
@@ -54,14 +54,14 @@ def test_dilabench_register_timers() -> None:
 
 def test_every_hook_has_a_shelf_and_a_test() -> None:
     hooks = {name for name in dir(hookspecs) if name.startswith("dilabench_")}
-    assert hooks == {HOOK_PREFIX + shelf for shelf in SHELVES}
+    assert hooks == {HOOK_PREFIX + shelf for shelf in REGISTRIES}
     assert {f"test_{hook}" for hook in hooks} <= set(globals())
 
 
 def test_what_we_ship_comes_through_the_hooks() -> None:
     catalogue = discover(strict=True).catalogue
     assert {"reference", "gather", "strided"} <= set(catalogue.implementations.names)
-    for shelf in SHELVES:
+    for shelf in REGISTRIES:
         descriptors = list(getattr(catalogue, shelf))
         assert descriptors, shelf
         assert all(

@@ -2,12 +2,12 @@
 
 import pytest
 
-from dilabench.config import RunRequest
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.results import Case, GpuInfo
-from dilabench.spec import Workload, WorkloadRequest
+from dilabench.record import Case, GpuInfo
+from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
+from dilabench.workload.spec import Workload, WorkloadRequest
 
 CATALOGUE = discover().catalogue
 PEERS = [one.name for one in CATALOGUE.implementations if CATALOGUE.implementations.origin(one.name) == "peers"]
@@ -24,7 +24,7 @@ def reasons(name, machine=HOPPERS, ranks=4, backend="sdpa-flash", **fields):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr("dilabench.registry._unmet_module", lambda name, version: None)
+    monkeypatch.setattr("dilabench.plugins.descriptors._unmet_module", lambda name, version: None)
 
 
 def test_torch_and_ring_flash_attn_are_there():
@@ -63,7 +63,7 @@ def test_what_cannot_be_used_says_why(installed, name, asked, reason):
 
 
 def test_a_missing_package_is_a_reason(monkeypatch):
-    monkeypatch.setattr("dilabench.registry.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dilabench.plugins.descriptors.importlib.util.find_spec", lambda name: None)
     assert reasons("ring-flash-attn-zigzag") == ("module ring_flash_attn is not installed",)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from dilabench.stats.paired import PairedCell
+from dilabench.stats.decisions.paired import PairedCell
 
 settings.register_profile("dilabench", deadline=None, derandomize=True)
 settings.load_profile("dilabench")

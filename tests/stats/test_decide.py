@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decide import decide, judge, judge_many
-from dilabench.stats.estimate import Estimate
-from dilabench.stats.interval import Interval
-from dilabench.stats.paired import PairedCell, estimate
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Cause, Code, confirm
+from dilabench.stats.decisions.decide import decide, judge, judge_many
+from dilabench.stats.decisions.paired import PairedCell, estimate
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Cause, Code, confirm
+from dilabench.stats.samples.estimate import Estimate
+from dilabench.stats.samples.interval import Interval
 
 MIRROR = {Code.SLOWER: Code.FASTER, Code.FASTER: Code.SLOWER}
 NO_FLOOR = Policy(user_margin=0.02, min_change_ns=0)

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.calibration import binomial_interval, detection_rate, noise_floor
-from dilabench.stats.decide import judge_many
-from dilabench.stats.derive import (
+from dilabench.stats.decisions.calibration import binomial_interval, detection_rate, noise_floor
+from dilabench.stats.decisions.decide import judge_many
+from dilabench.stats.decisions.memory import MemoryCode, judge_memory
+from dilabench.stats.decisions.paired import estimate_many
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Code
+from dilabench.stats.samples.derive import (
     geometric_mean,
     gigabytes_per_second,
     speedup,
     tflops_per_second,
     tokens_per_second,
 )
-from dilabench.stats.memory import MemoryCode, judge_memory
-from dilabench.stats.paired import estimate_many
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Code
 
 MIB = 2**20
 
@@ -93,10 +93,12 @@ def test_geometric_mean_of_nothing_is_refused():
 
 def test_verdict_types_cost_no_numpy_and_nothing_imports_torch():
     code = (
-        "import sys, dilabench.stats.verdicts, dilabench.stats.derive, dilabench.stats.memory\n"
+        "import sys, dilabench.stats.decisions.verdicts, dilabench.stats.samples.derive\n"
+        "import dilabench.stats.decisions.memory\n"
         "assert 'numpy' not in sys.modules and 'scipy' not in sys.modules\n"
-        "import dilabench.stats.multiplicity, dilabench.stats.history, dilabench.stats.decide\n"
-        "import dilabench.stats.steps, dilabench.stats.scaling, dilabench.stats.calibration\n"
+        "import dilabench.stats.decisions.multiplicity, dilabench.stats.decisions.history\n"
+        "import dilabench.stats.decisions.decide\n"
+        "import dilabench.stats.decisions.steps, dilabench.stats.scaling, dilabench.stats.decisions.calibration\n"
         "assert 'torch' not in sys.modules and 'scipy.stats' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

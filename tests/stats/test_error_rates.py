@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from dilabench.stats.calibration import detection_rate
-from dilabench.stats.decide import judge_many
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Code
+from dilabench.stats.decisions.calibration import detection_rate
+from dilabench.stats.decisions.decide import judge_many
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Code
 
 CPU = Policy.for_device("cpu")
 GPU = Policy.for_device("cuda")

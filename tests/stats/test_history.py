@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.calibration import detection_rate
-from dilabench.stats.decide import decide
-from dilabench.stats.history import StoredCell, estimate_from_history, estimate_stored
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Cause, Code
+from dilabench.stats.decisions.calibration import detection_rate
+from dilabench.stats.decisions.decide import decide
+from dilabench.stats.decisions.history import StoredCell, estimate_from_history, estimate_stored
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Cause, Code
 
 POLICY = Policy(user_margin=0.02)
 slots = st.lists(st.lists(st.integers(900, 1100), min_size=1, max_size=4), min_size=1, max_size=3)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.autocorrelation import autocorrelation, effective_size
-from dilabench.stats.effect import a12
-from dilabench.stats.location import locate, mad, median_interval, quantile, quantiles
-from dilabench.stats.precision import precision
-from dilabench.stats.slots import flatten_slots, group_quantiles
+from dilabench.stats.samples.autocorrelation import autocorrelation, effective_size
+from dilabench.stats.samples.effect import a12
+from dilabench.stats.samples.location import locate, mad, median_interval, quantile, quantiles
+from dilabench.stats.samples.precision import precision
+from dilabench.stats.samples.slots import flatten_slots, group_quantiles
 
 times = st.lists(st.floats(1, 1e9), min_size=1, max_size=40)
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decide import judge_many
-from dilabench.stats.multiplicity import benjamini_hochberg, control_family, holm
-from dilabench.stats.policy import Policy
-from dilabench.stats.verdicts import Cause, Code
+from dilabench.stats.decisions.decide import judge_many
+from dilabench.stats.decisions.multiplicity import benjamini_hochberg, control_family, holm
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Cause, Code
 
 p_values = st.lists(st.floats(0, 1), min_size=1, max_size=20)
 NO_MARGIN = Policy(user_margin=0.0, min_change_ns=0)

@@ -9,8 +9,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.stats.location import quantile
-from dilabench.stats.paired import PairedCell, estimate, estimate_many
+from dilabench.stats.decisions.paired import PairedCell, estimate, estimate_many
+from dilabench.stats.samples.location import quantile
 
 
 def log_ratios(cell, level):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.stats.steps import _potts, segments, steps
+from dilabench.stats.decisions.steps import _potts, segments, steps
 
 
 def history(levels, sd, seed, n=20):

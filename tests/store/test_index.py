@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.results import Optimizations, Skipped
+from dilabench.record import Optimizations, Skipped
 from dilabench.store.archive import Archive
 from dilabench.store.index import FILENAME, HistoryIndex
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dilabench.blockmask import block_mask
 from dilabench.errors import ConfigError, EnvironmentNotReady
-from dilabench.results import (
+from dilabench.patterns.block_masks import block_mask
+from dilabench.record import (
     Case,
     Check,
     CpuInfo,
@@ -24,9 +24,9 @@ from dilabench.results import (
     Timing,
     Verification,
 )
-from dilabench.spec import WorkloadRequest
 from dilabench.store.migrations import migrated
 from dilabench.store.run_files import RECORD_NAME, ROWS_NAME, RunFolder, completed_rows, read_record, read_rows
+from dilabench.workload.spec import WorkloadRequest
 
 
 def header(**hard: str) -> RunHeader:

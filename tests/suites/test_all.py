@@ -2,11 +2,11 @@
 
 import pytest
 
-from dilabench.config import run_request
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.results import GpuInfo, Row, Skipped
+from dilabench.record import GpuInfo, Row, Skipped
+from dilabench.request import run_request
 from dilabench.suites.all import LAST, ORDER, follow_up
 from dilabench.suites.measured_alone import DOES_NOT_FIT
 from dilabench.suites.planner import Planner, expand

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dilabench.config import run_request
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.results import GpuInfo
+from dilabench.record import GpuInfo
+from dilabench.request import run_request
 from dilabench.suites.planner import expand
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")

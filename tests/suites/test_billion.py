@@ -2,18 +2,18 @@
 
 import pytest
 
-from dilabench.analysis.processed import analyse, computed_tokens, project
-from dilabench.bench.environment import snapshot
-from dilabench.bench.runner import run
-from dilabench.config import run_request
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.runner import run
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.memory_over_ranks import plan_per_rank
 from dilabench.plugins.manager import discover
-from dilabench.results import GpuInfo, RunHeader
-from dilabench.suites.billion import BILLION
+from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.time import plan_time
+from dilabench.record import GpuInfo, RunHeader
+from dilabench.request import run_request
+from dilabench.suites.billion.cases import BILLION
+from dilabench.suites.billion.findings import analyse, computed_tokens, project
 from dilabench.suites.planner import expand
-from dilabench.time_plan import plan_time
 
 CPU = Machine(device="cpu", no_cuda="test")
 H200 = Machine(

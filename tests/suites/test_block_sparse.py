@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from dilabench import blockmask, work
-from dilabench.analysis.density import analyse, break_even, steps_of
-from dilabench.config import run_request
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.patterns import block_masks
 from dilabench.plugins.manager import discover
-from dilabench.results import (
+from dilabench.record import (
     CpuInfo,
     Environment,
     GpuInfo,
@@ -22,7 +20,10 @@ from dilabench.results import (
     Timing,
     Verification,
 )
+from dilabench.request import run_request
+from dilabench.suites.block_sparse.findings import analyse, break_even, steps_of
 from dilabench.suites.planner import expand
+from dilabench.workload import work
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
@@ -157,8 +158,8 @@ def test_the_mask_file_of_many_rows_is_read_once(catalogue, tmp_path, monkeypatc
     cases = tuple(one for one in (*forward, *backward) if one.case.workload.pattern.kind == "block_sparse")
     found = record(cases, [float(ms) for ms in range(1, len(cases) + 1)])
     reads = []
-    real = blockmask.mask_of_digest
-    monkeypatch.setattr(blockmask, "mask_of_digest", lambda *of: reads.append(of) or real(*of))
+    real = block_masks.mask_of_digest
+    monkeypatch.setattr(block_masks, "mask_of_digest", lambda *of: reads.append(of) or real(*of))
     work._pairs_of_masks.cache_clear()
     assert len(cases) > 3
     assert len({step.density for step in steps_of(found)}) == 1

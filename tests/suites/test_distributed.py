@@ -1,7 +1,7 @@
-from dilabench.config import RunRequest
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.suites import distributed
+from dilabench.request import RunRequest
+from dilabench.suites.distributed import cases as distributed
 from dilabench.suites.planner import Planner
 
 CPU = Machine(device="cpu", no_cuda="test")

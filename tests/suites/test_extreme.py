@@ -4,19 +4,19 @@ import sys
 
 import pytest
 
-from dilabench import results
-from dilabench.analysis.longest import analyse
-from dilabench.bench.environment import snapshot
-from dilabench.bench.runner import run
-from dilabench.config import run_request
+from dilabench import record as results
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.runner import run
 from dilabench.errors import ConfigError
 from dilabench.machine import GpuInfo, Machine
-from dilabench.memory_plan import plan_memory
 from dilabench.plugins.manager import discover
-from dilabench.spec import WorkloadRequest
-from dilabench.suites.extreme import follow_up, searches
+from dilabench.predict.memory import plan_memory
+from dilabench.request import run_request
+from dilabench.suites.extreme.cases import follow_up, searches
+from dilabench.suites.extreme.findings import analyse
 from dilabench.suites.measured_alone import DOES_NOT_FIT, memory_limit_bytes
 from dilabench.suites.planner import Planner, expand
+from dilabench.workload.spec import WorkloadRequest
 
 CPU = Machine(device="cpu", no_cuda="test")
 SHAPE = {"num_heads": 2, "head_dim": 32, "segment_lengths": (256, 512), "dilation_rates": (1, 2)}

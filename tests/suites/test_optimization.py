@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from dilabench.config import run_request
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.results import GpuInfo
+from dilabench.record import GpuInfo
+from dilabench.request import run_request
 from dilabench.suites.planner import expand
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
@@ -41,7 +41,7 @@ def test_each_is_switched_on_alone_and_all_together(catalogue):
         (False, False, False, True),
         (True, True, True, True),
     ]
-    assert len({p.case.cell_id for p in planned}) == 1, "all variants are timed in the same rounds"
+    assert len({p.case.group_id for p in planned}) == 1, "all variants are timed in the same rounds"
 
 
 def test_on_a_cpu_the_graph_is_skipped_and_left_out_of_all_together(catalogue):

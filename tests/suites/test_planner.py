@@ -2,12 +2,12 @@
 
 import pytest
 
-from dilabench.config import RunRequest, run_request
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Backend, Catalogue, Implementation
 from dilabench.plugins.manager import discover
-from dilabench.registry import Backend, Catalogue, Implementation
-from dilabench.results import GpuInfo
+from dilabench.record import GpuInfo
+from dilabench.request import RunRequest, run_request
 from dilabench.suites.planner import Planner, expand
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
@@ -65,7 +65,7 @@ def test_dense_runs_the_same_shape_as_a_labelled_yardstick(catalogue):
     assert yardstick.case.workload.pattern.kind == "dense"
     assert yardstick.case.workload == gather.case.workload.replace(pattern={"kind": "dense"})
     assert gather.labels == {}
-    assert yardstick.case.cell_id != gather.case.cell_id
+    assert yardstick.case.group_id != gather.case.group_id
 
 
 def test_on_a_dense_workload_dense_is_no_yardstick(catalogue):

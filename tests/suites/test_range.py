@@ -2,14 +2,14 @@
 
 import pytest
 
-from dilabench.config import run_request
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.results import GpuInfo
+from dilabench.record import GpuInfo
+from dilabench.request import run_request
 from dilabench.suites import room
 from dilabench.suites.planner import expand
-from dilabench.workloads.ranges import RANGES
+from dilabench.workload.ranges import RANGES
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=150 * 10**9),))

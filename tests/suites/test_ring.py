@@ -1,12 +1,12 @@
 import pytest
 
-from dilabench.config import RunRequest
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.results import GpuInfo
-from dilabench.suites import ring
+from dilabench.record import GpuInfo
+from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
+from dilabench.suites.ring import cases as ring
 
 CPU = Machine(device="cpu", no_cuda="test")
 ONE_GPU = Machine(device="cuda", gpus=(GpuInfo(name="a", compute_capability="9.0"),))

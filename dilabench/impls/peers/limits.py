@@ -5,7 +5,7 @@ Ours hold any number of rows per rank; the peers need parts of equal length, and
 
 from __future__ import annotations
 
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 
 def against_equal_parts(workload: Workload, ranks: int) -> str | None:

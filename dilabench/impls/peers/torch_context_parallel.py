@@ -16,7 +16,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import zigzag
 from dilabench.impls.peers.limits import against_equal_pairs
 from dilabench.impls.peers.sharded import PeerOverRanks, world_of
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 KERNELS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 

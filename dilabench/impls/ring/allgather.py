@@ -18,11 +18,11 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous
 from dilabench.distributed.world import Pending
-from dilabench.impls.ring.function import ShardedAttention
-from dilabench.impls.ring.parcels import Parcel
-from dilabench.impls.ring.share import Share, share_of
-from dilabench.impls.ring.sums import Softmax, Sum
-from dilabench.spec import Workload
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.parcels import Parcel
+from dilabench.impls.ring.schedule.share import Share, share_of
+from dilabench.impls.ring.schedule.sums import Softmax, Sum
+from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Protocol
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.cuts import cut_apart
 from dilabench.distributed.sharding import Shards, Span
 from dilabench.distributed.world import World
 from dilabench.impls import fused
-from dilabench.impls.ring.function import ShardedAttention
-from dilabench.spec import Workload
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.workload.cuts import cut_apart
+from dilabench.workload.spec import Workload
 
 
 class Local(Protocol):

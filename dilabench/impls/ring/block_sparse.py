@@ -19,14 +19,14 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.block_deal import BlockDeal
 from dilabench.distributed.sharding import Shards, Span
 from dilabench.distributed.world import Pending, World
-from dilabench.impls.block_plans import pattern_of
-from dilabench.impls.block_sparse import kernels_for
-from dilabench.impls.block_union import BlockBackward, BlockForward
-from dilabench.impls.merging import merge_rows_
-from dilabench.impls.ring.function import ShardedAttention
-from dilabench.impls.ring.sums import Sum
-from dilabench.kernels.block_plan import BlockPlan
-from dilabench.spec import UNBOUNDED, Workload
+from dilabench.impls.block_sparse.block_sparse import kernels_for
+from dilabench.impls.block_sparse.plans import pattern_of
+from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.sums import Sum
+from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dilabench.contracts import BuildContext
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.ring import block_sparse
 from dilabench.impls.ring.multihead import ShardedProjection, projected
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedProjection | ProjectedAttention:

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards, Span, zigzag
-from dilabench.distributed.strided_copy import copy_strided_
+from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import World
-from dilabench.impls.branches import branches_of
-from dilabench.impls.ring.calls import Calls
-from dilabench.impls.ring.function import ShardedAttention
-from dilabench.impls.ring.pieces import Piece
-from dilabench.impls.ring.placed import PlacedSoftmax, PlacedSum
-from dilabench.impls.ring.plan import pieces_between
-from dilabench.impls.ring.sums import Softmax, Sum
-from dilabench.spec import Workload
+from dilabench.impls.ring.schedule.calls import Calls
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.pieces import Piece
+from dilabench.impls.ring.schedule.placed import PlacedSoftmax, PlacedSum
+from dilabench.impls.ring.schedule.plan import pieces_between
+from dilabench.impls.ring.schedule.sums import Softmax, Sum
+from dilabench.impls.union.branches import branches_of
+from dilabench.workload.spec import Workload
 
 
 class Stretch(NamedTuple):

@@ -17,8 +17,8 @@ from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls.multihead import SEED, ProjectedAttention
 from dilabench.impls.ring import overlap, zigzag
-from dilabench.impls.ring.function import ShardedAttention
-from dilabench.spec import Workload
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.workload.spec import Workload
 
 
 class ShardedProjection(nn.Module):

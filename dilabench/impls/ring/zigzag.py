@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import zigzag
-from dilabench.impls.ring.function import ShardedAttention
-from dilabench.impls.ring.hops import Ring
-from dilabench.impls.ring.share import share_of
-from dilabench.spec import Workload
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.hops import Ring
+from dilabench.impls.ring.schedule.share import share_of
+from dilabench.workload.spec import Workload
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:

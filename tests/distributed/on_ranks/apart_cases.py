@@ -66,18 +66,18 @@ def fused(world):
 
 def sampled(world, one, spoil):
     """Verdicts of a call measured alone over ranks: 'passed', or the check that did not and where."""
-    from dilabench.bench.alone_call import PreparedCall
-    from dilabench.bench.commands import BackendSpec, CaseSpec
-    from dilabench.bench.inputs import InputShelf
-    from dilabench.bench.sampled_rows import verify_sampled_rows
-    from dilabench.results import Case
+    from dilabench.engine.call.inputs import InputStore
+    from dilabench.engine.call.isolated_call import PreparedCall
+    from dilabench.engine.verify.sampled_rows import verify_sampled_rows
+    from dilabench.engine.worker.protocol import BackendSpec, CaseSpec
+    from dilabench.record import Case
 
     case = Case(implementation="ring-allgather", backend="math", workload=one, world_size=world.size)
     backend = BackendSpec(
         name="math", target="dilabench.backends.math:attend", backward_target="dilabench.backends.math:attend_backward"
     )
     spec = CaseSpec(case=case, target="dilabench.impls.ring.allgather:build", backend=backend, seed=5)
-    call = PreparedCall(spec, world.device, InputShelf(world.device), world)
+    call = PreparedCall(spec, world.device, InputStore(world.device), world)
     right = call.function
 
     def spoiled(q, k, v):

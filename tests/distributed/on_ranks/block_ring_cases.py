@@ -7,10 +7,10 @@ from ring_cases import TOLERANCE, difference, random_inputs, results
 from dilabench.contracts import BuildContext
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
-from dilabench.impls import block_sparse as one_device
+from dilabench.impls.block_sparse import block_sparse as one_device
 from dilabench.impls.ring import block_sparse, block_sparse_multihead
 from dilabench.impls.ring.block_sparse import BlockExchange
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 BASE = {
     "batch_size": 2,

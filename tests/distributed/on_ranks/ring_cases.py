@@ -16,9 +16,10 @@ from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.ring import allgather, gathered, multihead, overlap, ring, sums, ulysses, varlen, zigzag
-from dilabench.impls.ring.hops import Ring
-from dilabench.spec import Workload
+from dilabench.impls.ring import allgather, gathered, multihead, overlap, ring, ulysses, varlen, zigzag
+from dilabench.impls.ring.schedule import sums
+from dilabench.impls.ring.schedule.hops import Ring
+from dilabench.workload.spec import Workload
 
 MODULES = {
     "ring": ring,

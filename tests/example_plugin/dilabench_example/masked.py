@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilabench.contracts import AttentionFn, BuildContext
-from dilabench.spec import Workload
-from dilabench.work import head_branches, head_offset
+from dilabench.workload.spec import Workload
+from dilabench.workload.work import head_branches, head_offset
 
 
 def build(workload: Workload, context: BuildContext) -> AttentionFn:

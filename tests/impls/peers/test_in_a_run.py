@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dilabench
-from dilabench.results import Measured, Skipped
+from dilabench.record import Measured, Skipped
 from dilabench.store.run_files import read_record
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

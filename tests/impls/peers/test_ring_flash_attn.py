@@ -10,7 +10,7 @@ import torch
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls.peers import flash_attn_stand_in, ring_flash_attn
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 MATH = LoadedBackend("math", math.attend, math.attend_backward)
 WORKLOAD = Workload(pattern={"kind": "dense"}, batch_size=1, seq_len=64, num_heads=2, num_kv_heads=2, head_dim=8)

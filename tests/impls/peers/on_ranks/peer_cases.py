@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from dilabench.backends import math
-from dilabench.bench.verify import summary, verify
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.whole import Whole
+from dilabench.engine.verify import summary, verify
 from dilabench.impls.peers import ring_flash_attn, torch_context_parallel
-from dilabench.spec import Workload
+from dilabench.workload.spec import Workload
 
 MATH = LoadedBackend("math", math.attend, math.attend_backward)
 GROUPED = {"num_heads": 4, "num_kv_heads": 2}

@@ -1,1 +1,0 @@
-"""dilabench.bench"""

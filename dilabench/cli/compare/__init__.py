@@ -1,0 +1,1 @@
+"""Commands that compare records and keep what they are compared with."""

@@ -1,0 +1,149 @@
+"""Comparisons as a table with reasons below it, or as JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dilabench.cli.terminal import print_table, say
+from dilabench.errors import ExitCode
+from dilabench.record import Case
+from dilabench.store.calibrations import Calibration
+from dilabench.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from dilabench.compare.comparison import ComparedCell, Comparison
+
+COLUMNS = ("verdict", "case", "baseline", "candidate", "ratio", "95 % CI", "MDE", "A12", "memory")
+NUMBERS = ("baseline", "candidate", "ratio", "95 % CI", "MDE", "A12")
+UNKNOWN = "—"
+WORDS = {
+    ExitCode.OK: "ok",
+    ExitCode.CASE_FAILED: "A MEASURED CASE NOW FAILS",
+    ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
+    ExitCode.REGRESSION: "REGRESSION",
+    ExitCode.INCONCLUSIVE: "INCONCLUSIVE",
+    ExitCode.NOTHING_MEASURED: "NOTHING TO COMPARE",
+}
+
+
+def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> None:
+    """Print the table, what stands behind each verdict that matters, what was not compared, and the final line."""
+    for warning in comparison.warnings:
+        say(f"note: {warning}")
+    say(noise_line(calibration))
+    for title, cells in _by_workload(comparison.cells).items():
+        say()
+        print_table(title, COLUMNS, [_row(cell) for cell in cells], right=NUMBERS)
+        for cell in cells:
+            _explain(cell)
+    say()
+    for one in comparison.uncompared:
+        say(f"{one.lack}: {name(one.case)}: baseline {one.baseline}; candidate {one.candidate}")
+    say(final_line(comparison, code))
+
+
+def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> str:
+    """The comparison with every number, for programs."""
+    document = {
+        "exit_code": int(code),
+        "sigma_aa": calibration.sigma_aa if calibration else None,
+        "cells": [_plain(asdict(cell), cell.baseline, cell.candidate) for cell in comparison.cells],
+        "uncompared": [
+            {**asdict(one), "case": one.case.model_dump(mode="json"), "case_id": one.case.case_id}
+            for one in comparison.uncompared
+        ],
+        "warnings": list(comparison.warnings),
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def noise_line(calibration: Calibration | None) -> str:
+    """What is known of this machine's noise."""
+    if calibration is None:
+        return "note: noise between sessions is unknown here; `dilabench calibrate` measures it"
+    return (
+        f"noise between sessions {calibration.sigma_aa:.2%} (sigma of identical code, {calibration.sessions} sessions, "
+        f"calibrated {calibration.measured_at[:10]})"
+    )
+
+
+def final_line(comparison: "Comparison", code: ExitCode) -> str:
+    """The line that a CI log ends with."""
+    counts = Counter(cell.verdict.code.value for cell in comparison.cells)
+    verdicts = [f"{counts[one]} {one}" for one in ("SLOWER", "FASTER", "SAME", "INCONCLUSIVE") if counts[one]]
+    larger = sum(cell.memory is not None and cell.memory.fails_gate for cell in comparison.cells)
+    parts = [*verdicts, *([f"{larger} larger peaks"] if larger else [])]
+    parts += [f"{len(comparison.uncompared)} not compared"] if comparison.uncompared else []
+    return f"verdict: {WORDS[code]} ({', '.join(parts) or 'no cells'}; exit code {int(code)})"
+
+
+def name(case: Case) -> str:
+    """A case in one line."""
+    from dilabench.report.rows import workload_title
+
+    return f"{_state(case)}, {workload_title(case)}"
+
+
+def _state(case: Case) -> str:
+    from dilabench.report.rows import implementation_text
+
+    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
+
+
+def _by_workload(cells: Sequence["ComparedCell"]) -> dict[str, list["ComparedCell"]]:
+    from dilabench.report.rows import workload_title
+
+    groups: dict[str, list[ComparedCell]] = {}
+    for cell in cells:
+        groups.setdefault(workload_title(cell.candidate), []).append(cell)
+    return groups
+
+
+def _row(cell: "ComparedCell") -> Sequence[str]:
+    numbers = cell.verdict.numbers
+    known = numbers.ratio_low is not None
+    return (
+        cell.verdict.code + (" (advisory)" if cell.verdict.advisory else ""),
+        _facing(cell),
+        format_seconds(numbers.baseline_ns * 1e-9),
+        format_seconds(numbers.candidate_ns * 1e-9),
+        f"{numbers.ratio:.3f}",
+        f"{numbers.ratio_low:.3f} to {numbers.ratio_high:.3f}" if known else UNKNOWN,
+        f"{numbers.mde:.1%}" if numbers.mde is not None else UNKNOWN,
+        f"{numbers.a12:.2f}",
+        _memory(cell),
+    )
+
+
+def _facing(cell: "ComparedCell") -> str:
+    text = _state(cell.candidate)
+    return text if cell.baseline == cell.candidate else f"{text} against {_state(cell.baseline)}"
+
+
+def _memory(cell: "ComparedCell") -> str:
+    if cell.memory is None:
+        return UNKNOWN
+    change = cell.memory.candidate_bytes - cell.memory.baseline_bytes
+    sign = "-" if change < 0 else "+"
+    return cell.memory.code + ("" if cell.memory.code == "SAME" else f" {sign}{format_bytes(abs(change))}")
+
+
+def _explain(cell: "ComparedCell") -> None:
+    verdict = cell.verdict
+    lines = []
+    if verdict.code != "SAME":
+        lines.append(f"{verdict.code}: {verdict.reason}" + (f"; {verdict.hint}" if verdict.hint else ""))
+    if cell.memory is not None and cell.memory.fails_gate:
+        lines.append(f"LARGER: {cell.memory.reason}; {cell.memory.hint}")
+    lines += cell.notes
+    if lines:
+        say(f"{_facing(cell)} [{cell.timer}, {cell.route}]")
+        for line in lines:
+            say(f"  {line}")
+
+
+def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str, Any]:
+    cases = {"baseline": baseline.model_dump(mode="json"), "candidate": candidate.model_dump(mode="json")}
+    return {**fields, **cases, "case_id": candidate.case_id}

@@ -1,0 +1,1 @@
+"""`dilabench run` and the commands that plan or use a run."""

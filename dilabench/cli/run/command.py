@@ -1,0 +1,212 @@
+"""`dilabench run`: measure a suite."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dilabench.cli import options as shared
+from dilabench.cli.options import given, names, one_or_none
+from dilabench.cli.run import dry_run as dry
+from dilabench.cli.run import options as own
+from dilabench.cli.run.plan import show_predictions
+from dilabench.cli.run.ranks import asking_all, on_ranks
+from dilabench.cli.run.resume import recorded_request, resumed_header
+from dilabench.errors import ExitCode
+from dilabench.machine import detect
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.manager import Found, discover
+from dilabench.record import Row, RunHeader
+from dilabench.request import RunRequest, run_request
+from dilabench.store.run_files import RunFolder, completed_rows
+from dilabench.suites.planner import expand
+from dilabench.units import parse_count, parse_duration
+from dilabench.workload.ranges import CUSTOM, range_lengths
+
+if TYPE_CHECKING:
+    from dilabench.engine.worker.remote_nodes import Nodes
+
+DEFAULT_FOLDER = Path("benchmark_results")
+PATTERN_CACHE_ENTRIES = 64
+POOL_BYTES = 2**30
+TABLE = "table"
+
+
+def run(
+    suite: own.SuiteName,
+    implementations: own.Implementations = None,
+    backends: shared.Backends = None,
+    config: shared.Configs = None,
+    assignments: shared.Assignments = None,
+    lengths: own.Lengths = None,
+    range_name: own.RangeName = None,
+    custom_lengths: own.CustomLengths = None,
+    batch_size: shared.BatchSize = None,
+    seq_length: shared.SeqLength = None,
+    num_heads: shared.NumHeads = None,
+    num_kv_heads: shared.NumKvHeads = None,
+    head_dim: shared.HeadDim = None,
+    dtype: shared.DTypeName = None,
+    mode: shared.ModeName = None,
+    sparsity: own.Sparsity = None,
+    block_size: own.BlockSize = None,
+    mask_file: own.MaskFile = None,
+    max_seq_length: own.MaxSeqLength = None,
+    memory_limit: own.MemoryLimit = None,
+    gradient_checkpointing: own.GradientCheckpointing = None,
+    chunked: own.Chunked = None,
+    offload: own.Offload = None,
+    tokens: own.Tokens = None,
+    form: own.Form = None,
+    sharding: own.Sharding = None,
+    timing: own.Timing = None,
+    pattern_cache: own.PatternCache = None,
+    memory_pool: own.MemoryPool = None,
+    cuda_graph: own.CudaGraph = None,
+    compile_calls: own.Compile = None,
+    nproc: own.Processes = None,
+    device: shared.Device = None,
+    budget: own.Budget = None,
+    seed: own.Seed = None,
+    dry_run: own.DryRun = False,
+    plan: own.Plan = False,
+    resume: own.Resume = None,
+    output: own.Output = DEFAULT_FOLDER,
+    formats: own.Formats = None,
+    keep: own.KeepInStore = True,
+    strict_plugins: shared.StrictPlugins = False,
+) -> None:
+    """Measure a suite: verify each case, time it, and leave run.json and report.md in a folder of its own."""
+    found = discover(strict_plugins)
+    workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
+    blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
+    workload |= {"pattern": "block_sparse", **blocks} if blocks else {}
+    settings = given(
+        implementations=names(implementations),
+        backends=names(backends),
+        lengths=_lengths(range_name, names(lengths), names(custom_lengths)),
+        options=given(
+            max_seq_length=max_seq_length and parse_count(max_seq_length, "max_seq_length"),
+            memory_limit=memory_limit and parse_count(memory_limit, "memory_limit"),
+            gradient_checkpointing=gradient_checkpointing,
+            chunked=chunked,
+            offload=offload,
+            tokens=tokens and parse_count(tokens, "tokens"),
+            form=form,
+            sharding=sharding,
+        ),
+        timing=timing,
+        pattern_cache_entries=None if pattern_cache is None else PATTERN_CACHE_ENTRIES * pattern_cache,
+        buffer_pool_bytes=None if memory_pool is None else POOL_BYTES * memory_pool,
+        cuda_graph=cuda_graph,
+        compile=compile_calls,
+        nproc=nproc,
+        device=device,
+        budget_s=budget and parse_duration(budget),
+        seed=seed,
+    )
+    asked = Asked(
+        suite=suite,
+        configs=config or [],
+        assignments=assignments or [],
+        workload=workload,
+        settings=settings,
+        resume=resume,
+        # A record may be copied to a file besides; the run itself goes on where it is.
+        folder=None if output == DEFAULT_FOLDER or output.suffix == ".json" else output,
+    )
+    reporters = names(formats) or [TABLE]
+    raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, nodes)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks to be measured, before it is checked."""
+
+    suite: str
+    configs: list[str]
+    assignments: list[str]
+    workload: dict[str, Any]
+    settings: dict[str, Any]
+    resume: Path | None
+    folder: Path | None
+
+    def request(self, catalogue: Catalogue) -> tuple[RunRequest, RunHeader | None]:
+        """The checked request; with `--resume`, that of the earlier run, and its header."""
+        if self.resume is None:
+            request = run_request(
+                catalogue,
+                suite=self.suite,
+                configs=self.configs,
+                assignments=self.assignments,
+                workload=self.workload,
+                run=self.settings,
+            )
+            return request, None
+        elsewhere = given(config=self.configs, set=self.assignments, output=self.folder)
+        fixed = {**self.workload, **self.settings, **elsewhere}
+        request, header = recorded_request(self.resume, self.suite, fixed.keys() - {"budget_s"})
+        return request.model_copy(update=given(budget_s=self.settings.get("budget_s"))), header
+
+
+def _carry_out(
+    found: Found,
+    asked: Asked,
+    formats: list[str],
+    output: Path,
+    dry_run: bool,
+    plan: bool,
+    keep: bool,
+    nodes: "Nodes | None",
+) -> ExitCode:
+    catalogue = found.catalogue
+    request, earlier = asked.request(catalogue)
+    request = asking_all(request, nodes)
+    machine = detect(request.device)
+    machine = nodes.machine(machine) if nodes else machine
+    planned = expand(catalogue, machine, request)
+    reporters = tuple(catalogue.reporters.get(name) for name in formats)
+    # Its stop rule needs numpy, which --help should not wait for.
+    from dilabench.engine.method import choose_method
+
+    choose_method(request.timing, machine.device, catalogue)
+    if plan:
+        show_predictions(planned, machine)
+        return ExitCode.OK
+    if dry_run:
+        dry.show(planned)
+        return ExitCode.OK
+    from dilabench.cli.run.execution import Execution, copy_record, new_header, output_base
+
+    header = new_header(found, machine, request)
+    completed: tuple[Row, ...] = ()
+    if asked.resume is not None and earlier is not None:
+        completed = completed_rows(asked.resume, header)
+        header = resumed_header(earlier, header, machine)
+        folder = RunFolder.resume(asked.resume)
+    else:
+        folder = RunFolder.create(output_base(output), request.suite, header.run_id)
+    execution = Execution(
+        found=found,
+        machine=machine,
+        request=request,
+        planned=planned,
+        header=header,
+        folder=folder,
+        formats=reporters,
+        completed=completed,
+        keep=keep,
+        launcher=nodes,
+    )
+    code = execution.run()
+    copy_record(folder, output)
+    return code
+
+
+def _lengths(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
+    chosen = one_or_none(lengths=lengths, custom_lengths=custom) or []
+    counts = [parse_count(length, "length") for length in chosen]
+    if range_name is None and custom:
+        range_name = CUSTOM
+    return list(range_lengths(range_name, counts)) if range_name else counts

@@ -1,0 +1,53 @@
+"""`--dry-run`: the cases that a request comes to, without running any."""
+
+from collections.abc import Sequence
+
+import typer
+
+from dilabench.cli.terminal import print_table
+from dilabench.record import PlannedCase
+from dilabench.units import format_bytes
+from dilabench.workload.spec import BlockSparsePattern
+from dilabench.workload.work import flops, sparsity_of, tensor_bytes
+
+COLUMNS = ("#", "implementation", "backend", "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
+
+
+def show(planned: Sequence[PlannedCase]) -> None:
+    """One line per case with its FLOPs, the bytes of its tensors, and why it would be skipped."""
+    print_table(
+        None, COLUMNS, [_cells(index, plan) for index, plan in enumerate(planned, 1)], right=("FLOPs", "tensors")
+    )
+    skipped = sum(plan.skip is not None for plan in planned)
+    total = sum(flops(plan.case.workload) for plan in planned if plan.skip is None)
+    work = f"{total:.3g} FLOPs in one call of each"
+    typer.echo(f"{len(planned)} cases, {skipped} of them skipped; {work}. Nothing was run (--dry-run).")
+
+
+def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
+    case, workload = plan.case, plan.case.workload
+    role = plan.labels.get("role")
+    return (
+        str(index),
+        case.implementation,
+        (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        workload.label(),
+        _pattern_text(plan) + (f" ({role})" if role else ""),
+        workload.mode,
+        f"{flops(workload):.3g}",
+        format_bytes(sum(tensor_bytes(workload).values())),
+        "yes" if plan.skip is None else f"no: {plan.skip}",
+    )
+
+
+def _pattern_text(plan: PlannedCase) -> str:
+    """The kind of pattern; of a block mask also its own kind, its blocks, and how dense it was to be and is."""
+    pattern = plan.case.workload.pattern
+    if not isinstance(pattern, BlockSparsePattern):
+        return pattern.kind
+    asked = "from a file" if pattern.mask == "custom" else f"{1 - pattern.sparsity:.1%} asked"
+    reached = f"{1 - sparsity_of(plan.case.workload):.1%} reached"
+    heads = ", a mask per head" if pattern.per_head else ""
+    branches = ", ".join(f"{segment}/{rate}" for segment, rate in pattern.branches.branches) if pattern.branches else ""
+    over = f", over branches {branches}" if branches else ""
+    return f"{pattern.kind} {pattern.mask}, block {pattern.block_size}, density {asked}, {reached}{heads}{over}"

@@ -1,0 +1,188 @@
+"""Carrying a planned run out: folder, header, runner, reports, verdict."""
+
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import dilabench
+from dilabench.atomic_file import write_text
+from dilabench.cli.run.progress_bar import progress_shown
+from dilabench.cli.run.sufficient_budget import sufficient_budget
+from dilabench.cli.terminal import say
+from dilabench.compare.comparison import is_wrong
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.runner import FollowUp
+from dilabench.engine.runner import run as run_cases
+from dilabench.engine.worker.launcher import Launcher
+from dilabench.errors import DilabenchError, ExitCode
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Catalogue, Reporter, load_target
+from dilabench.plugins.manager import Found
+from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
+from dilabench.report.findings import render, sections_of
+from dilabench.request import RunRequest
+from dilabench.store.archive import Archive
+from dilabench.store.run_files import RECORD_NAME, RunFolder
+from dilabench.suites.planner import Planner
+
+ALWAYS_WRITTEN = ("json", "plots", "markdown")
+TABLE = "table"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """A run that is about to start: what to measure, where to write, what to print."""
+
+    found: Found
+    machine: Machine
+    request: RunRequest
+    planned: tuple[PlannedCase, ...]
+    header: RunHeader
+    folder: RunFolder
+    formats: tuple[Reporter, ...]
+    completed: tuple[Row, ...] = ()
+    keep: bool = True
+    launcher: Launcher | None = None
+
+    def run(self) -> ExitCode:
+        """Measure, report, and say how it ended."""
+        try:
+            self._say(self._opening())
+            record = self._measure()
+        finally:
+            self.folder.discard_if_empty()
+        if self.folder.path.exists():
+            self._store(record)
+            self._report(record)
+        code = exit_code(record)
+        if code is ExitCode.NOTHING_MEASURED and (hint := sufficient_budget(record, self.machine)):
+            self._say(hint)
+        self._say(verdict(record, code))
+        return code
+
+    def _measure(self) -> RunRecord:
+        catalogue = self.found.catalogue
+        self.folder.keep_masks(plan.case.workload for plan in self.planned if plan.skip is None)
+        with progress_shown() as progress:
+            record = run_cases(
+                self.planned,
+                self.request,
+                catalogue,
+                self.machine,
+                self.header,
+                self.folder,
+                progress=progress,
+                follow_up=_follow_up(catalogue, self.machine, self.request),
+                completed=self.completed,
+                trace_folder=self.folder.path / "traces",
+                launcher=self.launcher,
+            )
+        project = catalogue.suites.get(self.request.suite).projections
+        return record if project is None else record.model_copy(update={"projections": load_target(project)(record)})
+
+    def _report(self, record: RunRecord) -> None:
+        """Write what a run always leaves and what was asked for; print what was asked for."""
+        always = [self.found.catalogue.reporters.get(name) for name in ALWAYS_WRITTEN]
+        written = [one for one in dict.fromkeys([*always, *self.formats]) if one.filename]
+        sections = sections_of(record, self.found.catalogue)
+        for reporter in written:
+            render(reporter, record, self.folder.path, sections)
+        for reporter in self.formats:
+            text = render(reporter, record, None, sections) if reporter.prints else None
+            if text is not None:
+                say(text)
+        paths = [self.folder.path / str(one.filename) for one in written]
+        self._say("\n" + "\n".join(str(path) for path in paths if path.exists()))
+
+    def _store(self, record: RunRecord) -> None:
+        """Keep the record for `history` and baselines. The run's own folder has it anyway, so trouble is only told."""
+        if not self.keep or not any(row.outcome.status == "measured" for row in record.rows):
+            return
+        try:
+            Archive().add(record)
+        except DilabenchError as error:
+            self._say(f"not kept in the store: {error}")
+
+    def _opening(self) -> str:
+        runs = sum(plan.skip is None for plan in self.planned)
+        kept = f", {len(self.completed)} of them kept from before" if self.completed else ""
+        budget = f", at most {self.request.budget_s:g} s" if self.request.budget_s else ""
+        where = self.machine.gpus[0].name if self.machine.device == "cuda" else self.header.environment.cpu.model
+        return f"dilabench {self.request.suite} on {self.machine.device} ({where}): {runs} cases{kept}{budget}"
+
+    def _say(self, text: str) -> None:
+        """Words for people go to stderr when something else than the table is printed, so that stdout is that alone."""
+        say(text, err=[one.name for one in self.formats] != [TABLE])
+
+
+def new_header(found: Found, machine: Machine, request: RunRequest) -> RunHeader:
+    """The header of a run that starts now."""
+    return RunHeader(
+        tool_version=dilabench.__version__,
+        run_id=secrets.token_hex(4),
+        suite=request.suite,
+        argv=tuple(sys.argv[1:]),
+        config=request.model_dump(mode="json"),
+        seed=request.seed,
+        device=machine.device,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=snapshot(machine),
+        plugins=tuple(found.plugins),
+    )
+
+
+def _follow_up(catalogue: Catalogue, machine: Machine, request: RunRequest) -> FollowUp | None:
+    target = catalogue.suites.get(request.suite).follow_up
+    if target is None:
+        return None
+
+    def follow_up(rows: Sequence[Row]) -> Sequence[PlannedCase]:
+        more: Sequence[PlannedCase] = load_target(target)(rows, request, Planner(catalogue, machine, request))
+        return more
+
+    return follow_up
+
+
+def exit_code(record: RunRecord) -> ExitCode:
+    """How a run ended, as an exit code: interrupted, wrong output, a failed case, nothing measured, or fine."""
+    if record.status == "interrupted":
+        return ExitCode.INTERRUPTED
+    if any(is_wrong(row) for row in record.rows):
+        return ExitCode.WRONG_OUTPUT
+    if any(isinstance(row.outcome, Failed) for row in record.rows):
+        return ExitCode.CASE_FAILED
+    if not any(row.outcome.status == "measured" for row in record.rows):
+        return ExitCode.NOTHING_MEASURED
+    return ExitCode.OK
+
+
+VERDICTS = {
+    ExitCode.OK: "ok",
+    ExitCode.CASE_FAILED: "SOME CASE FAILED",
+    ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
+    ExitCode.NOTHING_MEASURED: "NOTHING MEASURED",
+    ExitCode.INTERRUPTED: "INTERRUPTED, results so far are saved",
+}
+
+
+def verdict(record: RunRecord, code: ExitCode) -> str:
+    """The line that a CI log ends with."""
+    counts = Counter(row.outcome.status for row in record.rows)
+    ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))
+    return f"verdict: {VERDICTS[code]} ({ended}; exit code {code.value})"
+
+
+def output_base(output: Path) -> Path:
+    """The folder that the run's own folder goes into; a path to a .json file stands for the folder it is in."""
+    return output.parent if output.suffix == ".json" else output
+
+
+def copy_record(folder: RunFolder, output: Path) -> None:
+    """Where `-o` named a .json file, put the record there as well."""
+    record = folder.path / RECORD_NAME
+    if output.suffix == ".json" and record.exists():
+        write_text(output, record.read_text(encoding="utf-8"))

@@ -1,0 +1,214 @@
+"""`dilabench plan`: what fits? Memory by length, batch and implementation, from formulas; nothing runs."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from dilabench.cli import options as shared
+from dilabench.cli.options import given, names
+from dilabench.cli.run import options as own
+from dilabench.cli.terminal import print_table
+from dilabench.errors import ExitCode
+from dilabench.machine import Machine, detect
+from dilabench.plugins.manager import discover
+from dilabench.predict.memory import longest_that_fits
+from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.time import plan_time
+from dilabench.record import PlannedCase
+from dilabench.request import run_request
+from dilabench.suites.planner import Planner
+from dilabench.suites.room import memory_bytes, rank_memory_bytes
+from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
+
+LENGTHS = (4096, 16384, 65536, 262144, 1048576)
+IMPLEMENTATIONS = ("dense", "gather", "strided", "fused")
+OVER_RANKS = ("ring", "ring-overlap", "ring-allgather", "ulysses")
+MODES = ("forward", "both")
+COLUMNS = ("implementation", "backend", "mode", "batch", "length", "memory", "bytes/token", "inputs", "saved", "fits")
+LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest by formula")
+TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "form", "memory", "fits", "time", "runs")
+NO_FORMULA = "no formula"
+
+BatchSizes = Annotated[
+    list[str] | None, typer.Option("--batch-size", metavar="B...", help="Sequences per call: 1 or 1,2,4 (default 1).")
+]
+Memory = Annotated[
+    str | None, typer.Option("--memory", metavar="BYTES", help="What there is to fit into (default: this device's).")
+]
+
+
+def plan(
+    implementations: own.Implementations = None,
+    backends: shared.Backends = None,
+    config: shared.Configs = None,
+    assignments: shared.Assignments = None,
+    lengths: own.Lengths = None,
+    batch_sizes: BatchSizes = None,
+    num_heads: shared.NumHeads = None,
+    num_kv_heads: shared.NumKvHeads = None,
+    head_dim: shared.HeadDim = None,
+    dtype: shared.DTypeName = None,
+    mode: shared.ModeName = None,
+    memory: Memory = None,
+    processes: own.Processes = None,
+    device: shared.Device = None,
+    as_json: shared.AsJson = False,
+    strict_plugins: shared.StrictPlugins = False,
+) -> None:
+    """Predict the memory of each length, batch size and implementation, and the longest sequence that fits.
+
+    With --nproc it is what the fullest rank needs, of the memory that each rank has.
+    """
+    found = discover(strict_plugins)
+    counts = [parse_count(length, "length") for length in names(lengths)] or list(LENGTHS)
+    workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode)
+    request = run_request(
+        found.catalogue,
+        suite="plan",
+        configs=config or (),
+        assignments=assignments or (),
+        workload=workload,
+        run=given(
+            implementations=names(implementations),
+            backends=names(backends),
+            device=device,
+            lengths=counts,
+            nproc=processes,
+        ),
+    )
+    machine = detect(request.device)
+    planner = Planner(found.catalogue, machine, request)
+    batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
+    planned = _cases(planner, batches)
+    capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
+    if as_json:
+        typer.echo(json.dumps([_as_data(one, machine, capacity) for one in planned], indent=1))
+    else:
+        _show(planned, machine, capacity)
+    known = any(plan_per_rank(one.case, machine.device) for one in planned)
+    raise typer.Exit(ExitCode.OK if known else ExitCode.NOTHING_MEASURED)
+
+
+def show_predictions(planned: Sequence[PlannedCase], machine: Machine) -> None:
+    """`run --plan`: memory and time of the cases of a suite, as predicted before anything runs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    capacity, total_s = memory_bytes(machine), 0.0
+    rows = []
+    for one in planned:
+        time = plan_time(one.case, machine, cores)
+        total_s += 0.0 if one.skip else time.seconds
+        needed = _needed(one, machine)
+        rows.append(
+            (
+                *_names(one),
+                one.case.workload.label(),
+                one.case.workload.mode,
+                one.labels.get("form", "-"),
+                _memory_text(needed, one),
+                _fits(needed, rank_memory_bytes(machine, one.case.world_size)),
+                format_seconds(time.seconds),
+                "yes" if one.skip is None else f"no: {one.skip}",
+            )
+        )
+    print_table(None, TIME_COLUMNS, rows, right=("memory", "time"))
+    rates = sorted({plan_time(one.case, machine, cores).assumed_flops_per_s for one in planned})
+    assumed = ", ".join(f"{rate:.3g}" for rate in rates)
+    duration = format_seconds(max(total_s, 1e-9))
+    there = "unknown" if capacity is None else format_bytes(capacity)
+    typer.echo(
+        f"Predicted, not measured: memory by formula (there is {there}); one call of each case, or all pieces of a "
+        f"stream, in about {duration} at an assumed {assumed} FLOP/s. Nothing was run (--plan)."
+    )
+
+
+def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
+    planned: list[PlannedCase] = []
+    implementations = planner.implementations(OVER_RANKS if planner.request.nproc > 1 else IMPLEMENTATIONS)
+    for asked in planner.workload_requests([{}]):
+        modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
+        for batch in batches:
+            for mode in modes:
+                request = asked.model_copy(update={"batch_size": batch, "mode": mode})
+                planned += planner.compare([request], implementations)
+    return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
+
+
+def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None) -> None:
+    rows: list[tuple[str, ...]] = []
+    for one in planned:
+        found = plan_per_rank(one.case, machine.device)
+        workload = one.case.workload
+        head = (*_names(one), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
+        if found is None:
+            rows.append((*head, NO_FORMULA, "-", "-", "-", _unknown(one)))
+            continue
+        parts = (found.inputs_bytes, found.saved_bytes)
+        per_token = f"{found.peak_bytes * one.case.world_size / workload.tokens:.0f}"
+        fits = _fits(found.peak_bytes, capacity)
+        rows.append((*head, format_bytes(found.peak_bytes), per_token, *map(format_bytes, parts), fits))
+    print_table(None, COLUMNS, rows, right=COLUMNS[3:9])
+    if capacity is None:
+        return
+    longest = {}
+    for one in planned:
+        key = (*_names(one), one.case.workload.mode, str(one.case.workload.batch_size))
+        if key not in longest and (length := _longest(one, machine, capacity)) is not None:
+            longest[key] = f"{length:,}".replace(",", "_")
+    typer.echo()
+    ranks = max(one.case.world_size for one in planned)
+    title = f"Into {format_bytes(capacity)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+    print_table(title, LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
+    typer.echo("Predicted by formula, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
+
+
+def _as_data(one: PlannedCase, machine: Machine, capacity: int | None) -> dict[str, Any]:
+    found, workload = plan_per_rank(one.case, machine.device), one.case.workload
+    return {
+        "implementation": one.case.implementation,
+        "backend": one.case.backend,
+        "mode": workload.mode,
+        "dtype": workload.dtype,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "predicted_peak_bytes": found and found.peak_bytes,
+        "inputs_bytes": found and found.inputs_bytes,
+        "saved_bytes": found and found.saved_bytes,
+        "ranks": one.case.world_size,
+        "capacity_bytes": capacity,
+        "fits": None if found is None or capacity is None else found.peak_bytes <= capacity,
+        "skip": one.skip,
+    }
+
+
+def _names(one: PlannedCase) -> tuple[str, str]:
+    starred = "*" if one.requested_backend == "auto" and one.case.backend else ""
+    return one.case.implementation, (one.case.backend or "-") + starred
+
+
+def _needed(one: PlannedCase, machine: Machine) -> int | None:
+    """Bytes of the rank that needs most."""
+    found = plan_per_rank(one.case, machine.device)
+    return None if found is None else found.peak_bytes
+
+
+def _memory_text(needed: int | None, one: PlannedCase) -> str:
+    if needed is None:
+        return NO_FORMULA
+    return format_bytes(needed) + (f" a rank, {one.case.world_size} ranks" if one.case.world_size > 1 else "")
+
+
+def _longest(one: PlannedCase, machine: Machine, capacity: int) -> int | None:
+    return longest_that_fits(one.case, machine.device, capacity, plan_per_rank)
+
+
+def _fits(needed: int | None, capacity: int | None) -> str:
+    if needed is None or capacity is None:
+        return "?"
+    return "yes" if needed <= capacity else "NO"
+
+
+def _unknown(one: PlannedCase) -> str:
+    return f"? ({one.skip})" if one.skip else "?"

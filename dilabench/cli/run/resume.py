@@ -1,0 +1,40 @@
+"""`--resume`: the request, header and rows of a run that was interrupted."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.record import RunHeader
+from dilabench.request import RunRequest
+from dilabench.store.run_files import read_rows
+from dilabench.workload.spec import validated
+
+
+def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
+    """What the run was asked for and its header. `given` names the options that were given beside `--resume`.
+
+    Raises ConfigError when there is no such run, it was of another suite, or an option would change what it measures.
+    """
+    if not run.exists():
+        raise ConfigError(f"run {str(run)!r} does not exist; name the folder of an interrupted run")
+    header, _ = read_rows(run if run.is_dir() else run.parent)
+    given = sorted(given)
+    if header.suite != suite:
+        raise ConfigError(
+            f"run {str(run)!r} is of suite {header.suite!r}, not {suite!r}; write `run {header.suite} --resume`"
+        )
+    if given:
+        raise ConfigError(f"--resume goes on with the run as it was asked for; leave out {', '.join(given)}")
+    return validated(RunRequest, header.config), header
+
+
+def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunHeader:
+    """The header of a run that goes on, in today's environment.
+
+    What only a worker can tell of its torch stays as it was, for a part that needs no worker any more.
+    """
+    from dilabench.engine.device.environment import with_torch
+
+    environment = with_torch(now.environment, machine, earlier.environment.torch)
+    return earlier.model_copy(update={"environment": environment})

@@ -1,0 +1,66 @@
+"""`dilabench tune`: measure what is fastest here, and keep it for `-i auto`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dilabench.cli import options as shared
+from dilabench.cli.options import given, names
+from dilabench.cli.run import options as own
+from dilabench.machine import detect
+from dilabench.plugins.manager import discover
+from dilabench.request import ALL, run_request
+from dilabench.store.run_files import RunFolder
+from dilabench.suites.planner import expand
+from dilabench.units import parse_duration
+
+TunePath = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write this file instead of the one for this machine.")
+]
+
+
+def tune(
+    config: shared.Configs = None,
+    assignments: shared.Assignments = None,
+    lengths: own.Lengths = None,
+    mode: shared.ModeName = None,
+    device: shared.Device = None,
+    budget: own.Budget = None,
+    output: TunePath = None,
+) -> None:
+    """Measure every implementation over every backend on the workloads, and keep the fastest of each for `-i auto`.
+
+    Compiling and warming up are never part of a time. Later runs add to the file; a newer result replaces an older one.
+    """
+    from dilabench.cli.run.execution import Execution, new_header
+    from dilabench.suites.choice import tune_path
+    from dilabench.suites.tuner import add_to_file
+
+    found = discover()
+    request = run_request(
+        found.catalogue,
+        suite="implementations",
+        configs=config or (),
+        assignments=assignments or (),
+        workload=given(mode=mode),
+        run=given(backends=[ALL], lengths=names(lengths), device=device, budget_s=budget and parse_duration(budget)),
+    )
+    machine = detect(request.device)
+    planned = tuple(one for one in expand(found.catalogue, machine, request) if not one.labels)
+    header = new_header(found, machine, request)
+    execution = Execution(
+        found=found,
+        machine=machine,
+        request=request,
+        planned=planned,
+        header=header,
+        folder=RunFolder.create(Path("benchmark_results"), "tune", header.run_id),
+        formats=(found.catalogue.reporters.get("table"),),
+    )
+    code = execution.run()
+    path = output or tune_path(machine)
+    # A run that was interrupted before its first row leaves no folder.
+    added = add_to_file(path, execution.folder.path, machine) if execution.folder.path.exists() else 0
+    typer.echo(f"{added} workloads tuned in {path}")
+    raise typer.Exit(code)

@@ -1,0 +1,59 @@
+"""What can be used on this machine, and why the rest cannot."""
+
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import DENSE_KERNEL, Backend, Capabilities, Implementation, Timer, unmet
+
+# What an implementation could do at most; a backend could do DENSE_KERNEL.
+EVERYTHING = Capabilities(
+    patterns=frozenset({"dense", "dilated", "block_sparse"}),
+    layouts=frozenset({"padded", "packed"}),
+    merge_grads=frozenset({"exact", "detached"}),
+    max_world_size=None,
+)
+
+
+def reasons_against(descriptor: object, machine: Machine) -> tuple[str, ...]:
+    """Why a descriptor cannot be used here, whatever the workload; empty when it can."""
+    if isinstance(descriptor, Implementation | Backend):
+        return unmet(descriptor.requires, machine) or _wrong_device(descriptor.supports.devices, machine)
+    if isinstance(descriptor, Timer):
+        return _wrong_device(descriptor.devices, machine)
+    return ()
+
+
+def _wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
+    if machine.device in devices:
+        return ()
+    why = f" ({machine.no_cuda})" if machine.no_cuda else ""
+    return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)
+
+
+def limits_of(descriptor: Implementation | Backend) -> tuple[str, ...]:
+    """What it cannot compute of what its kind could."""
+    return limits(descriptor.supports, DENSE_KERNEL if isinstance(descriptor, Backend) else EVERYTHING)
+
+
+def limits(supports: Capabilities, widest: Capabilities = EVERYTHING) -> tuple[str, ...]:
+    """What an implementation or backend is limited to, in words, against what one could do at most."""
+    found: list[str] = []
+    for name in ("patterns", "devices", "dtypes", "modes", "layouts", "merge_grads", "causal"):
+        offered = getattr(supports, name)
+        if offered != getattr(widest, name):
+            found.append(f"{name}: {', '.join(sorted(map(str, offered)))}")
+    found += [
+        f"no {name.replace('_', ' ')}" for name in ("window", "gqa", "grouped_heads") if not getattr(supports, name)
+    ]
+    if supports.head_dim_multiple != 1:
+        found.append(f"head dim: multiples of {supports.head_dim_multiple}")
+    if supports.max_head_dim is not None:
+        found.append(f"head dim: up to {supports.max_head_dim}")
+    if supports.max_world_size is not None and widest.max_world_size is None:
+        found.append("one device" if supports.max_world_size == 1 else f"up to {supports.max_world_size} devices")
+    if supports.on_cuda is not None:
+        other = [
+            limit
+            for limit in limits(supports.on_cuda, widest)
+            if limit not in found and not limit.startswith("devices")
+        ]
+        found.append(f"on CUDA {', '.join(other)}")
+    return tuple(found)

@@ -1,0 +1,116 @@
+"""`dilabench describe`: everything known about one name."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from dilabench.cli.show.availability import limits_of, reasons_against
+from dilabench.cli.show.mask_picture import mask_facts, workload_mask
+from dilabench.errors import unknown_name
+from dilabench.machine import Machine, detect
+from dilabench.patterns.block_masks import PREFERENCES
+from dilabench.plugins.descriptors import Backend, Catalogue, Implementation, Reporter, Timer, WorkloadPreset
+from dilabench.plugins.manager import REGISTRIES, discover
+from dilabench.request import workload_request
+from dilabench.units import format_bytes
+from dilabench.workload.ranges import ALL, RANGES, range_lengths
+from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.workload.work import attended_pairs, flops, tensor_bytes
+
+Facts = Iterator[tuple[str, str]]
+
+
+def describe(
+    name: Annotated[str, typer.Argument(help="Name or alias of what `dilabench list` shows, of a range or a mask.")],
+) -> None:
+    """Show everything known about a name; a name that stands for several things shows all of them."""
+    catalogue, machine = discover().catalogue, detect()
+    sheets = [sheet for shelf in REGISTRIES for sheet in _sheets(catalogue, shelf, name, machine)]
+    if name in (*RANGES, ALL):
+        sheets.append(("range", [("lengths", " ".join(map(str, range_lengths(name))))]))
+    if name in PREFERENCES:
+        sheets.append(("mask", list(mask_facts(name))))
+    if not sheets:
+        known = {other for shelf in REGISTRIES for other in getattr(catalogue, shelf).names}
+        raise unknown_name("name", name, [*known, *RANGES, *PREFERENCES])
+    for index, (kind, facts) in enumerate(sheets):
+        typer.echo(("\n" if index else "") + f"{kind} {name}")
+        for key, value in facts:
+            typer.echo(f"  {key + ':':<18} {value}")
+
+
+def _sheets(
+    catalogue: Catalogue, shelf_name: str, name: str, machine: Machine
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    shelf = getattr(catalogue, shelf_name)
+    if name not in shelf:
+        return
+    descriptor = shelf.get(name)
+    facts = [("summary", descriptor.summary)]
+    if name != descriptor.name:
+        facts.append(("alias of", descriptor.name))
+    if descriptor.aliases:
+        facts.append(("aliases", ", ".join(descriptor.aliases)))
+    facts.append(("plug-in", shelf.origin(name)))
+    if isinstance(descriptor, WorkloadPreset):
+        facts += _workload_facts(catalogue, descriptor, machine)
+    else:
+        facts += _target_facts(descriptor, machine)
+    yield shelf.kind, facts
+
+
+def _target_facts(descriptor: object, machine: Machine) -> Facts:
+    yield "target", str(getattr(descriptor, "target"))  # noqa: B009 - every descriptor but a preset has one
+    if isinstance(descriptor, Backend):
+        yield "backward", descriptor.backward_target or "none"
+    if isinstance(descriptor, Implementation):
+        yield "takes", "q, k, v [B, N, H, D]" if descriptor.takes == "heads" else f"{descriptor.takes} [B, N, E]"
+        only = " or ".join(descriptor.backends)
+        yield "calls a backend", (f"only {only}" if only else "yes") if descriptor.uses_backend else "no"
+        yield "deterministic", "yes" if descriptor.deterministic else "not promised"
+        if descriptor.quirks:
+            yield "quirks", "; ".join(descriptor.quirks)
+    if isinstance(descriptor, Reporter) and descriptor.filename:
+        yield "writes", descriptor.filename
+    if isinstance(descriptor, Timer):
+        yield "proves", descriptor.proves
+    if isinstance(descriptor, Implementation | Backend):
+        yield "requires", ", ".join(descriptor.requires) or "nothing beyond torch"
+        yield "limits", "; ".join(limits_of(descriptor)) or "none"
+    reasons = reasons_against(descriptor, machine)
+    yield "usable here", "no: " + "; ".join(reasons) if reasons else "yes"
+
+
+def _workload_facts(catalogue: Catalogue, preset: WorkloadPreset, machine: Machine) -> Facts:
+    if preset.members:
+        yield "set of", ", ".join(preset.members)
+        return
+    workload = workload_request(catalogue, preset.name, {}).resolve(machine.auto_dtype)
+    yield "workload", workload.label()
+    yield from _field_facts(workload)
+    if isinstance(workload.pattern, BlockSparsePattern) and workload.pattern.branches is None:
+        yield "mask of head 0", workload_mask(workload)
+    pairs = attended_pairs(workload)
+    yield "attended pairs", f"{pairs:,}"
+    yield (
+        "FLOPs",
+        ", ".join(f"{mode} {flops(workload.replace(mode=mode)):.4g}" for mode in ("forward", "backward", "both")),
+    )
+    sizes = tensor_bytes(workload)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    yield "tensors", f"{format_bytes(sum(sizes.values()))} ({parts})"
+    yield "family", workload.family_id()
+    for implementation in catalogue.implementations:
+        reasons = (
+            *reasons_against(implementation, machine),
+            *implementation.supports.reasons(workload, machine.device),
+        )
+        yield implementation.name, "no: " + "; ".join(dict.fromkeys(reasons)) if reasons else "can compute it here"
+
+
+def _field_facts(workload: Workload) -> Facts:
+    for name, value in workload.model_dump(exclude={"pattern"}, exclude_none=True).items():
+        yield name, str(value)
+    for name, value in workload.pattern.model_dump(exclude_none=True).items():
+        yield "pattern" if name == "kind" else f"pattern.{name}", str(value)

@@ -1,0 +1,79 @@
+"""`dilabench doctor`: what the machine is, and what makes its times noisy."""
+
+import json
+
+import typer
+
+from dilabench.cli.compare.noise import notes
+from dilabench.cli.options import AsJson
+from dilabench.cli.reading import read
+from dilabench.cli.show.availability import reasons_against
+from dilabench.machine import Machine, detect
+from dilabench.plugins.manager import Found, discover
+from dilabench.record import Environment, Note
+from dilabench.units import format_bytes
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Show the machine, the packages, what can be used, and what makes times here noisy, with advice."""
+    from dilabench.engine.device.environment import snapshot
+
+    machine, found = detect(), discover()
+    environment = snapshot(machine)
+    warnings = notes(read(machine))
+    if as_json:
+        report = {
+            "device": machine.device,
+            "no_cuda": machine.no_cuda,
+            "environment": environment.model_dump(mode="json"),
+            "notes": [note.model_dump(mode="json", exclude_none=True) for note in warnings],
+            "broken_plugins": {problem.plugin: problem.why for problem in found.problems},
+        }
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    for name, value in _facts(machine, environment, found):
+        typer.echo(f"{name + ':':<12} {value}")
+    for problem in found.problems:
+        typer.echo(f"broken plug-in {problem.plugin}: {problem.why}")
+    typer.echo(
+        f"\nWhat makes times here noisy ({len(warnings)}):"
+        if warnings
+        else "\nNothing found that makes times here noisy."
+    )
+    for note in warnings:
+        typer.echo(f"- {_text(note)}")
+
+
+def _facts(machine: Machine, environment: Environment, found: Found) -> list[tuple[str, str]]:
+    cpu = environment.cpu
+    memory = f", {format_bytes(cpu.memory_bytes)}" if cpu.memory_bytes else ""
+    facts = [
+        ("runs use", machine.device + (f" ({machine.no_cuda})" if machine.no_cuda else "")),
+        ("dtype auto", machine.auto_dtype),
+        ("CPU", f"{cpu.model}, {cpu.cores} cores, {cpu.threads} threads{memory}"),
+    ]
+    for gpu in environment.gpus:
+        size = f", {format_bytes(gpu.memory_bytes)}" if gpu.memory_bytes else ""
+        facts.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}{size}"))
+    facts += [
+        ("system", environment.os + (", in a container" if environment.container else "")),
+        ("Python", environment.python),
+        ("packages", ", ".join(f"{name} {version}" for name, version in environment.packages.items())),
+    ]
+    for kind, shelf in (("impls", found.catalogue.implementations), ("backends", found.catalogue.backends)):
+        usable = [descriptor.name for descriptor in shelf if not reasons_against(descriptor, machine)]
+        facts.append(
+            (kind, f"{', '.join(usable)} ({len(usable)} of {len(shelf)}; `dilabench list {shelf.kind}s` says why)")
+        )
+    if environment.git:
+        facts.append(("git", environment.git.sha + (" with changes" if environment.git.dirty else "")))
+    return facts
+
+
+def _text(note: Note) -> str:
+    seen = ""
+    if note.observed is not None and note.threshold is not None:
+        big = note.threshold >= 2**20
+        observed, limit = (format_bytes(value) if big else f"{value:g}" for value in (note.observed, note.threshold))
+        seen = f" (seen {observed}, limit {limit})"
+    return f"{note.message}{seen}" + (f"; {note.hint}" if note.hint else "")

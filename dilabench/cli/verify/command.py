@@ -1,0 +1,185 @@
+"""`dilabench verify`: is the output right? Nothing is timed."""
+
+from typing import Annotated, Any
+
+import typer
+
+from dilabench.cli import options as shared
+from dilabench.cli.options import given, names
+from dilabench.cli.run.options import Implementations, Processes
+from dilabench.cli.terminal import Lines, say
+from dilabench.cli.verify.everything import Marks, trials_of
+from dilabench.cli.verify.outcomes import Outcome, outcomes_of
+from dilabench.errors import ExitCode
+from dilabench.machine import detect
+from dilabench.plugins.manager import discover
+from dilabench.record import Check, PlannedCase, Verification
+from dilabench.request import run_request
+from dilabench.suites.planner import Planner
+from dilabench.workload.spec import WorkloadRequest
+
+# Small and awkward on purpose: segments that do not divide N, rates that do not divide segments, grouped queries.
+DEFAULT_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "batch_size": 1,
+        "seq_len": 771,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "segment_lengths": (160, 500, 1024),
+        "dilation_rates": (1, 3, 6),
+        "causal": causal,
+    }
+    for causal in (True, False)
+)
+# For what computes block masks only: the last of 17 blocks holds 3 rows.
+SPARSE_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "pattern": "block_sparse",
+        "mask": "random",
+        "block_size": 48,
+        "sparsity": 0.6,
+        "batch_size": 1,
+        "seq_len": 771,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "causal": causal,
+    }
+    for causal in (True, False)
+)
+COLUMNS = ("implementation", "backend", "workload", "mode", "result", "details")
+EVERYTHING = "all"
+
+
+def verify(
+    implementations: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Implementations; all when left out.")
+    ] = None,
+    named: Implementations = None,
+    backends: shared.Backends = None,
+    config: shared.Configs = None,
+    assignments: shared.Assignments = None,
+    batch_size: shared.BatchSize = None,
+    seq_length: shared.SeqLength = None,
+    num_heads: shared.NumHeads = None,
+    num_kv_heads: shared.NumKvHeads = None,
+    head_dim: shared.HeadDim = None,
+    dtype: shared.DTypeName = None,
+    mode: shared.ModeName = None,
+    processes: Processes = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every implementation, backend, dtype and family, as a table of marks.")
+    ] = False,
+    device: shared.Device = None,
+    strict_plugins: shared.StrictPlugins = False,
+) -> None:
+    """Check outputs and gradients against the oracle. Exit code 5 when any is wrong, 4 when a check itself fails."""
+    found = discover(strict_plugins)
+    workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
+    request = run_request(
+        found.catalogue,
+        suite="verify",
+        configs=config or (),
+        assignments=assignments or (),
+        workload=workload,
+        run=given(
+            implementations=names(implementations, named),
+            backends=names(backends),
+            device=device,
+            nproc=processes,
+            seed=seed,
+        ),
+    )
+    machine = detect(request.device)
+    planner = Planner(found.catalogue, machine, request)
+    if everything:
+        raise typer.Exit(_everything(planner))
+    planned = _planned(planner)
+    names_of = [_names(plan) for plan in planned]
+    lines = Lines(COLUMNS, names_of)
+    outcomes = []
+    for plan, cells, outcome in zip(
+        planned, names_of, outcomes_of(planned, found.catalogue, machine, request.seed), strict=True
+    ):
+        outcomes.append(outcome)
+        lines.print((*cells, *_result(plan, outcome)))
+    raise typer.Exit(_verdict(planned, outcomes))
+
+
+def _everything(planner: Planner) -> ExitCode:
+    """The table of `--all`: a line per implementation, backend and dtype, a mark per family."""
+    trials = trials_of(planner)
+    planned = tuple(trial.planned for trial in trials)
+    table = Marks(trials)
+    outcomes = []
+    for trial, outcome in zip(
+        trials, outcomes_of(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
+    ):
+        outcomes.append(outcome)
+        table.add(trial, *_result(trial.planned, outcome))
+    table.close()
+    return _verdict(planned, outcomes)
+
+
+def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
+    """Every implementation on what the user described, else on the default workloads of its pattern."""
+    implementations = planner.implementations([EVERYTHING])
+    described = planner.request.presets or "pattern" in planner.request.overrides
+    masked = [one for one in implementations if one.supports.patterns == {"block_sparse"} and not described]
+    others = [one for one in implementations if one not in masked]
+    planned: tuple[PlannedCase, ...] = ()
+    for several, defaults in ((others, DEFAULT_WORKLOADS), (masked, SPARSE_WORKLOADS)):
+        planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
+    return planned
+
+
+def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
+    """Gradients are checked as well, unless the user chose a mode."""
+    return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
+
+
+def _names(plan: PlannedCase) -> tuple[str, ...]:
+    case = plan.case
+    return (
+        case.implementation,
+        (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        f"{case.workload.label()} {case.workload.pattern.kind}",
+        case.workload.mode,
+    )
+
+
+def _result(plan: PlannedCase, outcome: Outcome) -> tuple[str, str]:
+    if plan.skip is not None:
+        return "skipped", plan.skip
+    if isinstance(outcome, str):
+        return "failed", outcome
+    if outcome.passed:
+        rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
+        return "✓", f"{len(outcome.checks)} checks, {rows}"
+    return "✗", "; ".join(_check(check) for check in outcome.checks if not check.passed) or "nothing was checked"
+
+
+def _check(check: Check) -> str:
+    error = (
+        ""
+        if check.error is None or check.tolerance is None
+        else f" error {check.error:.3g}, allowed {check.tolerance:.3g}"
+    )
+    return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))
+
+
+def _verdict(planned: tuple[PlannedCase, ...], outcomes: list[Outcome]) -> ExitCode:
+    ran = [outcome for plan, outcome in zip(planned, outcomes, strict=True) if plan.skip is None]
+    # What raised or hung has shown no output to be wrong.
+    failed = sum(isinstance(outcome, str) for outcome in ran)
+    right = sum(isinstance(outcome, Verification) and outcome.passed for outcome in ran)
+    wrong = len(ran) - right - failed
+    crashed = f"{failed} failed, " if failed else ""
+    say(f"{right} right, {wrong} wrong, {crashed}{len(planned) - len(ran)} skipped")
+    if wrong:
+        return ExitCode.WRONG_OUTPUT
+    if failed:
+        return ExitCode.CASE_FAILED
+    return ExitCode.OK if ran else ExitCode.NOTHING_MEASURED

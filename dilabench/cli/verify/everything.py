@@ -1,0 +1,148 @@
+"""`dilabench verify --all`: every implementation x backend x dtype x family, as a table of marks with reasons."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dilabench.cli.terminal import Lines, say
+from dilabench.errors import ConfigError
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import PlannedCase
+from dilabench.request import ALL
+from dilabench.suites.planner import Planner
+from dilabench.workload.spec import WorkloadRequest, validated
+
+# Short enough for every row to be compared, awkward in the ways that go wrong.
+SHAPE: dict[str, Any] = {"batch_size": 1, "seq_len": 195, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+BRANCHES: dict[str, Any] = {"segment_lengths": (48, 125, 256), "dilation_rates": (1, 3, 4)}
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "causal": {**BRANCHES},
+    "full": {**BRANCHES, "causal": False},
+    "window": {**BRANCHES, "window": (40, 0)},
+    "blocked": {**BRANCHES, "offset": "blocked", "offset_by": "kv_head"},
+    "grouped": {**BRANCHES, "heads": "grouped"},
+    "detached": {**BRANCHES, "merge_grad": "detached"},
+    "scale": {**BRANCHES, "scale": 0.25, "num_kv_heads": 4},
+    "dense": {"pattern": "dense"},
+    "dense-full": {"pattern": "dense", "causal": False},
+    "dense-window": {"pattern": "dense", "window": (40, 0)},
+    "sparse": {"pattern": "block_sparse", "block_size": 32, "sparsity": 0.5},
+}
+HEAD = ("implementation", "backend", "dtype")
+EVERY = "every"
+RIGHT, WRONG, FAILED, SKIPPED = "✓", "✗", "!", "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One case of the table and the family it belongs to."""
+
+    family: str
+    planned: PlannedCase
+
+    @property
+    def line(self) -> tuple[str, str, str]:
+        """The cells that name its line."""
+        case = self.planned.case
+        return case.implementation, case.backend or "-", case.workload.dtype
+
+
+def trials_of(planner: Planner) -> tuple[Trial, ...]:
+    """The cases, those of one line together. What the user set or named narrows the table.
+
+    Raises ConfigError when presets or fields of a family are given: the families are the point.
+    """
+    if planner.request.presets:
+        raise ConfigError("--all brings its own workloads; leave --config out, or leave --all out")
+    fixed = planner.request.overrides
+    clash = sorted(fixed.keys() & {name for family in FAMILIES.values() for name in family} - SHAPE.keys())
+    if clash:
+        raise ConfigError(f"--all goes through every value of {clash[0]}; leave it out, or leave --all out")
+    asking = planner.asking(backends=planner.request.backends or (ALL,))
+    dtypes = (fixed["dtype"],) if "dtype" in fixed else DTYPES
+    trials: list[Trial] = []
+    for implementation in planner.implementations(planner.catalogue.implementations.names):
+        for dtype in dtypes:
+            for family, fields in FAMILIES.items():
+                asked = validated(WorkloadRequest, {"mode": "both", **SHAPE, **fields, **fixed, "dtype": dtype})
+                trials += _planned(asking, implementation, family, asked)
+    return tuple(sorted(trials, key=lambda trial: planner_order(planner, trial)))
+
+
+def planner_order(planner: Planner, trial: Trial) -> tuple[int, str, int]:
+    """Lines in the order of the catalogue."""
+    implementation, backend, dtype = trial.line
+    return planner.catalogue.implementations.names.index(implementation), backend, DTYPES.index(dtype)
+
+
+def _planned(planner: Planner, implementation: Implementation, family: str, asked: WorkloadRequest) -> list[Trial]:
+    planned = planner.plan(implementation, asked)
+    forward_only = [
+        one for one in planned if one.skip and asked.mode == "both" and _only_backward_is_missing(planner, one)
+    ]
+    if forward_only:
+        planned = tuple(
+            planner_case
+            for one in planned
+            for planner_case in (_forward(planner, implementation, asked, one) if one in forward_only else (one,))
+        )
+    return [Trial(family=family, planned=one) for one in planned]
+
+
+def _only_backward_is_missing(planner: Planner, one: PlannedCase) -> bool:
+    forward = one.case.model_copy(update={"workload": one.case.workload.replace(mode="forward")})
+    return not planner.catalogue.reasons_against(forward, planner.machine)
+
+
+def _forward(
+    planner: Planner, implementation: Implementation, asked: WorkloadRequest, one: PlannedCase
+) -> Sequence[PlannedCase]:
+    """The same without gradients, for what has a forward pass only."""
+    planned = planner.plan(implementation, asked.model_copy(update={"mode": "forward"}))
+    return [other for other in planned if other.case.backend == one.case.backend]
+
+
+class Marks:
+    """Prints a line as soon as its last family is known; reasons come at the end, each once."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self._families = tuple(FAMILIES)
+        self._running = {trial.line[:2] for trial in trials if trial.planned.skip is None}
+        self._pending: dict[tuple[str, str, str], int] = {}
+        for trial in trials:
+            line = self._line(trial)
+            self._pending[line] = self._pending.get(line, 0) + 1
+        self._marks: dict[tuple[str, str, str], dict[str, str]] = {}
+        self._reasons: dict[tuple[str, str], list[str]] = {}
+        known = [(*line, *self._families) for line in self._pending]
+        self._lines = Lines((*HEAD, *self._families), known)
+
+    def _line(self, trial: Trial) -> tuple[str, str, str]:
+        """What runs in no dtype gets one line for all of them."""
+        return trial.line if trial.line[:2] in self._running else (*trial.line[:2], EVERY)
+
+    def add(self, trial: Trial, result: str, detail: str) -> None:
+        """The result of a trial: '✓', '✗', 'failed' or 'skipped' with its reason."""
+        mark = {RIGHT: RIGHT, WRONG: WRONG, "failed": FAILED}.get(result, SKIPPED)
+        if mark == RIGHT and trial.planned.case.workload.mode == "forward":
+            mark += "fwd"
+        line = self._line(trial)
+        self._pending[line] -= 1
+        marks = self._marks.setdefault(line, {})
+        marks[trial.family] = mark
+        if not mark.startswith(RIGHT):
+            implementation, backend, dtype = trial.line
+            where = f"{implementation} over {backend}" if backend != "-" else implementation
+            word = {WRONG: "WRONG", FAILED: "FAILED"}.get(mark, "skipped")
+            self._reasons.setdefault((word, detail), []).append(f"{where} {dtype} {trial.family}")
+        if not self._pending[line]:
+            self._lines.print((*line, *(marks.get(family, SKIPPED) for family in self._families)))
+
+    def close(self) -> None:
+        """The reasons, wrong results first, skipped ones last; equal ones together."""
+        say()
+        order = ("WRONG", "FAILED", "skipped")
+        for (word, detail), places in sorted(self._reasons.items(), key=lambda item: order.index(item[0][0])):
+            shown = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
+            say(f"{word}: {detail} ({shown if word == 'skipped' else ', '.join(places)})")

@@ -1,0 +1,88 @@
+"""What `verify` finds of each case, in their order.
+
+Nothing is timed, so a GPU may have several cases at once: most of what a check takes there is compiling and launching,
+on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.record import PlannedCase, Verification
+
+if TYPE_CHECKING:
+    from dilabench.engine.worker.client import WorkerPool
+
+PREPARE_TIMEOUT_S = 300.0
+VERIFY_TIMEOUT_S = 1800.0
+MOST_LANES = 8
+# A worker compiles and launches with about so many threads.
+CORES_PER_LANE = 4
+
+Outcome = Verification | str
+"""What the checks found, or why they could not be made."""
+
+
+def lanes_for(planned: Sequence[PlannedCase], machine: Machine, cores: int) -> int:
+    """Processes that check at the same time: one on a CPU, whose cores a single check fills, and one over ranks."""
+    alone = all(plan.case.world_size == 1 for plan in planned)
+    return max(1, min(MOST_LANES, cores // CORES_PER_LANE)) if machine.device == "cuda" and alone else 1
+
+
+def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
+    """An outcome per case, as soon as it and those before it are known."""
+    from dilabench.engine.worker.client import WorkerPool
+    from dilabench.engine.worker.protocol import WorkerSettings
+    from dilabench.engine.worker.rank_group import start_worker
+
+    lanes = lanes_for(planned, machine, os.cpu_count() or 1)
+    settings = WorkerSettings(device=machine.device, lanes=lanes)
+    pools = [WorkerPool(settings, start_worker) for _ in range(lanes)]
+    free: SimpleQueue[WorkerPool] = SimpleQueue()
+    for pool in pools:
+        free.put(pool)
+    over = threading.Event()
+
+    def checked(plan: PlannedCase) -> Outcome:
+        pool = free.get()
+        try:
+            # A worker that is started now would outlive the pool.
+            return "stopped" if over.is_set() else plan.skip or _checked(plan, pool, catalogue, seed)
+        finally:
+            free.put(pool)
+
+    executor = ThreadPoolExecutor(lanes, thread_name_prefix="dilabench verify")
+    try:
+        yield from executor.map(checked, planned)
+    finally:
+        over.set()
+        for pool in pools:
+            # What is under way ends with its worker.
+            pool.close()
+        executor.shutdown(cancel_futures=True)
+        # One may have been starting while its pool was closed.
+        for pool in pools:
+            pool.close()
+
+
+def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, seed: int) -> Outcome:
+    from dilabench.engine.worker.client import WorkerFailure
+    from dilabench.engine.worker.protocol import case_spec, worker_key
+
+    spec = case_spec(plan.case, catalogue, seed)
+    try:
+        worker = pool.resident(worker_key(plan.case, catalogue))
+        worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
+        reply = worker.ask("verify", spec.handle, timeout_s=VERIFY_TIMEOUT_S)
+        worker.ask("release", spec.handle, timeout_s=PREPARE_TIMEOUT_S)
+    except WorkerFailure as failure:
+        return failure.why
+    assert reply.verification is not None
+    return reply.verification

@@ -1,0 +1,140 @@
+"""Messages between the GPUs of one host by their copy engines, over memory that torch maps into every rank.
+
+What is sent is laid into a mailbox on the current stream, which costs it one pass over the bytes; everything after that
+runs beside it: readers take the bytes over the links, straight to where they are wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilabench.distributed.transport.mailboxes import Mailboxes
+from dilabench.distributed.transport.stream_queue import StreamQueue
+from dilabench.distributed.transport.strided_copy import copy_strided_
+
+# A mailbox may take so much of the device's memory: 2.2 GiB of an H200. A longer message goes in several chunks, and
+# its sender waits for the first of them to be taken.
+_MEMORY_SHARE = 64
+# How often the deadlines of transfers are looked at.
+_WATCH_S = 0.5
+_TRIAL_NUMBERS = 1 << 20
+
+
+class Arrival:
+    """A transfer to this rank; `wait` as torch's works have it."""
+
+    def __init__(self, copies: Copies, event: torch.cuda.Event) -> None:
+        self._copies, self._event = copies, event
+
+    def wait(self) -> None:
+        """Make the current stream wait for it. Raises RuntimeError once a peer was too slow."""
+        self._copies.check()
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class Copies:
+    """This rank's transfers. All ranks make theirs together.
+
+    A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines: past one, it raises this
+    rank's counters, which ends every wait, and from then on each use raises RuntimeError.
+    region: bytes of this rank's mailbox for each reader, the same on all ranks.
+    Raises RuntimeError where the devices cannot map each other's memory.
+    """
+
+    def __init__(
+        self, rank: int, device: torch.device, group: dist.ProcessGroup, region: int, timeout_s: float
+    ) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.timeout_s = timeout_s
+        self._rank, self._size, self._device = rank, group.size(), device
+        self._memory = symmetric.empty(Mailboxes.mailbox_bytes(self._size, region), dtype=torch.uint8, device=device)
+        self._memory.zero_()
+        torch.cuda.synchronize(device)
+        # Kept: the mapping ends with it.
+        self._handle = symmetric.rendezvous(self._memory, group)
+        self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
+        self._mailboxes = Mailboxes(rank, self._handle.buffer_ptrs, region)
+        self._under_way: deque[tuple[float, torch.cuda.Event, str]] = deque()
+        self._trouble = ""
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="dilabench transfers").start()
+
+    @staticmethod
+    def most_bytes(device: torch.device, size: int) -> int:
+        """The longest region that this device has room for, in whole mebibytes."""
+        share = torch.cuda.get_device_properties(device).total_memory // _MEMORY_SHARE // (size - 1)
+        return max(1, share >> 20) << 20
+
+    def swap(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> Arrival:
+        """Send tensors to ranks and receive into contiguous tensors from ranks, after what the current stream holds.
+
+        What is sent may be written to again by later work on the current stream.
+        """
+        self.check()
+        current = torch.cuda.current_stream(self._device)
+        # The places of what is received may still be in use by what the stream holds.
+        self._inward.stream.wait_event(current.record_event())
+        queue = StreamQueue(current)
+        for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._size):
+            for tensor in sends[peer]:
+                self._send(queue, peer, tensor)
+        for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
+            for tensor in receives[peer]:
+                self._mailboxes.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
+        deadline = time.monotonic() + self.timeout_s
+        arrived = self._inward.stream.record_event()
+        self._under_way.append((deadline, current.record_event(), f"rank {self._rank} sending to {sorted(sends)}"))
+        self._under_way.append((deadline, arrived, f"rank {self._rank} receiving from {sorted(receives)}"))
+        return Arrival(self, arrived)
+
+    def try_out(self) -> None:
+        """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        sent = torch.full((_TRIAL_NUMBERS,), self._rank, device=self._device)
+        received = {rank: torch.full_like(sent, -1) for rank in others}
+        self.swap({rank: [sent] for rank in others}, {rank: [x] for rank, x in received.items()}).wait()
+        torch.cuda.synchronize(self._device)
+        self.check()
+        wrong = [rank for rank, numbers in received.items() if not bool((numbers == rank).all())]
+        if wrong:
+            raise RuntimeError(f"copies from ranks {wrong} arrived changed")
+
+    def check(self) -> None:
+        """Raises RuntimeError once a transfer was not done in time: what has arrived since is no longer right."""
+        if self._trouble:
+            raise RuntimeError(self._trouble)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._closed.set()
+
+    def _send(self, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
+        in_pieces = tensor.nbytes > self._mailboxes.longest_chunk
+        flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
+
+        def lay(place: int, start: int, length: int) -> None:
+            target = self._memory[place : place + length]
+            if in_pieces:
+                target.copy_(flat[start : start + length])
+            else:
+                copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
+
+        self._mailboxes.send(queue, peer, tensor.nbytes, lay)
+
+    def _watch(self) -> None:
+        torch.cuda.set_device(self._device)
+        while not self._closed.wait(_WATCH_S):
+            while self._under_way and self._under_way[0][1].query():
+                self._under_way.popleft()
+            if self._under_way and time.monotonic() > self._under_way[0][0]:
+                self._trouble = self._trouble or f"{self._under_way[0][2]} took more than {self.timeout_s:g} s"
+                # Again each time: a peer that comes late lowers a counter.
+                self._mailboxes.release(self._rescue)

@@ -1,0 +1,76 @@
+"""How the time that a run may take is shared out among its cases. No torch."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+
+from dilabench.record import Case
+from dilabench.workload.work import flops
+
+Clock = Callable[[], float]
+
+
+def steady(clock: Clock = time.monotonic) -> Clock:
+    """A clock that never runs backwards, whatever the given one does."""
+    latest = -inf
+
+    def read() -> float:
+        nonlocal latest
+        latest = max(latest, clock())
+        return latest
+
+    return read
+
+
+class Budget:
+    """A total in seconds (None: no limit), from `start` on. What a case leaves over goes to those that still wait.
+
+    Half of the time is shared equally, half in proportion to the work, so that long sequences get more.
+    """
+
+    def __init__(self, total_s: float | None, cases: Iterable[Case], clock: Clock) -> None:
+        self.total_s = total_s
+        self.clock = clock
+        self._work: dict[str, float] = {}
+        self.add(cases)
+        self.start()
+
+    def start(self) -> None:
+        """Let the time run from now on, whatever has passed."""
+        self._started = self.clock()
+
+    def add(self, cases: Iterable[Case]) -> None:
+        """More cases to share with."""
+        self._work.update({case.case_id: flops(case.workload) for case in cases})
+
+    def done(self, case: Case) -> None:
+        """A case has ended and needs no share any more."""
+        self._work.pop(case.case_id, None)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left; infinite without a limit, never negative."""
+        if self.total_s is None:
+            return inf
+        return max(0.0, self.total_s - (self.clock() - self._started))
+
+    @property
+    def waiting(self) -> int:
+        """How many cases have not ended."""
+        return len(self._work)
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing is left."""
+        return self.remaining_s <= 0
+
+    def share_s(self, cases: Sequence[Case]) -> float:
+        """The fair part of what remains for these cases together."""
+        remaining = self.remaining_s
+        total_work = sum(self._work.values())
+        if remaining == inf or not self._work:
+            return remaining
+        mine = [case.case_id for case in cases if case.case_id in self._work]
+        by_number = len(mine) / len(self._work)
+        by_work = sum(self._work[case_id] for case_id in mine) / total_work if total_work else by_number
+        return remaining * (by_number + by_work) / 2

@@ -1,0 +1,90 @@
+"""One implementation against itself, plain and slowed down on purpose, by the engine's own rounds. No torch."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from dilabench.engine.budget import Budget
+from dilabench.engine.case_state import CaseState
+from dilabench.engine.driver import Driver
+from dilabench.engine.method import Method
+from dilabench.engine.progress import Progress
+from dilabench.engine.rounds import Rounds
+from dilabench.engine.worker.client import WorkerPool
+from dilabench.engine.worker.protocol import WorkerSettings, case_spec, worker_key
+from dilabench.errors import EnvironmentNotReady
+from dilabench.machine import Machine
+from dilabench.plugins import Implementation, hookimpl
+from dilabench.plugins.builtin import implementations as builtin
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.record import PlannedCase, Timing
+
+PLAIN = "strided"
+BASELINE = "same-1"
+# What each candidate is slower by than the baseline.
+EFFECTS: Mapping[str, float] = MappingProxyType({"same-2": 0.0, "slower-2": 0.02, "slower-5": 0.05, "slower-10": 0.10})
+
+
+@hookimpl
+def dilabench_register_implementations() -> list[Implementation]:
+    """The same implementation under several names; `discover(extra=[this module])` puts them into a catalogue."""
+    plain = next(one for one in builtin.dilabench_register_implementations() if one.name == PLAIN)
+    targets = {BASELINE: "build_same", "same-2": "build_same"}
+    targets |= {name: f"build_{name.replace('-', '_')}" for name in EFFECTS if name not in targets}
+    return [
+        replace(
+            plain,
+            name=name,
+            aliases=(),
+            summary=f"{PLAIN}, slower by {EFFECTS.get(name, 0.0):.0%}",
+            target=f"dilabench.engine.synthetic_slowdown:{target}",
+        )
+        for name, target in targets.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSession:
+    """What one session saw: the timing of each implementation by name, and the facts of the torch that ran it."""
+
+    timings: dict[str, Timing]
+    torch: dict[str, str]
+
+
+def measure_session(
+    planned: Sequence[PlannedCase],
+    catalogue: Catalogue,
+    machine: Machine,
+    method: Method,
+    progress: Progress,
+    seed: int,
+) -> CalibrationSession:
+    """One session in fresh processes: the cases warmed up and timed in interleaved rounds, nothing else.
+
+    Raises EnvironmentNotReady when a case cannot be measured here.
+    """
+    driver = Driver(
+        catalogue=catalogue,
+        pool=WorkerPool(WorkerSettings(device=machine.device)),
+        method=method,
+        budget=Budget(None, [one.case for one in planned], time.monotonic),
+        progress=progress,
+        seed=seed,
+    )
+    states = [
+        CaseState(planned=one, spec=case_spec(one.case, catalogue, seed), key=worker_key(one.case, catalogue))
+        for one in planned
+    ]
+    try:
+        Rounds(driver, states, random.Random(seed)).take(method.timer, method.sampling_s * len(states))
+        torch_facts = next((one.home.hello.torch for one in states if one.home), {})
+    finally:
+        driver.pool.close()
+    for state in states:
+        if state.outcome is not None or not state.runs:
+            why = state.outcome.why if state.outcome else "its timer took no sample"
+            raise EnvironmentNotReady(f"calibration case {state.case.implementation!r} was not measured: {why}")
+    timings = {one.case.implementation: one.run_of(method.timer).timing() for one in states}
+    return CalibrationSession(timings, torch_facts)

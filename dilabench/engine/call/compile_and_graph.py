@@ -1,0 +1,111 @@
+"""torch.compile and CUDA graphs around a built function, so that it still gives what it gave before (torch)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import AttentionFn
+from dilabench.distributed.whole import Sharded
+from dilabench.engine.call.inputs import InputSet
+
+# Every case of a worker compiles the same few functions anew; torch would give up after eight and run them as they are.
+COMPILED_CASES = 4096
+
+
+class OptimizationUnusableError(Exception):
+    """What was to be switched on cannot be, for this function on this device; the text says why."""
+
+
+def compiled(function: AttentionFn) -> AttentionFn:
+    """The function under torch.compile; it is compiled at its first call."""
+    torch._dynamo.config.recompile_limit = COMPILED_CASES
+    torch._dynamo.config.accumulated_recompile_limit = COMPILED_CASES
+    return cast(AttentionFn, torch.compile(function))
+
+
+class OptimizedShards(torch.nn.Module):
+    """What is around a function of shards, with what `Whole` asks of that function: its shards, world and parameters.
+
+    torch.compile, checkpointing and graphs give plain functions.
+    """
+
+    def __init__(self, optimized: AttentionFn, built: Sharded) -> None:
+        super().__init__()
+        self.shards, self.world = built.shards, built.world
+        # Held for its parameters, if it is a module; called is the other.
+        self.built = built
+        self._optimized = (optimized,)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's part of out."""
+        return self._optimized[0](q, k, v)
+
+
+@contextmanager
+def compiling(counters: dict[str, int], over_ranks: bool = False) -> Iterator[None]:
+    """Around the first call of a compiled function: counts graphs and breaks between them.
+
+    Raises OptimizationUnusableError when torch cannot compile it.
+    """
+    before = _compiled_so_far()
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        hint = "; torch does not trace every way of sending between ranks: leave compile out" if over_ranks else ""
+        raise OptimizationUnusableError(f"torch.compile cannot compile it: {' '.join(lines[:2])}{hint}") from error
+    for name, count in _compiled_so_far().items():
+        counters[name] = count - before[name]
+
+
+def _compiled_so_far() -> dict[str, int]:
+    counted = torch._dynamo.utils.counters
+    return {
+        "compile_graphs": counted["stats"]["unique_graphs"],
+        "compile_breaks": sum(counted["graph_break"].values()),
+    }
+
+
+def graphed(function: AttentionFn, inputs: InputSet) -> tuple[AttentionFn, int]:
+    """The function as a CUDA graph that is replayed, and the bytes that the graph keeps.
+
+    A replay reads and writes the graph's own tensors: inputs are copied in, and results copied out, so that they belong
+    to the caller as before. Both copies are part of a call. Raises OptimizationUnusableError when the function cannot
+    be captured (it waits for the device, or brings tensors from the host).
+    """
+    device = inputs.q.device
+    before = torch.cuda.memory_allocated(device)
+    stream = torch.cuda.current_stream(device)
+    samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in (inputs.q, inputs.k, inputs.v))
+    try:
+        replay = torch.cuda.make_graphed_callables(cast(Callable[..., Any], function), samples)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        # A capture that failed leaves its own stream as the current one.
+        torch.cuda.set_stream(stream)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        torch.cuda.synchronize(device)
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise OptimizationUnusableError(f"a CUDA graph cannot capture it: {first_line}") from error
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = replay(_Owned.apply(q), _Owned.apply(k), _Owned.apply(v))
+        return cast(Tensor, out).clone()
+
+    return call, torch.cuda.memory_allocated(device) - before
+
+
+class _Owned(torch.autograd.Function):
+    """The tensor itself; its gradient as a copy, because that of a graph is overwritten by the next replay."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()

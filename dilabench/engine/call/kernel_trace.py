@@ -1,0 +1,44 @@
+"""Which kernels really ran: one call under torch's profiler (torch)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler import profile
+
+from dilabench.record import KernelUse
+
+MAX_KERNELS = 100
+
+
+def kernel_ledger(call: Callable[[], object], device: torch.device, trace: Path | None = None) -> tuple[KernelUse, ...]:
+    """The kernels of one call, longest first: CUDA kernels on a GPU, operators with their own time on a CPU.
+
+    Of more than 100 kernels the shortest are left out. With `trace`, a Chrome trace of the call is written there;
+    raises OSError or RuntimeError when it cannot be.
+    """
+    # torch.profiler.profile wraps this one and costs a second of imports.
+    with profile(use_device="cuda" if device.type == "cuda" else None, use_kineto=True) as profiler:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    uses: dict[str, tuple[int, int]] = {}
+    for name, duration_ns in _entries(profiler, device):
+        count, total = uses.get(name, (0, 0))
+        uses[name] = (count + 1, total + duration_ns)
+    ledger = [KernelUse(name=name, count=count, duration_ns=total) for name, (count, total) in uses.items()]
+    return tuple(sorted(ledger, key=lambda use: -use.duration_ns)[:MAX_KERNELS])
+
+
+def _entries(profiler: profile, device: torch.device) -> list[tuple[str, int]]:
+    events = profiler.function_events or []
+    if device.type == "cuda":
+        cuda = DeviceType.CUDA
+        return [
+            (event.name, round(event.time_range.elapsed_us() * 1000)) for event in events if event.device_type == cuda
+        ]
+    return [(event.name, round(event.self_cpu_time_total * 1000)) for event in events]

@@ -1,0 +1,269 @@
+"""A case made ready to be called: target loaded, function built, inputs on the device, one call done."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dilabench.backends.load import load_backend
+from dilabench.contracts import AttentionFn, BufferPool, Build, BuildContext, LoadedBackend, NoPool, PatternCache
+from dilabench.distributed.sharding import Shards
+from dilabench.distributed.whole import Sharded, Whole
+from dilabench.distributed.world import World
+from dilabench.engine.call.buffer_pool import SizedBufferPool
+from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
+from dilabench.engine.call.compile_and_graph import OptimizedShards, compiled, compiling, graphed
+from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed
+from dilabench.engine.device.device import cache_bytes, synchronize
+from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.plugins.descriptors import load_target
+
+MAX_INPUT_SETS = 32
+SLOW_CALL_NS = 200_000_000
+
+# Takes a part away from what an implementation is built with, so that the rest can be timed alone.
+Ablation = Callable[[BuildContext], BuildContext]
+
+
+class PreparedCall:
+    """The thing that is verified and timed: gives a fresh call per sample, what belongs to none done before it."""
+
+    def __init__(
+        self,
+        spec: CaseSpec,
+        device: torch.device,
+        shelf: InputStore,
+        world: World | None = None,
+        ablation: Ablation | None = None,
+        shards: dict[int, InputSet] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.workload = spec.case.workload
+        # Offloaded inputs stay on the host; a shelf of their own, because rows beside this one want them on the device.
+        self._shelf = InputStore(torch.device("cpu")) if spec.case.optimizations.offload_inputs else shelf
+        self.world = world
+        self._shards: dict[int, InputSet] = {} if shards is None else shards
+        self._traffic: dict[str, int] = {}
+        self._next = 0
+        self._sets = 1
+        self._dout: Tensor | None = None
+        self._out_shape = torch.Size()
+        self.setup_ns: dict[str, int] = {}
+        self._optimized_counters: dict[str, int] = {}
+        options = spec.case.optimizations
+        self.patterns = PatternCache(options.pattern_cache_entries)
+        self.buffers: BufferPool = SizedBufferPool(options.buffer_pool_bytes) if options.buffer_pool_bytes else NoPool()
+        build, backend = self._timed("import", self._load)
+        context = BuildContext(
+            device=device, backend=backend, world=world, patterns=self.patterns, buffers=self.buffers
+        )
+        self.context = ablation(context) if ablation else context
+        built: AttentionFn = self._timed("build", lambda: self._built(build))
+        self._unoptimized = built
+        self.module = built if isinstance(built, torch.nn.Module) else None
+        self._timed("inputs", lambda: self.inputs(0))
+        self._sharded = self._timed("optimize", lambda: self._optimized(built))
+        self.function = self.whole if self._takes_whole else self._sharded
+        self._timed("first_call", self._call_once)
+        self.call_ns = self._estimate_ns()
+
+    def fresh(self) -> Callable[[], object]:
+        """The next call to time, on the next input set, with all that is not part of it done.
+
+        forward: no graph is made. backward: the graph is made here, the call computes the gradients of inputs and
+        parameters. both: the call does both. Ranks wait for each other here, so that their calls start together.
+        """
+        inputs = self.inputs(self._next)
+        self._next = (self._next + 1) % self._sets
+        function = self.function
+        if self.workload.mode == "forward":
+            self._together()
+            return lambda: self._forward(inputs)
+        targets = [*inputs.distinct, *self.parameters()]
+        dout = self.output_gradient()
+        if self.workload.mode == "backward":
+            out = function(inputs.q, inputs.k, inputs.v)
+            self._together()
+            return lambda: torch.autograd.grad(out, targets, dout, allow_unused=True)
+
+        def both() -> object:
+            out = function(inputs.q, inputs.k, inputs.v)
+            return torch.autograd.grad(out, targets, dout, allow_unused=True)
+
+        self._together()
+        return both
+
+    def _together(self) -> None:
+        if self.world is not None:
+            self.world.barrier()
+
+    def inputs(self, index: int) -> InputSet:
+        """Input set number `index`; set 0 is the one that every implementation of the cell shares.
+
+        Of several ranks each draws its own shards: a sequence over ranks may fit into none of them. With sharding
+        inside the call all have the same whole tensors.
+        """
+        if self.world is not None and not self._takes_whole:
+            return self._shard(index, self.world)
+        return self._shelf.get(self.workload, self.spec.takes, self.spec.seed + index)
+
+    def _shard(self, index: int, world: World) -> InputSet:
+        if index not in self._shards:
+            rows = self.shards.rows[world.rank]
+            seed = rank_seed(self.spec.seed + index, world.rank)
+            self._shards[index] = make_inputs(self.workload, self.spec.takes, seed, self.device, rows)
+        return self._shards[index]
+
+    @property
+    def shards(self) -> Shards:
+        """Which positions each rank holds, of several ranks."""
+        return cast(Sharded, self._unoptimized).shards
+
+    @property
+    def whole(self) -> AttentionFn:
+        """The function of whole tensors: what verification calls. The function itself unless there are ranks."""
+        if self.world is None:
+            return self.function
+        built = cast(Sharded, self._unoptimized)
+        sharded = built if self._sharded is built else OptimizedShards(self._sharded, built)
+        return Whole(sharded, self.workload.layout == "packed")
+
+    @property
+    def _takes_whole(self) -> bool:
+        return self.world is not None and self.spec.case.optimizations.sharding_inside
+
+    def ablated(self, ablation: Ablation) -> "PreparedCall":
+        """The call without a part of it, on the same inputs; what it computes is wrong, so only its time is of use."""
+        other = PreparedCall(self.spec, self.device, self._shelf, self.world, ablation, self._shards)
+        other._sets = self._sets
+        return other
+
+    def rotate(self) -> int:
+        """Use so many input sets in turn that none is still in the GPU's L2 when it comes again; how many.
+
+        Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
+        """
+        need = 2 * cache_bytes(self.device)
+        size = max(1, self.inputs(0).nbytes)
+        wanted = min(MAX_INPUT_SETS, -(-need // size)) if need else 1
+        if self.device.type == "cuda":
+            wanted = min(wanted, max(1, torch.cuda.mem_get_info(self.device)[0] // (4 * size)))
+        self._sets = max(self._sets, 1, wanted)
+        return self._sets
+
+    @property
+    def working_set_bytes(self) -> int:
+        """Bytes of one input set."""
+        return self.inputs(0).nbytes
+
+    @property
+    def is_cold(self) -> bool:
+        """The input sets in rotation hold at least twice the L2 cache."""
+        return self._sets * self.inputs(0).nbytes >= 2 * cache_bytes(self.device)
+
+    def parameters(self) -> list[Tensor]:
+        """Trainable parameters, where the function is a module."""
+        return [p for p in self.module.parameters() if p.requires_grad] if self.module is not None else []
+
+    def output_gradient(self) -> Tensor:
+        """A random gradient of the output, made once."""
+        if self._dout is None:
+            query = self.inputs(0).q
+            rank = self.world.rank if self.world and not self._takes_whole else 0
+            seed = rank_seed(self.spec.seed + 2**31, rank)
+            generator = torch.Generator(query.device).manual_seed(seed)
+            self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=query.dtype)
+        return self._dout
+
+    def counters(self) -> dict[str, int]:
+        """What the optimizations did."""
+        return {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters, **self._traffic}
+
+    @property
+    def held_bytes(self) -> int:
+        """What the optimizations keep between calls: it is part of what a call needs."""
+        counted = self.counters()
+        kept = ("pattern_cache_bytes", "buffer_pool_held_bytes", "cuda_graph_bytes")
+        return sum(counted.get(name, 0) for name in kept)
+
+    def forget(self) -> None:
+        """Drop what the optimizations keep, as when the device is lost or the case is over."""
+        self.patterns.clear()
+        self.buffers.clear()
+
+    def _load(self) -> tuple[Any, LoadedBackend | None]:
+        build, backend = load_target(self.spec.target), self.spec.backend
+        return build, load_backend(backend) if backend else None
+
+    def _built(self, build: Build) -> AttentionFn:
+        options = self.spec.case.optimizations
+        if options.query_chunk or options.offload_inputs:
+            return build_in_chunks(build, self.workload, self.context, options.query_chunk or self.workload.seq_len)
+        return build(self.workload, self.context)
+
+    def _optimized(self, function: AttentionFn) -> AttentionFn:
+        options = self.spec.case.optimizations
+        if options.gradient_checkpointing:
+            function = checkpointed(function)
+        if options.compile:
+            function = compiled(function)
+        if options.cuda_graph:
+            if self.device.type != "cuda":
+                raise ValueError("cuda_graph=true needs a CUDA device; leave it out on a CPU")
+            # Capturing calls the function, so that it is compiled there already.
+            with self._compiling(options.compile):
+                samples = self._shard(0, self.world) if self.world else self.inputs(0)
+                function, held_bytes = graphed(function, samples)
+            self._optimized_counters["cuda_graph_bytes"] = held_bytes
+        return function
+
+    def _compiling(self, happens: bool) -> AbstractContextManager[None]:
+        return compiling(self._optimized_counters, self.world is not None) if happens else nullcontext()
+
+    def _forward(self, inputs: InputSet) -> Tensor:
+        with torch.no_grad():
+            return self.function(inputs.q, inputs.k, inputs.v)
+
+    def _call_once(self) -> None:
+        inputs = self.inputs(0)
+        options = self.spec.case.optimizations
+        with self._compiling(options.compile and not options.cuda_graph):
+            self._out_shape = self._forward(inputs).shape
+            if self.workload.mode != "forward":
+                self.fresh()()
+
+    def _estimate_ns(self) -> int:
+        """What a call takes: a second one tells, unless the first was so long that its own set-up hardly counts."""
+        if self.world is not None:
+            return self._estimate_together_ns(self.world)
+        first_ns = self.setup_ns["first_call"]
+        if first_ns > SLOW_CALL_NS and self.device.type == "cpu" and self.workload.mode == "forward":
+            return first_ns
+        call = self.fresh()
+        synchronize(self.device)
+        started = time.perf_counter_ns()
+        call()
+        synchronize(self.device)
+        return max(1, time.perf_counter_ns() - started)
+
+    def _estimate_together_ns(self, world: World) -> int:
+        """The slowest rank's second call, the same number on every rank; its bytes are the counted ones."""
+        call = self.fresh()
+        world.traffic.clear()
+        started = time.perf_counter_ns()
+        call()
+        synchronize(self.device)
+        elapsed = time.perf_counter_ns() - started
+        self._traffic = world.traffic.counters()
+        return max(1, world.max_over_ranks([elapsed])[0])
+
+    def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter_ns()
+        result = work()
+        synchronize(self.device)
+        self.setup_ns[stage] = max(0, time.perf_counter_ns() - started)
+        return result

@@ -1,0 +1,110 @@
+"""A case on its way through the engine: what is known of it so far, and the row that this comes to. No torch."""
+
+from dataclasses import dataclass, field
+
+from dilabench.engine.warmup import lower_quartile
+from dilabench.engine.worker.client import Worker
+from dilabench.engine.worker.protocol import CaseSpec, TimerSpec
+from dilabench.record import (
+    Case,
+    Diagnostic,
+    Failed,
+    KernelUse,
+    Measured,
+    Memory,
+    Note,
+    PlannedCase,
+    Row,
+    Skipped,
+    Slot,
+    Timing,
+    Verification,
+)
+
+
+@dataclass(slots=True)
+class TimerRun:
+    """What one timer saw of one case."""
+
+    timer: TimerSpec
+    slots: list[Slot] = field(default_factory=list)
+    warmup_ns: tuple[int, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """How many samples were taken."""
+        return sum(len(slot.samples_ns) for slot in self.slots)
+
+    @property
+    def locations_ns(self) -> list[float]:
+        """The lower quartile of each slot, in the order taken."""
+        return [lower_quartile(slot.samples_ns) for slot in self.slots]
+
+    def timing(self) -> Timing:
+        """As it stands in the record."""
+        return Timing(
+            timer=self.timer.name, proves=self.timer.proves, slots=tuple(self.slots), warmup_ns=self.warmup_ns
+        )
+
+
+@dataclass(slots=True, eq=False)
+class CaseState:
+    """One case of a group. `outcome` is set as soon as it is known to end in no measurement.
+
+    `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
+    another case, this one is prepared again elsewhere and a new session begins. `fresh_s`: how long it took to start
+    that worker and to prepare the case there, as it will for a fresh one.
+    """
+
+    planned: PlannedCase
+    spec: CaseSpec
+    key: str
+    home: Worker | None = None
+    warm: set[str] = field(default_factory=set)
+    session: int = 0
+    call_ns: int = 1
+    fresh_s: float = 0.0
+    alone: bool = False
+    out_of_memory: bool = False
+    setup_ns: dict[str, int] = field(default_factory=dict)
+    verification: Verification | None = None
+    kernels: tuple[KernelUse, ...] = ()
+    runs: dict[str, TimerRun] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
+    memory: Memory | None = None
+    notes: list[Note] = field(default_factory=list)
+    outcome: Skipped | Failed | None = None
+
+    @property
+    def case(self) -> Case:
+        """The effective case."""
+        return self.planned.case
+
+    @property
+    def running(self) -> bool:
+        """Nothing has ended it yet."""
+        return self.outcome is None
+
+    def run_of(self, timer: TimerSpec) -> TimerRun:
+        """The record of a timer, empty at first."""
+        return self.runs.setdefault(timer.name, TimerRun(timer))
+
+    def row(self) -> Row:
+        """The row that it ends in."""
+        if self.outcome is not None:
+            return Row(planned=self.planned, outcome=self.outcome)
+        assert self.verification is not None
+        timer_notes = [note for run in self.runs.values() for note in run.notes]
+        measured = Measured(
+            verification=self.verification,
+            timings=tuple(run.timing() for run in self.runs.values() if run.slots),
+            memory=self.memory,
+            kernels=self.kernels,
+            setup_ns=self.setup_ns,
+            counters=self.counters,
+            diagnostics=self.diagnostics,
+            notes=tuple(dict.fromkeys([*timer_notes, *self.notes])),
+        )
+        return Row(planned=self.planned, outcome=measured)

@@ -1,0 +1,1 @@
+"""The device: clocks, lock, environment, peaks."""

@@ -1,0 +1,45 @@
+"""What this device can do at best: a matrix product per dtype and a copy, measured here and now (torch)."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dilabench.engine.call.inputs import TORCH_DTYPE
+from dilabench.engine.device.device import synchronize
+from dilabench.engine.device.peak_names import COPY_KEY, matmul_key
+
+REPEATS = 5
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+# A GPU runs double precision and unaccelerated products far slower; a smaller matrix tells as much.
+SMALL_MATMUL = 4096
+
+
+def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, float]:
+    """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count)."""
+    ceilings = {}
+    for dtype in dtypes:
+        size = MATMUL_SIZE[device.type]
+        if device.type == "cuda" and dtype in {"float64", "float32"}:
+            size = SMALL_MATMUL
+        left = torch.randn(size, size, device=device).to(TORCH_DTYPE[dtype])
+        out = torch.empty_like(left)
+        seconds = _best_seconds(lambda left=left, out=out: torch.matmul(left, left, out=out), device)  # type: ignore[misc]
+        ceilings[matmul_key(dtype)] = 2.0 * size**3 / seconds
+    source = torch.ones(COPY_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    ceilings[COPY_KEY] = 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), device)
+    return ceilings
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    work()
+    best = float("inf")
+    for _ in range(REPEATS):
+        synchronize(device)
+        started = time.perf_counter_ns()
+        work()
+        synchronize(device)
+        best = min(best, (time.perf_counter_ns() - started) * 1e-9)
+    return max(best, 1e-9)

@@ -1,0 +1,168 @@
+"""Commands about states to their workers; whatever goes wrong becomes the outcome of a case. No torch."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from dilabench.engine.budget import Budget
+from dilabench.engine.case_state import CaseState
+from dilabench.engine.method import Method
+from dilabench.engine.progress import Progress
+from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
+from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.record import Diagnostic, Failed, Note, Skipped, Stage
+from dilabench.units import format_seconds
+
+MAX_TIMEOUT_S = 600.0
+# On a GPU a first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
+MIN_TIMEOUT_S = {"cpu": 20.0, "cuda": 60.0}
+SHARES_PER_COMMAND = 4.0
+OVERRUN_S = 1.0
+
+
+@dataclass(slots=True)
+class Driver:
+    """What the groups of a run share, and their one way to the workers.
+
+    `next_round` numbers the rounds of the whole run: slots of one number took turns, and no others did.
+    """
+
+    catalogue: Catalogue
+    pool: WorkerPool
+    method: Method
+    budget: Budget
+    progress: Progress
+    seed: int = 0
+    trace_folder: Path | None = None
+    timeout_s: float = MAX_TIMEOUT_S
+    sleep: Callable[[float], None] = time.sleep
+    next_round: int = 0
+
+    def prepare(self, state: CaseState) -> bool:
+        """Have the case built in a living worker; False when that ended it."""
+        if self.budget.exhausted:
+            state.outcome = self.budget_skip("before its turn")
+            return False
+        try:
+            worker = self.pool.resident(state.key)
+        except WorkerFailure as failure:
+            self._fail(state, "worker", failure)
+            return False
+        if state.home is worker:
+            return True
+        first_time = state.home is None
+        state.home, state.warm = worker, set()
+        began = self.budget.clock()
+        prepared = self.prepare_in(worker, state, "build")
+        if prepared is None:
+            return False
+        state.fresh_s = worker.start_s + self.budget.clock() - began
+        state.call_ns = prepared.call_ns
+        if first_time:
+            state.setup_ns = prepared.setup_ns
+        else:
+            state.session += 1
+        return True
+
+    def prepare_in(self, worker: Worker, state: CaseState, stage: Stage) -> Prepared | None:
+        """Have the case built in a given worker; None when that ended it."""
+        reply = self.ask_worker(worker, state, stage, "prepare", spec=state.spec.model_dump(mode="json"))
+        return reply.prepared if reply else None
+
+    def warm_up(self, state: CaseState, timer: TimerSpec) -> bool:
+        """Have the timer of a case ready and warm; False when that ended the case or the timer cannot be used."""
+        if not self.prepare(state):
+            return False
+        if timer.name in state.warm:
+            return True
+        self.progress.stage_started(state.case, "warmup")
+        limits = self.method.warm_up
+        longest = min(limits.max_s, self.budget.share_s([state.case]) / 4)
+        limits = limits.model_copy(update={"max_s": longest, "min_s": min(limits.min_s, longest)})
+        reply = self.ask(state, "warmup", "warm_up", timer=timer.model_dump(), limits=limits.model_dump())
+        if reply is None or reply.warmed_up is None:
+            return False
+        warmed = reply.warmed_up
+        if warmed.unusable is not None:
+            message = f"timer {timer.name!r} was not used: {warmed.unusable}"
+            state.notes.append(Note(code=f"{timer.name}_unusable", message=message))
+            return False
+        state.warm.add(timer.name)
+        run = state.run_of(timer)
+        run.warmup_ns += warmed.samples_ns
+        run.notes = warmed.notes
+        if warmed.samples_ns:
+            state.call_ns = max(1, min(warmed.samples_ns[-3:]))
+        return True
+
+    def ask(self, state: CaseState, stage: Stage, name: CommandName, **arguments: object) -> Reply | None:
+        """A command to the worker that has the case; None when that ended the case."""
+        assert state.home is not None
+        return self.ask_worker(state.home, state, stage, name, **arguments)
+
+    def ask_worker(
+        self, worker: Worker, state: CaseState, stage: Stage, name: CommandName, **arguments: object
+    ) -> Reply | None:
+        """The same to a given worker."""
+        patience_s = self.patience_s(state)
+        try:
+            return worker.ask(name, state.spec.handle, timeout_s=patience_s, **arguments)
+        except WorkerFailure as failure:
+            if failure.timed_out and patience_s < self._least_s:
+                state.outcome = self.budget_skip(f"during its stage {stage!r}")
+            else:
+                self._fail(state, stage, failure)
+            return None
+
+    def diagnostics(self, state: CaseState, turns: int) -> tuple[Diagnostic, ...]:
+        """The parts of a call over ranks, timed in turns. Raises WorkerFailure, which is no failure of the case."""
+        assert state.home is not None
+        arguments = {"timer": self.method.timer.model_dump(), "turns": turns}
+        patience_s = self.patience_s(state)
+        reply = state.home.ask("diagnose", state.spec.handle, timeout_s=patience_s, **arguments)
+        return reply.diagnostics
+
+    def release(self, state: CaseState) -> None:
+        """Free what the case holds in its worker; a worker that cannot even do that is ended."""
+        if state.home is None or not state.home.alive:
+            return
+        try:
+            state.home.ask("release", state.spec.handle, timeout_s=self.patience_s(state))
+        except WorkerFailure:
+            state.home.kill()
+
+    def patience_s(self, state: CaseState) -> float:
+        """Longest wait for one answer: generous against the case's fair share, little beyond the budget.
+
+        Where other cases wait, half of what is left of the budget is theirs.
+        """
+        remaining = self.budget.remaining_s
+        if remaining == inf:
+            return self.timeout_s
+        generous = max(self._least_s, SHARES_PER_COMMAND * self.budget.share_s([state.case]))
+        return min(self.timeout_s, generous, (remaining / 2 if self.budget.waiting > 1 else remaining) + OVERRUN_S)
+
+    @property
+    def _least_s(self) -> float:
+        """Who took less than this was not slow: the budget was too small."""
+        return min(self.timeout_s, MIN_TIMEOUT_S[self.pool.settings.device])
+
+    def budget_skip(self, when: str) -> Skipped:
+        """The row of a case that there was no time for."""
+        total = format_seconds(self.budget.total_s or 0.0)
+        return Skipped(why=f"budget of {total} used up {when}; allow more with --budget, or go on with --resume")
+
+    def _fail(self, state: CaseState, stage: Stage, failure: WorkerFailure) -> None:
+        if failure.timed_out and self.budget.exhausted:
+            state.outcome = self.budget_skip(f"during its stage {stage!r}")
+            return
+        if failure.unusable or (failure.timed_out and stage == "build" and state.case.optimizations.compile):
+            state.outcome = Skipped(why=failure.why if failure.unusable else f"torch.compile: {failure.why}")
+            return
+        state.out_of_memory = failure.out_of_memory
+        state.outcome = Failed(
+            stage=stage, why=failure.why, verification=state.verification, traceback=failure.traceback
+        )

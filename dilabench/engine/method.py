@@ -1,0 +1,77 @@
+"""What `--timing` means on a device: which timer, how long, how sure. No torch."""
+
+from dilabench.engine.warmup import WarmUpLimits
+from dilabench.engine.worker.protocol import TimerSpec
+from dilabench.errors import ConfigError, unknown_name
+from dilabench.machine import DeviceKind
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.stats.samples.precision import DEFAULT_PRECISION
+from dilabench.workload.spec import Model
+
+METHODS = ("simple", "warmup", "profiler")
+DEFAULT_TIMER = {"cpu": "wall", "cuda": "cold"}
+GRAPH_TIMER = "graph"
+# The code of the note by which a timer asks for the graph timer as well.
+LAUNCH_BOUND = "launch_bound"
+# Fewer turns than this tell nothing of the parts of a call over ranks.
+MIN_TURNS = 3
+SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
+WARM_UP = {"cpu": WarmUpLimits(min_s=0.0, max_s=0.5), "cuda": WarmUpLimits(min_s=0.3, max_s=5.0)}
+
+
+class Method(Model):
+    """How a case is timed.
+
+    `sampling_s`: longest time in the rounds per case when no budget is set or the budget allows more.
+    `precision`: relative half width of the median's interval to stop at. `max_turns`: how often at most the parts of a
+    call over ranks are timed beside it; 0 is not at all.
+    """
+
+    timer: TimerSpec
+    graph_timer: TimerSpec | None = None
+    warm_up: WarmUpLimits
+    precision: float
+    min_samples: int = 5
+    min_rounds: int = 20
+    max_rounds: int = 100
+    slot_ns: int = 10_000_000
+    max_slot_samples: int = 20
+    sampling_s: float = 2.0
+    max_turns: int = 20
+    recheck: bool = True
+    trace: bool = False
+
+
+def choose_method(timing: str, device: DeviceKind, catalogue: Catalogue) -> Method:
+    """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
+
+    Raises ConfigError for an unknown name or a timer that this device does not have.
+    """
+    name = DEFAULT_TIMER[device] if timing in METHODS else timing
+    if name not in catalogue.timers:
+        raise unknown_name("timing", timing, [*METHODS, *catalogue.timers.names])
+    timer = catalogue.timers.get(name)
+    if device not in timer.devices:
+        raise ConfigError(
+            f"timer {name!r} works on {', '.join(sorted(timer.devices))}, not on {device}; use --timing warmup"
+        )
+    graph = catalogue.timers.get(GRAPH_TIMER) if device == "cuda" and GRAPH_TIMER in catalogue.timers else None
+    method = Method(
+        timer=TimerSpec.of(timer),
+        graph_timer=TimerSpec.of(graph) if graph and name == DEFAULT_TIMER["cuda"] else None,
+        warm_up=WARM_UP[device],
+        precision=DEFAULT_PRECISION[device],
+        sampling_s=SAMPLING_S[device],
+        trace=timing == "profiler",
+    )
+    if timing == "simple":
+        short = WarmUpLimits(min_s=0.0, max_s=0.1)
+        return method.model_copy(
+            update={"warm_up": short, "max_rounds": 1, "min_rounds": 1, "max_turns": MIN_TURNS, "recheck": False}
+        )
+    if name == "first_call":
+        never = WarmUpLimits(min_s=0.0, max_s=0.0)
+        # It makes its calls from the case's description, so nothing could be left out of them.
+        changes = {"warm_up": never, "max_rounds": 5, "max_slot_samples": 1, "max_turns": 0, "recheck": False}
+        return method.model_copy(update=changes)
+    return method

@@ -1,0 +1,220 @@
+"""From planned cases to a run record. No torch: everything that computes runs in worker processes."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from dilabench.engine.budget import Budget, steady
+from dilabench.engine.device.environment import with_torch
+from dilabench.engine.device.lock import device_lock
+from dilabench.engine.driver import MAX_TIMEOUT_S, Driver
+from dilabench.engine.isolated_run import IsolatedRun
+from dilabench.engine.method import choose_method
+from dilabench.engine.plausibility import suspicions
+from dilabench.engine.progress import Progress, Silent
+from dilabench.engine.worker.client import WorkerFailure, WorkerPool
+from dilabench.engine.worker.launcher import Launcher, ThisMachine
+from dilabench.engine.worker.process import warm_server
+from dilabench.engine.worker.protocol import WorkerSettings, worker_key
+from dilabench.engine.worker.rank_group import start_worker
+from dilabench.engine.workload_group import WorkloadGroupRun
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord, Skipped
+from dilabench.request import RunRequest
+from dilabench.suites.measured_alone import is_measured_alone
+
+FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
+CEILINGS_TIMEOUT_S = 120.0
+
+
+class Sink(Protocol):
+    """Where rows go as soon as they are certain (`dilabench.store.run_files.RunFolder`, for one)."""
+
+    def start(self, header: RunHeader) -> None:
+        """Called once, before the first row, with everything that is known about the run."""
+        ...
+
+    def row(self, row: Row) -> None:
+        """Keep a row; when this returns, the row survives the death of the process."""
+        ...
+
+    def finish(self, record: RunRecord) -> None:
+        """Called once, at the end, also of an interrupted run."""
+        ...
+
+
+def run(
+    planned: Sequence[PlannedCase],
+    request: RunRequest,
+    catalogue: Catalogue,
+    machine: Machine,
+    header: RunHeader,
+    sink: Sink,
+    progress: Progress | None = None,
+    follow_up: FollowUp | None = None,
+    completed: Sequence[Row] = (),
+    *,
+    trace_folder: Path | None = None,
+    patience_s: float = MAX_TIMEOUT_S,
+    launcher: Launcher | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> RunRecord:
+    """Verify and measure the planned cases; each ends in exactly one row.
+
+    `completed` are rows of an earlier part of the same run (`--resume`): they are kept and their cases not repeated.
+    `follow_up` gets all rows when no case is left and may ask for more. With `--timing profiler`, a Chrome trace of
+    every case goes to `trace_folder`. A worker that does not answer for `patience_s` seconds is ended with its case.
+    `launcher`: where ranks run, this machine by default.
+    Ctrl-C ends the run with status 'interrupted' and the rows so far.
+
+    Called from a script of your own, that script needs the guard `if __name__ == "__main__"`, because worker processes
+    import it. Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
+    """
+    method = choose_method(request.timing, machine.device, catalogue)
+    waiting = _waiting(planned, completed)
+    driver = Driver(
+        catalogue=catalogue,
+        pool=WorkerPool(WorkerSettings(device=machine.device), partial(start_worker, launcher=launcher)),
+        method=method,
+        budget=Budget(request.budget_s, [one.case for one in waiting if one.skip is None], steady(clock)),
+        progress=progress or Silent(),
+        seed=request.seed,
+        trace_folder=trace_folder if method.trace else None,
+        timeout_s=patience_s,
+        next_round=1 + max(_rounds_of(completed), default=-1),
+    )
+    ranks = max((one.case.world_size for one in waiting if one.skip is None), default=1)
+    gpus = (launcher or ThisMachine()).gpus_here(ranks)
+    return _Run(driver, machine, sink, planned, completed).go(header, follow_up, gpus)
+
+
+def _rounds_of(rows: Iterable[Row]) -> Iterator[int]:
+    """The numbers of the rounds in which rows of an earlier part took their turns."""
+    for row in rows:
+        if isinstance(row.outcome, Measured):
+            yield from (slot.round for timing in row.outcome.timings for slot in timing.slots)
+
+
+def _waiting(planned: Iterable[PlannedCase], done: Iterable[Row]) -> list[PlannedCase]:
+    """The planned cases without a row yet, each once."""
+    ended = {row.case.case_id for row in done}
+    cases = {one.case.case_id: one for one in planned}
+    return [one for case_id, one in cases.items() if case_id not in ended]
+
+
+class _Run:
+    """One run: its workers, its rows, and the order in which groups are taken."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        machine: Machine,
+        sink: Sink,
+        planned: Sequence[PlannedCase],
+        completed: Sequence[Row],
+    ) -> None:
+        self.driver, self.machine, self.sink = driver, machine, sink
+        self.progress = driver.progress
+        self.planned = {one.case.case_id: one for one in planned}
+        self.rows = {row.case.case_id: row for row in completed}
+        self.completed = frozenset(self.rows)
+        self.ceilings: dict[str, float] = {}
+
+    def go(self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int]) -> RunRecord:
+        """All groups, then what the follow-up asks for, then the record."""
+        status, started = "complete", False
+        try:
+            warm_server()
+            with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
+                # The time that another run held the device is not this one's.
+                self.driver.budget.start()
+                header = self._described(header)
+                self.sink.start(header)
+                started = True
+                self.progress.run_started(len(self.planned.keys() - self.completed))
+                self._measure_all(follow_up)
+        except KeyboardInterrupt:
+            status = "interrupted"
+        finally:
+            self.driver.pool.close()
+        record = RunRecord.model_validate(
+            {
+                **header.model_dump(),
+                "status": status,
+                "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "rows": tuple(self._in_order()),
+            }
+        )
+        if started:
+            self.sink.finish(record)
+        return record
+
+    def _measure_all(self, follow_up: FollowUp | None) -> None:
+        while True:
+            for one in _waiting(self.planned.values(), self.rows.values()):
+                if one.skip is not None:
+                    self._keep(Row(planned=one, outcome=Skipped(why=one.skip)))
+            for group in self._groups():
+                self.progress.group_started(group[0].case.workload, group)
+                for row in self._rows_of(group):
+                    self._keep(row)
+            more = follow_up(tuple(self._in_order())) if follow_up else ()
+            fresh = [one for one in more if one.case.case_id not in self.planned]
+            if not fresh:
+                return
+            self.planned |= {one.case.case_id: one for one in fresh}
+            self.driver.budget.add([one.case for one in fresh if one.skip is None])
+            self.progress.run_started(len(self.planned.keys() - self.completed))
+
+    def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
+        """Cases that are measured alone each by itself, then the rest of the group together."""
+        alone = [one for one in group if is_measured_alone(one)]
+        for one in alone:
+            measured = IsolatedRun(self.driver, one)
+            yield measured.row()
+            if measured.interrupted:
+                raise KeyboardInterrupt
+        if together := [one for one in group if one not in alone]:
+            yield from WorkloadGroupRun(self.driver, together).rows()
+
+    def _groups(self) -> list[list[PlannedCase]]:
+        """The cases that wait, those of one workload together, in the order planned."""
+        groups: dict[str, list[PlannedCase]] = {}
+        for one in _waiting(self.planned.values(), self.rows.values()):
+            groups.setdefault(one.case.group_id, []).append(one)
+        return list(groups.values())
+
+    def _keep(self, row: Row) -> None:
+        """Flag what cannot be, write the row down, and only then tell."""
+        notes = suspicions(row, self.rows.values(), self.ceilings, self.machine.device)
+        if notes and isinstance(row.outcome, Measured):
+            outcome = row.outcome.model_copy(update={"notes": (*row.outcome.notes, *notes)})
+            row = row.model_copy(update={"outcome": outcome})
+        self.rows[row.case.case_id] = row
+        self.sink.row(row)
+        self.progress.row_done(row)
+
+    def _in_order(self) -> Iterator[Row]:
+        """Rows in the order planned; rows of an earlier part that are no longer planned come last."""
+        known = [*self.planned, *(case_id for case_id in self.rows if case_id not in self.planned)]
+        return (self.rows[case_id] for case_id in known if case_id in self.rows)
+
+    def _described(self, header: RunHeader) -> RunHeader:
+        """The header with torch's own facts and the device's ceilings, from the first worker that will be needed."""
+        waiting = [one for one in _waiting(self.planned.values(), self.rows.values()) if one.skip is None]
+        if not waiting:
+            return header
+        dtypes = sorted({one.case.workload.dtype for one in waiting})
+        try:
+            worker = self.driver.pool.resident(worker_key(waiting[0].case, self.driver.catalogue))
+            environment = with_torch(header.environment, self.machine, worker.hello.torch)
+            header = header.model_copy(update={"environment": environment})
+            self.ceilings = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+        except WorkerFailure:
+            # A machine on which no worker starts says so in the row of each case.
+            return header
+        return header.model_copy(update={"ceilings": self.ceilings})

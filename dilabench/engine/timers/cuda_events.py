@@ -1,0 +1,66 @@
+"""What the CUDA timers share: events, the L2 flush, and a spacer that hides launches."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from dilabench.engine.device.device import cache_bytes
+
+SPACER_MIN_NS = 20_000
+SPACER_MAX_NS = 5_000_000
+PROBE_CYCLES = 2_000_000
+
+
+class ColdStage:
+    """Times one call on the GPU's own clock, with the cache emptied and the launches hidden.
+
+    Before each call a buffer of twice the L2 is zeroed, then the GPU spins (`torch.cuda._sleep`) while the host
+    enqueues the call: when it starts, everything it needs is in the queue. The spin adapts to the enqueue time seen.
+    """
+
+    def __init__(self, device: torch.device, working_set_bytes: int) -> None:
+        self._device = device
+        l2 = cache_bytes(device)
+        # Inputs of four times the L2 push each other out: a flush would only cost time.
+        self.flushes = working_set_bytes <= 4 * l2
+        self._flush = torch.empty(2 * l2, dtype=torch.uint8, device=device) if self.flushes else None
+        self._cycles_per_ns = _spin_rate(device)
+        self.spacer_ns = SPACER_MIN_NS
+
+    def run(self, fresh: Callable[[], Callable[[], object]], count: int) -> tuple[list[int], list[int]]:
+        """(GPU time, enqueue time) of `count` fresh calls in ns, with one synchronisation at the end."""
+        events, enqueue_ns = [], []
+        for _ in range(count):
+            call = fresh()
+            if self._flush is not None:
+                self._flush.zero_()
+            torch.cuda._sleep(int(self.spacer_ns * self._cycles_per_ns))
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            started = time.perf_counter_ns()
+            begin.record()
+            call()
+            end.record()
+            spent = time.perf_counter_ns() - started
+            enqueue_ns.append(spent)
+            events.append((begin, end))
+            del call
+            self.spacer_ns = min(SPACER_MAX_NS, max(self.spacer_ns, 2 * spent))
+        torch.cuda.synchronize(self._device)
+        return [elapsed_ns(begin, end) for begin, end in events], enqueue_ns
+
+
+def elapsed_ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    """Time between two recorded events, at least 1 ns (their resolution is about 500 ns)."""
+    return max(1, round(begin.elapsed_time(end) * 1e6))
+
+
+def _spin_rate(device: torch.device) -> float:
+    """Cycles that `torch.cuda._sleep` counts per nanosecond."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(PROBE_CYCLES // 10)
+    begin.record()
+    torch.cuda._sleep(PROBE_CYCLES)
+    end.record()
+    torch.cuda.synchronize(device)
+    return PROBE_CYCLES / elapsed_ns(begin, end)

@@ -1,0 +1,71 @@
+"""What a user waits for the first time: import, build and first call in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+from dilabench.engine.timers import Call, Samples
+from dilabench.record import Note
+
+STAGES = ("import", "build", "first_call")
+TIMEOUT_S = 600.0
+
+
+class FirstCall:
+    """A sample is a new interpreter with empty compiler caches. Loading torch itself and making inputs do not count."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._stages: dict[str, int] = {}
+
+    def take(self, count: int) -> Samples:
+        """Import, build (with compilation and autotuning) and first call together, per fresh process."""
+        return Samples(tuple(self._sample() for _ in range(count)))
+
+    def notes(self) -> tuple[Note, ...]:
+        """The parts of the last sample."""
+        parts = ", ".join(f"{stage} {self._stages.get(stage, 0) / 1e6:.1f} ms" for stage in STAGES)
+        return (Note(code="first_call", message=parts),) if self._stages else ()
+
+    def _sample(self) -> int:
+        with tempfile.TemporaryDirectory(prefix="dilabench-first-call-") as folder:
+            caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+            path = os.pathsep.join(entry for entry in sys.path if entry)
+            finished = subprocess.run(
+                [sys.executable, "-m", "dilabench.engine.timers.first_call", self._call.device.type],
+                input=self._call.spec.model_dump_json(),
+                capture_output=True,
+                text=True,
+                env={**os.environ, **caches, "PYTHONPATH": path},
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        if finished.returncode:
+            raise RuntimeError(f"the first call failed in a fresh process: {finished.stderr.strip()[-500:]}")
+        self._stages = json.loads(finished.stdout.splitlines()[-1])
+        return max(1, sum(self._stages[stage] for stage in STAGES))
+
+
+def main(device_kind: str, spec_json: str) -> dict[str, int]:
+    """Prepare one case in this process; its set-up times in ns."""
+    import torch
+
+    from dilabench.engine.call.inputs import InputStore
+    from dilabench.engine.call.prepared_call import PreparedCall
+    from dilabench.engine.device.device import synchronize
+    from dilabench.engine.worker.protocol import CaseSpec
+
+    device = torch.device(device_kind)
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        synchronize(device)
+    started = time.perf_counter_ns()
+    call = PreparedCall(CaseSpec.model_validate_json(spec_json), device, InputStore(device))
+    return {**call.setup_ns, "total": time.perf_counter_ns() - started}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(sys.argv[1], sys.stdin.read())) + "\n")

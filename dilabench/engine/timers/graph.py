@@ -1,0 +1,57 @@
+"""A CUDA graph of one call, replayed on an empty L2: GPU time without launches between kernels."""
+
+import torch
+
+from dilabench.engine.timers import Call, Samples, TimerUnusableError
+from dilabench.engine.timers.cuda_events import ColdStage
+from dilabench.record import Note
+
+WARM_CALLS = 3
+
+
+class Graph:
+    """Captured after warm-up on a side stream. Replays are timed exactly as `cold` times calls: flush, spacer, events.
+
+    The graph reads the same inputs at each replay; the flush makes them cold. A call that cannot be captured (it waits
+    for the device, or allocates outside torch) makes the timer unusable, with the reason.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._stage = ColdStage(call.device, call.working_set_bytes)
+        self._graph, self._keep = self._capture()
+
+    def take(self, count: int) -> Samples:
+        """GPU time per replay."""
+        gpu_ns, enqueue_ns = self._stage.run(lambda: self._graph.replay, count)
+        return Samples(tuple(gpu_ns), tuple(enqueue_ns))
+
+    def notes(self) -> tuple[Note, ...]:
+        """Whether the cache was flushed between replays."""
+        if self._stage.flushes:
+            return ()
+        message = "the inputs are over four times the L2 cache and push each other out, so it was not flushed"
+        return (Note(code="no_flush", message=message, observed=self._call.working_set_bytes),)
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, object]:
+        graph = torch.cuda.CUDAGraph()
+        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_CALLS):
+                    self._call.fresh()()
+                # The graph of a backward pass is made before the capture; autograd then runs it on this stream.
+                call = self._call.fresh()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                result = call()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TimerUnusableError(f"the call cannot be captured: {first_line}") from error
+        finally:
+            # A capture that cannot be begun or ended leaves its own stream as the current one.
+            torch.cuda.set_stream(before)
+        torch.cuda.synchronize()
+        return graph, (call, result)

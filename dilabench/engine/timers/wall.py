@@ -1,0 +1,74 @@
+"""Host clock around one call and a device synchronisation: the time that a user waits."""
+
+import time
+from collections.abc import Callable
+
+from dilabench.engine.device.device import synchronize
+from dilabench.engine.timers import Call, ClockError, Samples
+from dilabench.record import Note
+
+RESOLUTIONS_PER_SAMPLE = 1000
+MAX_BATCH = 1024
+RETRIES = 3
+
+
+class Wall:
+    """A sample lasts at least a thousand clock resolutions: calls shorter than that are timed in batches.
+
+    Backward-only calls are never batched, because the forward pass between them is not part of the time.
+    """
+
+    def __init__(self, call: Call, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._call = call
+        self._clock = clock
+        floor_ns = RESOLUTIONS_PER_SAMPLE * resolution_ns(clock)
+        wanted = -(-floor_ns // max(1, call.call_ns))
+        self._batch = 1 if call.workload.mode == "backward" else max(1, min(MAX_BATCH, wanted))
+        self._backwards = 0
+        if call.device.type == "cuda":
+            call.rotate()
+
+    def take(self, count: int) -> Samples:
+        """Elapsed host time per call, device work included. Raises ClockError when the clock will not advance."""
+        return Samples(tuple(self._sample() for _ in range(count)))
+
+    def notes(self) -> tuple[Note, ...]:
+        """Batching, and samples thrown away because the clock ran backwards."""
+        notes = []
+        if self._batch > 1:
+            notes.append(
+                Note(
+                    code="batched",
+                    message=f"a sample is the mean of {self._batch} calls, because one is near the clock's resolution",
+                    observed=self._batch,
+                )
+            )
+        if self._backwards:
+            message = f"the host clock did not advance over {self._backwards} samples, which were taken again"
+            notes.append(Note(code="clock", message=message, observed=self._backwards, threshold=0))
+        return tuple(notes)
+
+    def _sample(self) -> int:
+        for _ in range(RETRIES):
+            calls = [self._call.fresh() for _ in range(self._batch)]
+            synchronize(self._call.device)
+            started = self._clock()
+            for call in calls:
+                call()
+            synchronize(self._call.device)
+            elapsed = self._clock() - started
+            if elapsed >= self._batch:
+                return elapsed // self._batch
+            self._backwards += 1
+        raise ClockError(f"the host clock did not advance over a call {RETRIES} times in a row; is it being set?")
+
+
+def resolution_ns(clock: Callable[[], int] = time.perf_counter_ns, tries: int = 20) -> int:
+    """The smallest step that the clock was seen to make, at least 1 ns."""
+    steps = []
+    for _ in range(tries):
+        first = clock()
+        second = clock()
+        if second > first:
+            steps.append(second - first)
+    return min(steps, default=1)

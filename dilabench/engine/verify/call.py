@@ -1,0 +1,101 @@
+"""Calls of the function under examination: poisoned memory, the timed mode, and a watch over its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.verify.poison import poisoned
+from dilabench.record import Check
+
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Values looked at together: masks and widened copies of all at once could take more memory than the call itself.
+PIECE = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a call gave. gradients: of the inputs, then of the parameters; empty in mode forward, None where unused."""
+
+    out: Tensor
+    gradients: tuple[Tensor | None, ...] = ()
+
+
+class Call:
+    """Calls a function as it will be timed: without a graph in mode forward, with forward and backward otherwise."""
+
+    def __init__(self, function: Callable[..., Tensor], parameters: Sequence[Tensor] = ()) -> None:
+        self._function = function
+        self._parameters = tuple(parameters)
+        self.changed: list[str] = []
+
+    def __call__(self, inputs: Sequence[Tensor], dout: Tensor | None = None) -> Result:
+        """Call with the inputs (one tensor stands for all three), and with its gradients for `dout` if given."""
+        before = [digest(tensor) for tensor in inputs]
+        leaves = [tensor.detach().requires_grad_(dout is not None) for tensor in inputs]
+        arguments = leaves if len(leaves) == 3 else leaves * 3
+        with poisoned(inputs), torch.set_grad_enabled(dout is not None):
+            out = self._function(*arguments)
+            gradients: tuple[Tensor | None, ...] = ()
+            if dout is not None and isinstance(out, Tensor) and out.requires_grad and out.shape == dout.shape:
+                gradients = torch.autograd.grad(
+                    out, [*leaves, *self._parameters], dout.to(out.dtype), allow_unused=True
+                )
+        names = ("q", "k", "v") if len(inputs) == 3 else ("the input",)
+        for name, tensor, old in zip(names, inputs, before, strict=True):
+            if not torch.equal(digest(tensor), old) and name not in self.changed:
+                self.changed.append(name)
+        return Result(out.detach() if isinstance(out, Tensor) else out, gradients)
+
+    def unwatched(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Only the call: no graph, no poison, nothing that would wait for the device."""
+        with torch.no_grad():
+            return self._function(*(inputs if len(inputs) == 3 else list(inputs) * 3))
+
+    def unchanged(self) -> Check:
+        """The check that no call changed its inputs."""
+        detail = f"the function changed {' and '.join(self.changed)} in place" if self.changed else None
+        return Check(name="inputs", passed=not self.changed, detail=detail)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A checksum per row: the integer sum of the bits along the last axis. A row of zeros and a moved row both show."""
+    bits = tensor.detach().view(INTEGER[tensor.element_size()])
+    if bits.dim() < 2:
+        return bits.sum(-1, dtype=torch.int64)
+    # CUDA widens what it sums.
+    pieces = bits.flatten(0, -2).split(max(1, PIECE // bits.shape[-1]))
+    return torch.cat([piece.sum(-1, dtype=torch.int64) for piece in pieces]).view(bits.shape[:-1])
+
+
+def form_checks(out: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Check]:
+    """shape, dtype, device and finite, in this order; after the first that fails the rest would say nothing."""
+    if not isinstance(out, Tensor):
+        return [Check(name="shape", passed=False, detail=f"returned a {type(out).__name__}, not one tensor")]
+    found = (
+        ("shape", list(out.shape), list(shape)),
+        ("dtype", out.dtype, dtype),
+        ("device", out.device, device if device.index is not None or device.type == "cpu" else out.device),
+    )
+    checks = []
+    for name, actual, wanted in found:
+        right = actual == wanted
+        checks.append(
+            Check(name=name, passed=right, detail=None if right else f"out has {name} {actual}, not {wanted}")
+        )
+        if not right:
+            return checks
+    bad = _not_finite(out)
+    detail = f"{bad} of {out.numel()} values of out are NaN or infinite" if bad else None
+    return [*checks, Check(name="finite", passed=not bad, detail=detail)]
+
+
+def _not_finite(out: Tensor) -> int:
+    """How many values are NaN or infinite."""
+    if out.ndim < 2 or not out.numel():
+        return int((~torch.isfinite(out)).sum())
+    rows = max(1, PIECE // out[:, :1].numel())
+    return sum(int((~torch.isfinite(piece)).sum()) for piece in out.split(rows, 1))

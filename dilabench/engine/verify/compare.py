@@ -1,0 +1,71 @@
+"""One comparison: the largest error, its tolerance, and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.verify.tolerance import Expected, errors
+from dilabench.record import Check
+
+# (name, positions) of each axis of a compared tensor; None: the index itself is the position.
+Axes = Sequence[tuple[str, Tensor | None]]
+
+
+def compare(name: str, actual: Tensor, expected: Expected, axes: Axes, detail: str | None = None) -> Check:
+    """The check that `actual` is `expected` within tolerance. NaN and infinities out of place fail it."""
+    if actual.shape != expected.value.shape:
+        text = f"shape {list(actual.shape)} where {list(expected.value.shape)} is expected"
+        return Check(name=name, passed=False, detail=text)
+    if not actual.numel():
+        return Check(name=name, passed=True, error=0.0, tolerance=expected.tolerance, detail="nothing to compare")
+    error = errors(actual, expected.value, expected.size)
+    wrong = ~torch.isfinite(error)
+    if wrong.any():
+        place = wrong.flatten().int().argmax()
+        count = f"{int(wrong.sum())} of {wrong.numel()} values are not finite as expected"
+        value = float(actual.flatten()[place])
+        return Check(
+            name=name,
+            passed=False,
+            tolerance=expected.tolerance,
+            where=locate(place, error.shape, axes),
+            detail=f"{count}, here {value:g} instead of {float(expected.value.flatten()[place]):g}",
+        )
+    place = error.flatten().argmax()
+    largest = float(error.flatten()[place])
+    passed = largest <= expected.tolerance
+    if not passed:
+        values = float(actual.flatten()[place]), float(expected.value.flatten()[place])
+        detail = f"{values[0]:g} instead of {values[1]:g}" + (f"; {detail}" if detail else "")
+    return Check(
+        name=name,
+        passed=passed,
+        error=largest,
+        tolerance=expected.tolerance,
+        where=locate(place, error.shape, axes),
+        detail=detail,
+    )
+
+
+def agreement(name: str, first: Tensor, second: Tensor, tolerance: float, detail: str) -> Check:
+    """The check that two results of the same call agree: max |difference| over max |first|."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return Check(name=name, passed=False, detail=f"{detail}: {list(second.shape)} {second.dtype}")
+    if torch.equal(first, second):
+        return Check(name=name, passed=True, error=0.0, tolerance=tolerance, detail=detail)
+    error = float((first - second).abs().max()) / max(float(first.abs().max()), torch.finfo(first.dtype).tiny)
+    # NaN compares as false.
+    passed = error <= tolerance
+    return Check(name=name, passed=passed, error=error if error == error else None, tolerance=tolerance, detail=detail)
+
+
+def locate(place: Tensor | int, shape: Sequence[int], axes: Axes) -> str:
+    """'batch 0, position 1024, head 3, dim 5' for an index into the flattened tensor."""
+    index = torch.unravel_index(torch.as_tensor(place).cpu(), list(shape))
+    texts = []
+    for (axis, positions), at in zip(axes, index, strict=True):
+        texts.append(f"{axis} {int(at) if positions is None else int(positions[int(at)])}")
+    return ", ".join(texts)

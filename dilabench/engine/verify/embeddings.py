@@ -1,0 +1,259 @@
+"""The checks of a module with projections around the attention (takes = "embeddings").
+
+The yardstick is a float64 copy of the module in which only the attention core, its attribute `attention`, is replaced
+by the oracle on the sampled rows. The other rows of that copy are not what the module computes, and are not compared;
+with a dout that is zero there, gradients of the input and of every parameter are exact all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dilabench.engine.verify.call import Call, Result, digest, form_checks
+from dilabench.engine.verify.compare import compare, locate
+from dilabench.engine.verify.heads import NO_GRADIENT, how_many, kept_check, repeat_checks
+from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.rounding import gradient_sizes
+from dilabench.engine.verify.stream import stream_check
+from dilabench.engine.verify.tolerance import (
+    FLOOR_ULPS,
+    Expected,
+    expect,
+    gradient_floor_ulps,
+    plain_dtype,
+)
+from dilabench.impls.multiplicity import alike_heads, seen_by
+from dilabench.impls.reference import differentiable_rows
+from dilabench.record import Check
+from dilabench.workload.spec import Workload
+
+# How much of the probed position is added to itself: its share must show above the rounding of the rows that see it.
+PROBE_GAIN = 2.0**10
+
+
+class SampledCore(nn.Module):
+    """The formula on some rows, zeros elsewhere, in place of a module's attention core."""
+
+    def __init__(self, workload: Workload, rows: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.workload, self.rows, self.compute_dtype = workload, rows, dtype
+        self.seen: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape. Keeps q, k, v, out and lse in `seen`."""
+        q_heads, k_heads, v_heads = (self.batched(x) for x in (q, k, v))
+        out, lse = differentiable_rows(q_heads, k_heads, v_heads, self.workload, self.rows, self.compute_dtype)
+        out = out[0] if q.ndim == 3 else out
+        self.seen = q, k, v, out, lse.detach()
+        return out
+
+    @staticmethod
+    def batched(x: Tensor) -> Tensor:
+        """With the batch axis that packed heads lack."""
+        return x[None] if x.ndim == 3 else x
+
+
+def embeddings_checks(
+    function: Callable[..., Tensor], module: nn.Module, oracle: Oracle, deterministic: bool
+) -> Iterator[Check]:
+    """out, gradients of input and parameters, dependency, repetition. `function` is called, `module` is copied."""
+    workload = oracle.workload
+    backward = workload.mode != "forward"
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    expected = _expected(module, oracle, names, backward)
+
+    call = Call(function, parameters)
+    dout = oracle.sampled_dout if backward else None
+    first = call(oracle.inputs, dout)
+    form = form_checks(first.out, oracle.out_shape, oracle.dtype, oracle.device)
+    yield from form
+    if not all(check.passed for check in form):
+        return
+    kept = digest(first.out)
+    axes = (("batch", oracle.sample.batches), ("position", oracle.sample.rows), ("dim", None))
+    yield compare("out", oracle.sampled(first.out), expected["out"], axes, how_many(oracle))
+    if backward:
+        yield from _gradient_checks(oracle, first, names, expected)
+    yield _dependency(call, oracle, first.out)
+    yield kept_check(first.out, kept)
+    yield from repeat_checks(call, oracle, first, deterministic, expected["out"].tolerance)
+    if oracle.device.type == "cuda":
+        yield stream_check(call, oracle.inputs, first.out, 2 * expected["out"].tolerance)
+    yield call.unchanged()
+    if call.changed:
+        oracle.restore()
+
+
+def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: bool) -> dict[str, Expected]:
+    """out on the sampled rows, 'dx' and the gradient of each parameter."""
+    yardstick = _Yardstick(module, oracle, torch.float64, backward)
+    exact = yardstick.results(names)
+    sizes = {name: _size(name, value, exact) for name, value in exact.items() if name != "dx"}
+    floors = dict.fromkeys(exact, FLOOR_ULPS)
+    if backward:
+        sizes["dx"], floors["dx"] = yardstick.dx_size(exact["dx"]), gradient_floor_ulps(oracle.dtype)
+    # Its graph holds q, k and v of all positions.
+    del yardstick
+    plain = _Yardstick(module, oracle, plain_dtype(oracle.dtype), backward).results(names)
+    expected = {
+        name: expect(exact[name], sizes[name], plain[name], oracle.workload, oracle.dtype, floors[name])
+        for name in exact
+    }
+    if not backward:
+        return expected
+    for rank in {exact[name].ndim for name in names}:
+        # A few rows with few keys dominate a gradient: one tolerance from all parameters of a rank is steadier.
+        alike = [name for name in names if exact[name].ndim == rank]
+        tolerance = max(expected[name].tolerance for name in alike)
+        expected.update({name: replace(expected[name], tolerance=tolerance) for name in alike})
+    return expected
+
+
+class _Yardstick:
+    """The module with the oracle for its attention, run once on the sampled batches in `dtype`."""
+
+    def __init__(self, module: nn.Module, oracle: Oracle, dtype: torch.dtype, backward: bool) -> None:
+        self._oracle, self._backward = oracle, backward
+        self._module = copy.deepcopy(module).to(dtype)
+        self._core = self._module.attention = SampledCore(oracle.workload, oracle.sample.rows, dtype)
+        self._packed = oracle.workload.layout == "packed"
+        batches = oracle.sample.batches.to(oracle.device)
+        x = oracle.inputs[0] if self._packed else oracle.inputs[0][batches]
+        self._x = x.detach().to(dtype).requires_grad_(backward)
+        dout = oracle.sampled_dout if self._packed or not backward else oracle.sampled_dout[batches]
+        self._dout = dout.to(dtype)
+        with torch.set_grad_enabled(backward):
+            self._out = self._module(self._x, self._x, self._x)
+
+    def results(self, names: list[str]) -> dict[str, Tensor]:
+        """out on the sampled rows, 'dx' and the gradients of the parameters `names`."""
+        rows = self._oracle.sample.rows.to(self._oracle.device)
+        results = {"out": self._batched(self._out)[:, rows].detach()}
+        if self._backward:
+            by_name = dict(self._module.named_parameters())
+            found = self._gradients(self._out, [self._x, *(by_name[name] for name in names)], self._dout)
+            results["dx"] = self._batched(found[0])
+            results.update(zip(names, found[1:], strict=True))
+        return results
+
+    def dx_size(self, dx: Tensor) -> Tensor:
+        """Natural size of each row of dx: the root mean square of the row, plus that of what independent rounding of
+        dq, dk and dv moves it by, which is their own natural sizes with random signs, taken back to x.
+
+        The three parts of dx may cancel, and inside each the terms of dS may; rounding knows nothing of that.
+        """
+        size = _row_size(dx)
+        if self._core.seen is None:
+            return size
+        q, k, v, out, lse = self._core.seen
+        workload, rows = self._core.workload, self._oracle.sample.rows
+        place = rows.to(self._oracle.device)
+        dout, dq, dk, dv = map(self._core.batched, self._gradients(self._out, [out, q, k, v], self._dout))
+        q_heads, k_heads, v_heads = (self._core.batched(x.detach()) for x in (q, k, v))
+        exact = dq[:, place], dk, dv
+        sizes = gradient_sizes(dout[:, place], q_heads, k_heads, v_heads, lse, workload, rows, None, exact)
+        moved = [torch.zeros_like(dq), *sizes[1:]]
+        moved[0][:, place] = sizes[0]
+        generator = torch.Generator(dx.device).manual_seed(self._oracle.seed)
+        for one in moved:
+            signs = torch.randint(0, 2, one.shape, generator=generator, device=one.device, dtype=torch.int8)
+            one.mul_(signs.mul_(2).sub_(1))
+        moved = [one.view_as(x) for one, x in zip(moved, (q, k, v), strict=True)]
+        return size + _row_size(self._batched(torch.autograd.grad([q, k, v], [self._x], moved)[0]))
+
+    def _gradients(self, out: Tensor, targets: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, targets, dout, retain_graph=True)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x[None] if self._packed else x
+
+
+def _row_size(x: Tensor) -> Tensor:
+    """Root mean square of each row, [..., 1]."""
+    return x.square().mean(-1, keepdim=True).sqrt()
+
+
+def _size(name: str, value: Tensor, exact: dict[str, Tensor]) -> Tensor:
+    """Root mean square of a row for out, of the largest of the vectors (biases, norms) for each of them.
+
+    Vectors share one size because the gradient of a key bias is zero, whatever it is made of. A matrix gradient is a
+    sum of outer products: an element's size is its own plus that of its row and column.
+    """
+    if name == "out":
+        return _row_size(value)
+    if value.ndim > 1:
+        squares = value.square().flatten(1)
+        mean = squares.mean().clamp_min(torch.finfo(value.dtype).tiny)
+        outer = squares.mean(0, keepdim=True) * squares.mean(1, keepdim=True) / mean
+        return value.abs() + outer.sqrt().view(value.shape)
+    vectors = [
+        other.square().mean().sqrt() for key, other in exact.items() if key not in ("out", "dx") and other.ndim < 2
+    ]
+    return torch.stack(vectors).max()
+
+
+def _gradient_checks(
+    oracle: Oracle, result: Result, names: list[str], expected: dict[str, Expected]
+) -> Iterator[Check]:
+    dout = "random dout" if oracle.sample.complete else f"dout random on {how_many(oracle)}, zero elsewhere"
+    if not result.gradients:
+        yield Check(name="dx", passed=False, detail=NO_GRADIENT)
+        return
+    for name, gradient in zip(["dx", *names], result.gradients, strict=True):
+        title = name if name == "dx" else f"d {name}"
+        if gradient is None:
+            yield Check(name=title, passed=False, detail=NO_GRADIENT)
+        elif name == "dx":
+            x_axes = (("batch", oracle.sample.batches), ("position", None), ("dim", None))
+            rows = oracle.batched(gradient)[oracle.sample.batches.to(oracle.device)]
+            yield compare(title, rows, expected[name], x_axes, dout)
+        else:
+            axes = tuple((f"axis {axis}", None) for axis in range(gradient.ndim))
+            yield compare(title, gradient, expected[name], axes, dout)
+
+
+def _dependency(call: Call, oracle: Oracle, first: Tensor) -> Check:
+    """Changing v at one position per batch row changes exactly the rows that see it in some head."""
+    workload = oracle.workload
+    x = oracle.inputs[0]
+    v = x.clone()
+    keys = _probed_keys(oracle)
+    for row, key in zip(oracle.batched(v), keys, strict=True):
+        row[key] *= PROBE_GAIN
+    changed = call((x, x, v)).out
+    if changed.shape != first.shape:
+        return Check(name="dependency", passed=False, detail=f"with other inputs out has shape {list(changed.shape)}")
+    differs = (oracle.batched(changed) != oracle.batched(first)).any(-1)
+    seen = torch.zeros(differs.shape, dtype=torch.bool)
+    firsts = [heads[0] for heads in alike_heads(workload)]
+    for index, key in enumerate(keys):
+        for head in firsts:
+            seen[index, seen_by(workload, head, key)] = True
+    wrong = differs != seen.to(oracle.device)
+    count = int(wrong.sum())
+    if not count:
+        return Check(name="dependency", passed=True, error=0.0, tolerance=0.0, detail="one key per batch row")
+    place = int(wrong.flatten().int().argmax())
+    sees = bool(differs.flatten()[place])
+    key = keys[place // workload.seq_len]
+    return Check(
+        name="dependency",
+        passed=False,
+        error=float(count),
+        tolerance=0.0,
+        where=locate(place, wrong.shape, (("batch", None), ("position", None))),
+        detail=f"the row {'sees' if sees else 'misses'} key {key}, which it {'must not' if sees else 'must'} see",
+    )
+
+
+def _probed_keys(oracle: Oracle) -> list[int]:
+    generator = torch.Generator().manual_seed(oracle.seed + 1)
+    length = oracle.workload.seq_len
+    drawn = torch.randint(length // 2, length, (oracle.workload.batch_size,), generator=generator)
+    return [int(key) for key in drawn]

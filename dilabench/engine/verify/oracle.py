@@ -1,0 +1,174 @@
+"""What a workload's right results are, on its sampled rows, with their tolerances. Made once, used for every
+implementation of the workload."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.verify.planes import Planes, make_planes
+from dilabench.engine.verify.rounding import gradient_sizes, out_size
+from dilabench.engine.verify.sample import choose_sample
+from dilabench.engine.verify.tolerance import (
+    LSE_FLOOR_ULPS,
+    Expected,
+    eps,
+    expect,
+    gradient_floor_ulps,
+    plain_dtype,
+)
+from dilabench.impls.reference import accumulation_dtype, attend_rows, attend_rows_backward
+from dilabench.workload.spec import Workload
+
+# Rows on which the second call is compared; its other rows serve the dependency probe.
+SECOND_CALL_ROWS = 16
+
+
+class Oracle:
+    """Inputs and expected results of one workload, seed and device; everything expected is computed on first use.
+
+    Pass one Oracle to `verify` for all implementations of a workload. Inputs are as `takes` says (registry), packed
+    ones without the batch axis; expected values always have it. `restore` draws the inputs again, for when a function
+    has changed them.
+    """
+
+    def __init__(
+        self, workload: Workload, *, takes: str = "heads", seed: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
+        self.workload = workload
+        self.takes = takes
+        self.seed = seed
+        self.device = torch.device(device)
+        self.dtype = TORCH_DTYPE[workload.dtype]
+        self.sample = choose_sample(workload, seed)
+        self.inputs: tuple[Tensor, ...] = self._draw_inputs()
+
+    def restore(self) -> None:
+        """Draw the inputs again, in new memory."""
+        self.inputs = self._draw_inputs()
+
+    def _draw_inputs(self) -> tuple[Tensor, ...]:
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        return tuple(
+            torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+            for shape in input_shapes(self.workload, self.takes)
+        )
+
+    @property
+    def out_shape(self) -> torch.Size:
+        """Shape that the function's out must have: that of its first input."""
+        return self.inputs[0].shape
+
+    @cached_property
+    def full_dout(self) -> Tensor:
+        """A random gradient of out, in every row."""
+        generator = torch.Generator(self.device).manual_seed(self.seed + 2**31)
+        return torch.randn(self.out_shape, generator=generator, device=self.device, dtype=self.dtype)
+
+    @cached_property
+    def sampled_dout(self) -> Tensor:
+        """The same on the sampled rows and zero elsewhere.
+
+        The gradient is linear in dout: with this one, dq, dk and dv follow exactly from the sampled rows alone, also
+        where the keys of all rows are out of reach.
+        """
+        if self.sample.complete:
+            return self.full_dout
+        dout = torch.zeros_like(self.full_dout)
+        rows = self.batched(self.full_dout)[self._place()]
+        self.batched(dout)[self._place()] = rows
+        return dout
+
+    def batched(self, tensor: Tensor) -> Tensor:
+        """A view with the batch axis that packed tensors lack."""
+        return tensor[None] if self.workload.layout == "packed" else tensor
+
+    def chosen(self, tensor: Tensor) -> Tensor:
+        """The sampled batches of a tensor of any of these shapes; where they are all, the tensor and no copy of it."""
+        tensor, batches = self.batched(tensor), self.sample.batches
+        return tensor if len(batches) == tensor.shape[0] else tensor[batches.to(self.device)]
+
+    def sampled(self, tensor: Tensor) -> Tensor:
+        """The sampled batches and rows of a tensor of out's shape, [b, R, ...]."""
+        return self.batched(tensor) if self.sample.complete else self.batched(tensor)[self._place()]
+
+    def sampled_keys(self, tensor: Tensor) -> Tensor:
+        """The sampled batches and key positions of a tensor of k's shape, [b, S, K, D]."""
+        tensor = self.chosen(tensor)
+        return tensor if self.sample.keys is None else tensor[:, self.sample.keys.to(self.device)]
+
+    def _place(self) -> tuple[Tensor, Tensor]:
+        return self.sample.batches.to(self.device)[:, None], self.sample.rows.to(self.device)[None, :]
+
+    @property
+    def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.chosen(tensor) for tensor in self.inputs)
+        return q, k, v
+
+    @cached_property
+    def expected(self) -> tuple[Expected, Expected]:
+        """out [b, R, H, D] and lse [b, H, R] on the sampled rows."""
+        return expected_rows(self._heads, self.workload, self.sample.rows, self.dtype)
+
+    @cached_property
+    def gradients(self) -> tuple[Expected, Expected, Expected]:
+        """dq [b, R, H, D] on the sampled rows, dk and dv [b, S, K, D] on the sampled keys, for `sampled_dout`."""
+        rows, keys = self.sample.rows, self.sample.keys
+        dout = self.sampled(self.sampled_dout)
+        out, lse = (expected.value for expected in self.expected)
+        exact = attend_rows_backward(dout, *self._heads, out, lse, self.workload, rows, keys)
+        sizes = gradient_sizes(dout, *self._heads, lse, self.workload, rows, keys, exact)
+        dtype = plain_dtype(self.dtype)
+        plain_out, plain_lse = attend_rows(*self._heads, self.workload, rows, dtype)
+        plain = attend_rows_backward(dout, *self._heads, plain_out, plain_lse, self.workload, rows, keys, dtype)
+        floor = gradient_floor_ulps(self.dtype)
+        dq, dk, dv = (
+            expect(*parts, self.workload, self.dtype, floor) for parts in zip(exact, sizes, plain, strict=True)
+        )
+        return dq, dk, dv
+
+    @cached_property
+    def planes(self) -> Planes:
+        """Which keys the second call probes."""
+        return make_planes(self.workload, self.seed)
+
+    @cached_property
+    def second_rows(self) -> Tensor:
+        """Positions of the rows on which the second call is compared, spread over the sampled ones."""
+        rows = self.sample.rows
+        return rows[torch.linspace(0, len(rows) - 1, min(SECOND_CALL_ROWS, len(rows))).long()]
+
+    def second_inputs(self, call: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Other q and k, and the values of the planes (planes.py), not kept."""
+        q, k, v = self.inputs
+        # q·k then has a standard deviation of 1/2, so that no attention weight is too small to be seen.
+        gain = 0.5 / (self.workload.softmax_scale * self.workload.head_dim**0.5)
+        values = torch.zeros_like(v)
+        self.planes.fill(self.batched(values), call)
+        return q.roll(1, -1).mul_(-gain), k.flip(-1), values
+
+    @cached_property
+    def second_expected(self) -> tuple[Expected, ...]:
+        """out of each second call on `second_rows`, [b, R', H, D]."""
+        results = []
+        for call in range(self.planes.calls):
+            q, k, v = (self.chosen(tensor) for tensor in self.second_inputs(call))
+            results.append(expected_rows((q, k, v), self.workload, self.second_rows, self.dtype)[0])
+        return tuple(results)
+
+
+def expected_rows(
+    heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype
+) -> tuple[Expected, Expected]:
+    """What out and lse must be at `rows`, from q, k, v of [B, N, ·, D]."""
+    out, lse = attend_rows(*heads, workload, rows)
+    plain_out, plain_lse = attend_rows(*heads, workload, rows, plain_dtype(dtype))
+    lse_dtype = accumulation_dtype(dtype)
+    size = out_size(*heads, lse, out, workload, rows, weight_ulps=eps(lse_dtype) / eps(dtype))
+    # An error of the scores goes into lse as it is: its size is that of the numbers it is made of, at least 1.
+    lse_size = lse.abs().masked_fill_(lse == -torch.inf, 0.0).add_(1.0)
+    lse_expected = expect(lse, lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
+    return expect(out, size, plain_out, workload, dtype), lse_expected

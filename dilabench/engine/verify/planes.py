@@ -1,0 +1,57 @@
+"""Values that make one call show, for many keys at once, which rows see them.
+
+out is linear in v, channel by channel. Channel 0 is 1 at every key: its out must be 1 on covered rows and 0 elsewhere.
+Every other channel is zero but at one key: its out is that key's attention weight, so it must differ from 0 exactly in
+the rows with C > 0. No rounding blurs it, since everything else adds exact zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.verify.sample import segment_edges
+from dilabench.workload.spec import Workload
+
+MAX_KEYS = 16
+# A weight is about 1/N; this keeps it above float16's smallest number for any N that fits a machine.
+VALUE = 2.0**10
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """`keys`: probed positions, one channel each. `calls`: 1, or 2 where D = 1 leaves no channel beside channel 0."""
+
+    keys: tuple[int, ...]
+    calls: int
+
+    def channels(self, call: int) -> tuple[tuple[int, int], ...]:
+        """(channel, key position) pairs of a call."""
+        first = 1 if self.calls == 1 else 0
+        return tuple((first + index, key) for index, key in enumerate(self.keys)) if call == self.calls - 1 else ()
+
+    def has_ones(self, call: int) -> bool:
+        """Whether channel 0 is 1 at every key in this call."""
+        return call == 0
+
+    def fill(self, values: Tensor, call: int) -> None:
+        """Write the planes into zeroed values [B, N, K, D]."""
+        if self.has_ones(call):
+            values[..., 0] = 1.0
+        for channel, key in self.channels(call):
+            values[:, key, :, channel] = VALUE
+
+
+def make_planes(workload: Workload, seed: int) -> Planes:
+    """The first and last key, both sides of some segment edges, and random ones; as many as there are channels."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    length = workload.seq_len
+    count = min(MAX_KEYS, max(1, workload.head_dim - 1))
+    edges = segment_edges(workload)
+    edges = edges[torch.randperm(len(edges), generator=generator)[: max(1, count // 4)]]
+    drawn = torch.randint(length, (count,), generator=generator)
+    candidates = torch.cat([torch.tensor([length // 2, 0, length - 1]), edges, edges - 1, drawn]).tolist()
+    keys = tuple(dict.fromkeys(candidates))[:count]
+    return Planes(keys, calls=1 if workload.head_dim > 1 else 2)

@@ -1,0 +1,128 @@
+"""What the second call shows: another and right result, ones, dependencies, and gradients from every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.verify.call import Result, form_checks
+from dilabench.engine.verify.compare import compare, locate
+from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.planes import VALUE
+from dilabench.engine.verify.tolerance import Expected
+from dilabench.impls.multiplicity import alike_heads, covered, seen_by
+from dilabench.record import Check
+
+# Keys whose dk is computed from all rows: each costs a pass over the rows.
+MAX_KEY_GRADIENTS = 4
+
+
+def probe_checks(oracle: Oracle, first: Tensor, results: list[Result]) -> Iterator[Check]:
+    """The checks on the second calls (one; two when D = 1), given the first call's out."""
+    for result in results:
+        broken = [c for c in form_checks(result.out, oracle.out_shape, oracle.dtype, oracle.device) if not c.passed]
+        if broken:
+            yield Check(name="second_call", passed=False, detail=f"with other inputs: {broken[0].detail}")
+            return
+    yield _second_call(oracle, first, results)
+    yield _ones(oracle, oracle.batched(results[0].out)[..., 0])
+    yield _dependency(oracle, oracle.batched(results[-1].out))
+    if results[-1].gradients and oracle.planes.calls == 1:
+        yield from _gradients_from_every_row(oracle, results[-1])
+
+
+def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
+    sample = oracle.sample
+    axes = (("batch", sample.batches), ("position", oracle.second_rows), ("head", None), ("dim", None))
+    checks = []
+    for result, expected in zip(results, oracle.second_expected, strict=True):
+        rows = oracle.chosen(result.out)[:, oracle.second_rows.to(oracle.device)]
+        checks.append(compare("second_call", rows, expected, axes))
+    worst = next((check for check in checks if not check.passed), checks[-1])
+    if not worst.passed and torch.equal(first, results[0].out):
+        worst = worst.model_copy(update={"error": None, "detail": "other inputs gave the first call's result again"})
+    return worst
+
+
+def _ones(oracle: Oracle, out: Tensor) -> Check:
+    workload = oracle.workload
+    rows = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
+    for heads in alike_heads(workload):
+        rows[:, heads] = covered(workload, heads[0])[:, None]
+    value = rows.to(oracle.device).double().expand(out.shape)
+    # sqrt(sum P²) + 1 lies between 1 and 2; the weights' sum is what their merge rounds most coarsely.
+    expected = Expected(value, torch.full_like(value, 2.0), oracle.second_expected[0].tolerance)
+    return compare("ones", out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1")
+
+
+def _dependency(oracle: Oracle, out: Tensor) -> Check:
+    """Exactly the rows with C > 0 change with v[key]. The error counts (row, key) pairs that are wrong."""
+    workload, planes = oracle.workload, oracle.planes
+    groups = alike_heads(workload)
+    wrong, where, detail = 0, None, None
+    for channel, key in planes.channels(planes.calls - 1):
+        seen = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
+        for heads in groups:
+            seen[seen_by(workload, heads[0], key)[:, None], torch.tensor(heads)] = True
+        differs = (out[..., channel] != 0) != seen.to(oracle.device)
+        count = int(differs.sum())
+        if count and where is None:
+            place = differs.flatten().int().argmax()
+            where = locate(place, differs.shape, (("batch", None), ("position", None), ("head", None)))
+            sees = bool(out[..., channel].flatten()[place] != 0)
+            detail = f"the row {'sees' if sees else 'misses'} key {key}, which it {'must not' if sees else 'must'} see"
+        wrong += count
+    detail = detail or f"{len(planes.keys)} keys against every row"
+    return Check(name="dependency", passed=not wrong, error=float(wrong), tolerance=0.0, where=where, detail=detail)
+
+
+def _gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
+    """dk and dv at probed keys under a dout that is random in every row, at any length.
+
+    The channel of a key holds its attention weight P in every row, so that dv = sum_i P dout and
+    dk = scale · sum_i P (dP - mean) q follow from the function's own forward, which the other checks hold to the
+    oracle. Two tolerances: the rounding of that forward and of the backward.
+    """
+    workload = oracle.workload
+    batches = oracle.sample.batches.to(oracle.device)
+    pairs = oracle.planes.channels(oracle.planes.calls - 1)[:MAX_KEY_GRADIENTS]
+    channels, keys = (list(column) for column in zip(*pairs, strict=True))
+    q = oracle.batched(oracle.second_inputs()[0])
+    out, dout = oracle.batched(result.out), oracle.batched(oracle.full_dout)
+    shape = (len(batches), len(keys), workload.num_kv_heads)
+    sums = {
+        "dk": torch.zeros(2, *shape, workload.head_dim, dtype=torch.float64, device=oracle.device),
+        "dv": torch.zeros(2, *shape, dtype=torch.float64, device=oracle.device),
+    }
+    for head in range(workload.num_heads):
+        kv_head = head // workload.group_size
+        out_h, dout_h = out[batches, :, head].double(), dout[batches, :, head].double()
+        weight = out_h[..., channels] / VALUE
+        share = dout_h[..., channels]
+        # v of a probed key is 1 in channel 0 and VALUE in its own.
+        value_grad = dout_h[..., :1] + VALUE * share
+        product = dout_h * out_h
+        score = weight * (value_grad - product.sum(-1, keepdim=True)) * workload.softmax_scale
+        terms = weight * (value_grad.abs() + product.abs().sum(-1, keepdim=True)) * workload.softmax_scale
+        q_h = q[batches, :, head].double()
+        sums["dk"][0, :, :, kv_head] += score.mT @ q_h
+        sums["dk"][1, :, :, kv_head] += terms.square().mT @ q_h.square()
+        sums["dv"][0, :, :, kv_head] += (weight * share).sum(1)
+        sums["dv"][1, :, :, kv_head] += (weight * share).square().sum(1)
+    tolerance = 2 * oracle.second_expected[-1].tolerance
+    detached = workload.dilated is not None and workload.dilated.merge_grad == "detached"
+    axes = (("batch", oracle.sample.batches), ("key", torch.tensor(keys)), ("head", None), ("dim", None))
+    for index, name in ((1, "dk"), (2, "dv")):
+        gradient = result.gradients[index]
+        # The weights of single branches, which a detached dk needs, are not in out.
+        if gradient is None or (name == "dk" and detached):
+            continue
+        value, squares = sums[name]
+        size = squares.sqrt().add_(value.abs()).clamp_min_(torch.finfo(oracle.dtype).tiny)
+        actual = oracle.chosen(gradient)[:, keys]
+        if name == "dv":
+            actual = torch.stack([actual[:, at, :, channel] for at, channel in enumerate(channels)], 1)
+        expected = Expected(value, size, tolerance)
+        yield compare(f"{name}_from_every_row", actual, expected, axes[: actual.ndim], f"{len(keys)} keys, every row")

@@ -1,0 +1,86 @@
+"""Natural sizes of out, dq, dk and dv, which tolerance.py measures errors in: one more float64 pass over the blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.impls.reference import Block, blocks, finite, key_slots
+from dilabench.workload.spec import Workload
+
+
+def out_size(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, workload: Workload, rows: Tensor, weight_ulps: float
+) -> Tensor:
+    """sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out), [B, R, H, D].
+
+    q to rows: as in `attend_rows`, with its float64 results. Branches may be computed apart and merged by weights,
+    which are rounded absolutely: next to a large share, a small one is known to eps and no better. `weight_ulps` is
+    the eps of those weights (the accumulation dtype's) over that of out.
+    """
+    size = torch.zeros_like(out)
+    for block in blocks(workload, rows, q):
+        share, doubt = _shares(block, q, k, lse, workload)
+        values = block.take(v, workload, torch.float64)
+        block_size = ((share * doubt).square_() @ values.square()).sqrt_()
+        if len(block.counts) > 1:
+            branch_size = _concentration(share, block.counts)[..., None] * values.abs().amax(1, keepdim=True)
+            block_size.add_(branch_size, alpha=weight_ulps)
+        size[:, block.index, block.head] = block_size
+    return size.add_(out.abs())
+
+
+def _shares(block: Block, q: Tensor, k: Tensor, lse: Tensor, workload: Workload) -> tuple[Tensor, Tensor]:
+    """P of a block, and by how many eps it is in doubt: sqrt(1 + s²), s the size of its score. Both [B, R, M].
+
+    exp turns an absolute error of the score into a relative one of P, and the score is rounded in its own size:
+    scale · sqrt(sum_d q² k²) + |score|.
+    """
+    scores = block.scores(q, k, workload, torch.float64)
+    doubt = q[:, block.rows, block.head].double().square_() @ block.take(k, workload, torch.float64).square_().mT
+    doubt = doubt.sqrt_().mul_(workload.softmax_scale).add_(scores.abs().masked_fill_(~block.seen, 0.0))
+    share = scores.sub_(finite(lse[:, block.head, block.index])).exp_()
+    return share, doubt.square_().add_(1.0).sqrt_()
+
+
+def _concentration(share: Tensor, counts: Tensor) -> Tensor:
+    """max over branches of sqrt(sum_j P_b²), [B, R], P_b the branch's own softmax: 1 for one key, 1/sqrt(n) for n."""
+    largest = torch.zeros_like(share[..., 0])
+    for branch in counts.double() / counts.sum(0):
+        branch_share = share * branch
+        total = branch_share.sum(-1)
+        norm = branch_share.square_().sum(-1).sqrt_()
+        largest = torch.maximum(largest, norm / total.where(total > 0, 1.0))
+    return largest
+
+
+def gradient_sizes(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    workload: Workload,
+    rows: Tensor,
+    keys: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for dq, dk and dv. The terms of dS are P dP and P mean(dP), which may cancel, so both count."""
+    dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
+    slots = key_slots(keys, q.shape[1], q.device)
+    for block in blocks(workload, rows, q):
+        share, doubt = _shares(block, q, k, lse, workload)
+        dout_block = dout[:, block.index, block.head].double()
+        values = block.take(v, workload, torch.float64)
+        # dP = dout·v is a sum of rounded terms itself: kernels take its mean from an out that is already rounded.
+        share_grad = (dout_block.square() @ values.square().mT).sqrt_().add_((dout_block @ values.mT).abs_())
+        terms = share_grad.add_((share * share_grad).sum(-1, keepdim=True)).mul_(share)
+        terms = terms.mul_(doubt).mul_(workload.softmax_scale).square_()
+        dq[:, block.index, block.head] = terms @ block.take(k, workload, torch.float64).square_()
+        chosen, slot = block.wanted(slots)
+        kv_head = block.head // workload.group_size
+        q_squared = q[:, block.rows, block.head].double().square_()
+        dk[:, :, kv_head].index_add_(1, slot, terms[..., chosen].mT @ q_squared)
+        dv[:, :, kv_head].index_add_(1, slot, share.mul_(doubt).square_()[..., chosen].mT @ dout_block.square_())
+    sizes = (dq, dk, dv)
+    return tuple(size.sqrt_().add_(gradient.abs()) for size, gradient in zip(sizes, gradients, strict=True))  # type: ignore[return-value]

@@ -1,0 +1,86 @@
+"""Which query rows are compared: all where that is cheap, else a seeded sample with the rows where mistakes live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.workload.work import attended_pairs
+
+# (query, key) pairs, over batch and heads, up to which every row is compared; a float64 forward of them takes 0.2 s
+# on two CPU cores. Above it, rows are drawn until they hold SAMPLE_PAIRS.
+COMPLETE_PAIRS = 2**23
+SAMPLE_PAIRS = 2**20
+MIN_ROWS, MAX_ROWS = 24, 64
+# Gradient values of k or v that are compared: 256 MiB in float64.
+MAX_KEY_VALUES = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """batches: [b] indices of the batch axis. rows: [R] query positions, ascending. keys: [S] key positions whose
+    gradients are compared, None for all. `complete`: rows and batches are all there are."""
+
+    batches: Tensor
+    rows: Tensor
+    keys: Tensor | None
+    complete: bool
+
+    @property
+    def row_count(self) -> int | None:
+        """Rows compared, over the batch; None when complete (as `Verification.sampled_rows`)."""
+        return None if self.complete else len(self.batches) * len(self.rows)
+
+
+def choose_sample(workload: Workload, seed: int) -> Sample:
+    """All rows when they hold at most COMPLETE_PAIRS, else the first, the last, segment edges and random ones."""
+    pairs = attended_pairs(workload)
+    every_batch = torch.arange(workload.batch_size)
+    if pairs <= COMPLETE_PAIRS:
+        return Sample(every_batch, torch.arange(workload.seq_len), None, complete=True)
+    generator = torch.Generator().manual_seed(seed)
+    pairs_per_row = max(1, pairs // workload.tokens)
+    batches = _bounded(every_batch, max(1, SAMPLE_PAIRS // (pairs_per_row * MIN_ROWS)), generator)
+    wanted = SAMPLE_PAIRS // (pairs_per_row * len(batches))
+    rows = _rows(workload, min(workload.seq_len, max(MIN_ROWS, min(MAX_ROWS, wanted))), generator)
+    return Sample(batches, rows, _keys(workload, rows, len(batches), generator), complete=False)
+
+
+def segment_edges(workload: Workload) -> Tensor:
+    """Where a segment of any branch, a block of a mask or a packed sequence begins: positions, rising, without 0."""
+    edges = []
+    for start, end in workload.sequences:
+        edges.append(torch.tensor([start]))
+        if workload.dilated is not None:
+            edges.extend(torch.arange(start, end, segment) for segment in workload.dilated.segment_lengths)
+        elif isinstance(workload.pattern, BlockSparsePattern):
+            edges.append(torch.arange(start, end, workload.pattern.block_size))
+    return torch.cat(edges).unique()[1:]
+
+
+def _rows(workload: Workload, count: int, generator: torch.Generator) -> Tensor:
+    last = workload.seq_len - 1
+    edges = _bounded(segment_edges(workload), count // 4, generator)
+    chosen = torch.cat([torch.tensor([0, last]), edges, edges - 1]).unique()
+    missing = count - len(chosen)
+    return torch.cat([chosen, torch.randint(workload.seq_len, (max(0, missing),), generator=generator)]).unique()
+
+
+def _keys(workload: Workload, rows: Tensor, batches: int, generator: torch.Generator) -> Tensor | None:
+    values_per_key = batches * workload.num_kv_heads * workload.head_dim
+    count = max(1024, MAX_KEY_VALUES // values_per_key)
+    if count >= workload.seq_len:
+        return None
+    return torch.cat([rows, torch.randint(workload.seq_len, (count,), generator=generator)]).unique()
+
+
+def _bounded(values: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """At most `count` of the values, the first and the last always among them when count is at least 2."""
+    if len(values) <= count:
+        return values
+    inner = 1 + torch.randperm(len(values) - 2, generator=generator)[: max(0, count - 2)]
+    ends = torch.tensor([0, len(values) - 1])[: max(1, count)]
+    return values[torch.cat([ends, inner])].sort().values

@@ -1,0 +1,66 @@
+"""Verification that fits beside a call which fills the device: sampled rows against the oracle, no second inputs.
+
+It holds out, dq, dk and dv of one call to float64 on the rows of `bench.verify.sample`. The other probes of
+semantics.md §4 need more memory than such a call leaves; shorter rows of the same implementation go through them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.verify.call import form_checks
+from dilabench.engine.verify.compare import compare
+from dilabench.engine.verify.heads import NO_GRADIENT, how_many, row_axes
+from dilabench.engine.verify.in_place_oracle import InPlaceOracle
+from dilabench.engine.verify.sharded_oracle import RanksOracle
+from dilabench.record import Check, Verification
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+def verify_sampled_rows(call: PreparedCall) -> Verification:
+    """Call once more and hold the result to the oracle. The call's dout is zero outside the sampled rows afterwards."""
+    started = time.perf_counter_ns()
+    inputs = call.inputs(0)
+    dout = call.output_gradient() if call.workload.mode != "forward" else None
+    lent = (inputs.q, inputs.k, inputs.v)
+    if call.world is None:
+        oracle = InPlaceOracle(call.workload, lent, dout, call.spec.seed)
+    else:
+        oracle = RanksOracle(call.workload, lent, dout, call.spec.seed, call.shards, call.world)
+    checks = tuple(_checks(call, oracle))
+    duration = max(0, time.perf_counter_ns() - started)
+    return Verification(checks=checks, sampled_rows=oracle.sample.row_count, duration_ns=duration)
+
+
+def _checks(call: PreparedCall, oracle: InPlaceOracle) -> Iterator[Check]:
+    inputs = call.inputs(0)
+    backward = call.workload.mode != "forward"
+    with torch.set_grad_enabled(backward):
+        out = call.function(inputs.q, inputs.k, inputs.v)
+    form = form_checks(out.detach() if isinstance(out, Tensor) else out, oracle.out_shape, oracle.dtype, oracle.device)
+    yield from form
+    if not oracle.together(all(check.passed for check in form)):
+        return
+    gradients: tuple[Tensor | None, ...] = ()
+    if backward:
+        full = torch.autograd.grad(out, inputs.distinct, oracle.sampled_dout, allow_unused=True)
+        taken = (oracle.sampled, oracle.keys_of, oracle.keys_of)
+        gradients = tuple(None if x is None else take(x).clone() for take, x in zip(taken, full, strict=True))
+        del full
+    rows = oracle.sampled(out.detach()).clone()
+    # Only now is there room for the oracle's own tensors.
+    del out
+    yield compare("out", rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
+    keys = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
+    for index, gradient in enumerate(gradients):
+        name, axes = GRADIENTS[index], keys if index else row_axes(oracle)
+        if gradient is None:
+            yield Check(name=name, passed=False, detail=NO_GRADIENT)
+        else:
+            yield compare(name, gradient, oracle.gradients[index], axes, f"dout on {how_many(oracle)}")

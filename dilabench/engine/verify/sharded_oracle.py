@@ -1,0 +1,105 @@
+"""The oracle of a sequence whose parts lie on several ranks: it asks them for the sampled rows and the keys these see.
+
+Every rank has the same sample, gets the same rows of all ranks, and comes to the same verdict on them.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dilabench.distributed.sharding import Shards
+from dilabench.distributed.world import World
+from dilabench.engine.verify.in_place_oracle import InPlaceOracle
+from dilabench.impls.reference import blocks
+from dilabench.workload.spec import Workload
+
+
+class KnownRows:
+    """A tensor [B, N, H, D] of which only some rows are at hand, to be read as the oracle reads a whole one.
+
+    positions: [M], ascending; rows: [B, M, H, D]. A position that is not among them must not be asked for.
+    """
+
+    def __init__(self, length: int, positions: Tensor, rows: Tensor) -> None:
+        self._positions = positions.to(rows.device)
+        self._rows = rows
+        self.shape = torch.Size((rows.shape[0], length, *rows.shape[2:]))
+        self.device = rows.device
+        self.new_zeros, self.new_full = rows.new_zeros, rows.new_full
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Any:
+        """`x[:, rows, head]` as a tensor, or `x[:, :, head]` to select rows from."""
+        batches, rows, head = index
+        if isinstance(rows, slice):
+            return KnownRows(self.shape[1], self._positions, self._rows[batches, :, head])
+        return self._rows[batches, self._slots(rows), head]
+
+    def index_select(self, _dim: int, rows: Tensor) -> Tensor:
+        """The rows at some positions, [B, R, D]."""
+        return self._rows.index_select(1, self._slots(rows))
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        return torch.searchsorted(self._positions, positions)
+
+
+class RanksOracle(InPlaceOracle):
+    """`InPlaceOracle` over the shards of a rank; all ranks must ask it the same things in the same order."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        inputs: tuple[Tensor, ...],
+        dout: Tensor | None,
+        seed: int,
+        shards: Shards,
+        world: World,
+    ) -> None:
+        self._shards, self._world = shards, world
+        super().__init__(workload, inputs, dout, seed)
+
+    def together(self, passed: bool) -> bool:
+        """Whether every rank has passed."""
+        return all(self._world.share(passed))
+
+    def sampled(self, tensor: Tensor) -> Tensor:
+        """The sampled batches and rows of every rank's tensor of out's shape, [b, R, ...]."""
+        return self._fetched(tensor, self.sample.rows)
+
+    def keys_of(self, gradient: Tensor) -> Tensor:
+        """dk or dv at the sampled keys, [b, S, K, D]."""
+        keys = torch.arange(self.workload.seq_len) if self.sample.keys is None else self.sample.keys
+        return self._fetched(gradient, keys)
+
+    @cached_property
+    def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.sample.rows
+        # As many batch items as the rows that are fetched, so that the oracle's own blocks are the same.
+        like = self.batched(self._lent[0])[: len(self.sample.batches)]
+        seen = [block.keys for block in blocks(self.workload, rows, like)]
+        keys = torch.cat([*seen, rows[:0]]).unique()
+        length, (q, k, v) = self.workload.seq_len, self._lent
+        known = (
+            KnownRows(length, rows, self._fetched(q, rows)),
+            *(KnownRows(length, keys, self._fetched(x, keys)) for x in (k, v)),
+        )
+        return cast(tuple[Tensor, Tensor, Tensor], known)
+
+    def _place(self) -> tuple[Tensor, Tensor]:
+        """The sampled rows that this rank holds."""
+        _, local = self._shards.held(self.sample.rows, self._world.rank)
+        return self.sample.batches.to(self.device)[:, None], local.to(self.device)[None, :]
+
+    def _fetched(self, shard: Tensor, positions: Tensor) -> Tensor:
+        """The sampled batches and some positions of a tensor [B, N, ...] that lies in shards, on every rank."""
+        shard = self.batched(shard)
+        batches = self.sample.batches.to(self.device)
+        index, local = (x.to(self.device) for x in self._shards.held(positions, self._world.rank))
+        found = shard.new_zeros(len(batches), len(positions), *shard.shape[2:])
+        found[:, index] = shard[batches[:, None], local[None, :]]
+        # Each row is zero on all ranks but one, so that the sum of the bytes is the row, to the last bit.
+        self._world.sum_in_place([found.view(torch.uint8)])
+        return found

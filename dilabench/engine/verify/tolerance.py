@@ -1,0 +1,111 @@
+"""How far a result may be from the oracle, derived from rounding.
+
+An error is measured in units of the value's natural size: sqrt(sum of the squared terms) + |value|, what independent
+rounding of the terms moves, over eps; a term counts for more where its score is larger (rounding.py). Measured so,
+the error of a right computation is about the same in every row, whether it averages three keys or a million, and a
+row of zeros is far beyond it.
+
+    tolerance = max(2 · plain + exact, (floor + merges / 2) · eps, walk)
+
+plain is the largest error of the plain same-dtype computation of the formula on the same rows; exact is the oracle's
+own, the same number scaled from that dtype's eps to float64's. The floor is for where plain rounds nothing (one key,
+say): two ulp for a softmax, and half an ulp, one rounding, for each further branch that is merged into it. For lse it
+is four: GPU kernels take exp2 and log2 from approximations that are right to two ulp each (CUDA C++ Programming Guide,
+intrinsic functions), and nothing after them averages that out. Gradients take P from that lse by one more exp2: six
+ulp of the accumulation dtype, which for half precision is less than two of its own.
+
+walk is for sums in sequence: plain is one of few rows, in the order that its matrix product likes, but a kernel may
+add n terms to one running sum, and a check may look at every row. Each addition rounds by up to u = eps / 2 of the sum
+so far, at random, which makes lambda sqrt(n) u of it (Higham and Mary 2019, "A New Approach to Probabilistic Rounding
+Error Analysis", theorem 2.4). Sizes count a sum about twice, so that lambda = 1 here is 2 there: six standard
+deviations for a sum that grows evenly. eps is that of the accumulation dtype, so this matters where results are as
+exact as sums: on an H200 float32 over 8192 keys was off by 2.7e-6 with FlexAttention and with torch's plain kernels,
+where 2 · plain was 1.0e-6 and sqrt(n) u is 5.4e-6.
+
+dx of a module with projections is linear in dq, dk and dv: its size is what independent rounding of these moves it by,
+the root mean square over a row of J^T (± size(dq), ± size(dk), ± size(dv)) with random signs, plus that of the row. The
+three parts may cancel, and rounding knows nothing of that: beside the row of dx alone, a right result's error was seen
+to vary from 34 to 88 eps, and beside this size from 3 to 5.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.impls.reference import accumulation_dtype
+from dilabench.workload.spec import Workload
+
+# A softmax.
+FLOOR_ULPS = 2.0
+# exp2 and log2, two ulp each.
+LSE_FLOOR_ULPS = 4.0
+# The lse, and exp2 once more.
+GRADIENT_FLOOR_ULPS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """value: float64. size: the natural size of each value (may broadcast). tolerance: in units of size."""
+
+    value: Tensor
+    size: Tensor
+    tolerance: float
+
+
+def expect(
+    value: Tensor, size: Tensor, plain: Tensor, workload: Workload, dtype: torch.dtype, floor_ulps: float = FLOOR_ULPS
+) -> Expected:
+    """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`.
+
+    workload: for how many terms its sums have and how many branches are merged.
+    """
+    # Where nothing is summed the size is zero: far below the largest, whatever is not zero is wrong.
+    largest = float(size.max()) if size.numel() else 0.0
+    size = size.clamp_min(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
+    error = float(errors(plain, value, size).max()) if value.numel() else 0.0
+    # float64 has no plain computation that differs from the oracle; rounding is linear in eps.
+    error *= eps(dtype) / eps(plain.dtype) if dtype == torch.float64 else 1.0
+    exact = error * eps(torch.float64) / eps(dtype)
+    floor = (floor_ulps + _branch_merges(workload) / 2) * eps(dtype)
+    return Expected(value, size, max(2 * error + exact, floor, _walk(workload, dtype)))
+
+
+def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:
+    """|actual - value| / size in float64; equal infinities are no error, NaN stays NaN."""
+    actual = actual.double()
+    return (actual - value).abs_().masked_fill_(actual == value, 0.0).div_(size)
+
+
+def _branch_merges(workload: Workload) -> int:
+    """How many branches of a head are merged into its first: none where a head has one branch or there are none."""
+    dilated = workload.dilated
+    if dilated is None or dilated.heads == "grouped":
+        return 0
+    return len(dilated.branches) - 1
+
+
+def _walk(workload: Workload, dtype: torch.dtype) -> float:
+    """What the sums over the keys of a row, or the queries of a key, round when they are made one by one."""
+    longest = max(end - start for start, end in workload.sequences)
+    if workload.dilated is not None:
+        longest = max(-(-min(segment, longest) // rate) for segment, rate in workload.dilated.branches)
+    return math.sqrt(longest) * eps(accumulation_dtype(dtype)) / 2
+
+
+def plain_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the plain computation: the workload's own; for float64 float32, scaled by `expect`."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def gradient_floor_ulps(dtype: torch.dtype) -> float:
+    """The floor of dq, dk and dv, and of what is linear in them, in ulp of `dtype`."""
+    return max(FLOOR_ULPS, GRADIENT_FLOOR_ULPS * eps(accumulation_dtype(dtype)) / eps(dtype))
+
+
+def eps(dtype: torch.dtype) -> float:
+    """Distance from 1 to the next number."""
+    return float(torch.finfo(dtype).eps)

@@ -1,0 +1,59 @@
+"""Adaptive warm-up: call until the time has settled, and keep what was seen. No torch."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dilabench.workload.spec import Model
+
+SETTLED_CHANGE = 0.01
+SETTLED_WINDOWS = 2
+WINDOW_NS = 20_000_000
+MIN_WINDOW = 3
+MAX_WINDOW = 50
+KEPT_SAMPLES = 1000
+
+
+class WarmUpLimits(Model):
+    """Shortest and longest warm-up. A call too long for a window in the longest is warm after its first call."""
+
+    min_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpResult:
+    """Samples in order, and whether the last windows agreed."""
+
+    samples_ns: tuple[int, ...]
+    settled: bool
+
+
+def warm_up(
+    take: Callable[[int], Sequence[int]],
+    call_ns: int,
+    limits: WarmUpLimits,
+    clock: Callable[[], float] = time.monotonic,
+) -> WarmUpResult:
+    """Take windows of samples until their lower quartile changed by less than 1 % twice in a row, within the limits."""
+    window = max(MIN_WINDOW, min(MAX_WINDOW, WINDOW_NS // max(1, call_ns)))
+    samples: list[int] = []
+    started, previous, calm = clock(), 0.0, 0
+    if call_ns * 1e-9 * window > limits.max_s:
+        return WarmUpResult((), settled=False)
+    while True:
+        taken = take(window)
+        samples += taken
+        current = lower_quartile(taken)
+        calm = calm + 1 if previous and abs(current - previous) < SETTLED_CHANGE * previous else 0
+        previous = current
+        spent = max(0.0, clock() - started)
+        settled = calm >= SETTLED_WINDOWS
+        if (settled and spent >= limits.min_s) or spent >= limits.max_s:
+            return WarmUpResult(tuple(samples[-KEPT_SAMPLES:]), settled)
+
+
+def lower_quartile(samples_ns: Sequence[int]) -> float:
+    """The 25 % quantile, the location that measurement.md §5.1 found steadiest between runs."""
+    ordered = sorted(samples_ns)
+    return float(ordered[(len(ordered) - 1) // 4])

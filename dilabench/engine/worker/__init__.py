@@ -1,0 +1,1 @@
+"""Worker processes: what is said to them, and how they start, answer and end."""

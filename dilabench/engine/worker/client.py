@@ -1,0 +1,238 @@
+"""Worker processes as the runner sees them: ask, wait, and learn why one died. No torch."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from dilabench.engine.worker.main import serve
+from dilabench.engine.worker.process import Child, Ending, worker_context
+from dilabench.engine.worker.protocol import Command, CommandName, Hello, Reply, WorkerSettings
+
+START_TIMEOUT_S = 180.0
+CLOSE_TIMEOUT_S = 2.0
+
+
+class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
+    """A command did not end well. `died`: the process is gone, and every case that was prepared in it with it."""
+
+    def __init__(
+        self,
+        why: str,
+        *,
+        died: bool = False,
+        timed_out: bool = False,
+        out_of_memory: bool = False,
+        unusable: bool = False,
+        traceback: str | None = None,
+    ) -> None:
+        super().__init__(why)
+        self.why = why
+        self.died = died
+        self.timed_out = timed_out
+        self.out_of_memory = out_of_memory
+        self.unusable = unusable
+        self.traceback = traceback
+
+
+class Host(Protocol):
+    """A worker's process, wherever it runs.
+
+    sentinels: ready to `wait` when it has ended, where that can be waited for. lost: why it cannot be reached any more.
+    """
+
+    @property
+    def connection(self) -> Connection: ...
+    @property
+    def sentinels(self) -> list[int]: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def lost(self) -> str | None: ...
+    def output(self) -> str: ...
+    def ending(self) -> Ending: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def kill(self) -> None: ...
+
+
+class LocalHost:
+    """A process on this machine, at the other end of a pipe."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.connection, theirs = worker_context().Pipe()
+        self._child = Child(serve, theirs, settings.model_dump_json())
+        try:
+            self._child.start()
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def sentinels(self) -> list[int]:
+        """The process's own."""
+        return [self._child.sentinel]
+
+    @property
+    def alive(self) -> bool:
+        """The process runs."""
+        return self._child.alive
+
+    @property
+    def lost(self) -> str | None:
+        """Never."""
+        return None
+
+    def output(self) -> str:
+        """What it printed last."""
+        return self._child.output
+
+    def ending(self) -> Ending:
+        """How it ended."""
+        return self._child.ending()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended by itself, at most so long."""
+        self._child.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it, and close the pipe."""
+        self._child.kill()
+        self.connection.close()
+
+
+class Worker:
+    """One process that prepares cases and answers commands about them, one at a time.
+
+    `start_s`: how long it took until it was ready for the first, once the process was there.
+    """
+
+    def __init__(self, key: str, settings: WorkerSettings, start: Callable[[WorkerSettings], Host] = LocalHost) -> None:
+        self.key = key
+        self.handles: set[str] = set()
+        # Whoever asks and whoever ends a whole group are different threads, and a file descriptor is closed once.
+        self._ending = threading.Lock()
+        self._host = start(settings)
+        # Before that, the first worker waits for the server of all to load torch.
+        started = time.monotonic()
+        try:
+            hello = self._receive("start", START_TIMEOUT_S).hello
+        except BaseException:
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - started
+        assert hello is not None
+        self.hello: Hello = hello
+
+    @property
+    def alive(self) -> bool:
+        """The process exists and its pipe is open."""
+        return not self._host.connection.closed and self._host.alive
+
+    def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
+        """Send a command and wait for its answer.
+
+        Raises WorkerFailure when the command raised, the process died, or no answer came in `timeout_s` seconds.
+        """
+        command = Command(name=name, handle=handle, arguments=arguments)
+        try:
+            self._host.connection.send_bytes(command.model_dump_json().encode())
+        except (OSError, ValueError):
+            raise self._death(name) from None
+        reply = self._receive(name, timeout_s)
+        if reply.trouble is not None:
+            trouble = reply.trouble
+            traceback = _joined(trouble.traceback, self._host.output())
+            if trouble.fatal:
+                self.kill()
+            raise WorkerFailure(
+                trouble.why,
+                died=trouble.fatal,
+                out_of_memory=trouble.out_of_memory,
+                unusable=trouble.unusable,
+                traceback=traceback,
+            )
+        return reply
+
+    def close(self) -> None:
+        """Let the process end by itself, or end it."""
+        with contextlib.suppress(OSError):
+            self._host.connection.close()
+        self._host.wait(CLOSE_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and everything it started, at once."""
+        with self._ending:
+            self._host.kill()
+
+    def _receive(self, doing: str, timeout_s: float) -> Reply:
+        connection = self._host.connection
+        ready = wait([connection, *self._host.sentinels], timeout=max(0.0, timeout_s))
+        if not ready:
+            output = self._host.output()
+            lost = self._host.lost
+            self.kill()
+            if lost is not None:
+                raise WorkerFailure(lost, died=True)
+            why = f"no answer to {doing!r} within {timeout_s:.3g} s (a hang, or far too slow); the worker was ended"
+            raise WorkerFailure(why, died=True, timed_out=True, traceback=_joined(None, output))
+        try:
+            # A dead process may have answered before it died.
+            if connection not in ready and not connection.poll():
+                raise EOFError
+            return Reply.model_validate(json.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            raise self._death(doing) from None
+
+    def _death(self, doing: str) -> WorkerFailure:
+        ending = self._host.ending()
+        self.kill()
+        traceback = _joined(None, ending.output)
+        if ending.out_of_memory:
+            why = f"out of memory: the system ended the worker process during {doing!r}"
+            return WorkerFailure(why, died=True, out_of_memory=True, traceback=traceback)
+        return WorkerFailure(f"the worker process died during {doing!r}: {ending.how}", died=True, traceback=traceback)
+
+
+def _joined(traceback: str | None, output: str) -> str | None:
+    parts = [traceback, f"last output of the worker:\n{output}" if output else None]
+    return "\n".join(part for part in parts if part) or None
+
+
+class WorkerPool:
+    """Resident workers by key. A worker that died is replaced when its key is next asked for."""
+
+    def __init__(self, settings: WorkerSettings, start: Callable[[str, WorkerSettings], Worker] | None = None) -> None:
+        self.settings = settings
+        self._start = start or Worker
+        self._resident: dict[str, Worker] = {}
+
+    def resident(self, key: str) -> Worker:
+        """The worker of a key, started when there is none alive."""
+        worker = self._resident.get(key)
+        if worker is None or not worker.alive:
+            if worker is not None:
+                worker.kill()
+            worker = self._resident[key] = self._start(key, self.settings)
+        return worker
+
+    @contextlib.contextmanager
+    def fresh(self, key: str) -> Any:
+        """A worker that nothing ran in before, ended afterwards."""
+        worker = self._start(key, self.settings)
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+    def close(self) -> None:
+        """End all workers."""
+        # A list, for another thread may be starting one.
+        for worker in list(self._resident.values()):
+            worker.kill()
+        self._resident.clear()

@@ -1,0 +1,273 @@
+"""What a worker does with each command (torch). Every exception becomes a reply: this is the worker boundary."""
+
+import contextlib
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dilabench.distributed.launch import meeting_store, share_cores
+from dilabench.distributed.world import World
+from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
+from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.isolated_call import Stream, measure_isolated
+from dilabench.engine.call.kernel_trace import kernel_ledger
+from dilabench.engine.call.overlap_timing import time_parts
+from dilabench.engine.call.peak_memory import measure_memory
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.device.clocks import clocks_of
+from dilabench.engine.device.device import describe_torch, release_cached, synchronize, torch_device
+from dilabench.engine.device.peaks import measure_ceilings
+from dilabench.engine.timers import SampleTimer, TimerUnusableError
+from dilabench.engine.verify.case_verifier import CaseVerifier
+from dilabench.engine.warmup import WarmUpLimits, WarmUpResult, warm_up
+from dilabench.engine.worker.protocol import (
+    CaseSpec,
+    Command,
+    CommandName,
+    Hello,
+    Prepared,
+    Reply,
+    TimerSpec,
+    Trouble,
+    WarmedUp,
+    WorkerSettings,
+)
+from dilabench.plugins.descriptors import load_target
+from dilabench.record import Note, Slot
+
+OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+class Handlers:
+    """The prepared cases of a worker and the answers to commands about them."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        # What is loaded by now stays for ever; the collector need not look at it again and again.
+        gc.freeze()
+        self._settings = settings
+        self._world: World | None = None
+        self.device = torch_device(settings.device, settings.gpu)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if settings.lanes > 1:
+            share_cores(settings.lanes)
+        self._calls: dict[str, PreparedCall] = {}
+        self._timers: dict[tuple[str, str], SampleTimer] = {}
+        self._shelf = InputStore(self.device)
+        self._verifier = CaseVerifier(self.device)
+        self._stream: Stream | None = None
+        self._clocks = clocks_of(_gpu_uuid(self.device))
+        self._commands: dict[CommandName, Callable[[Command], Reply]] = {
+            "prepare": self._prepare,
+            "verify": self._verify,
+            "kernels": self._kernels,
+            "warm_up": self._warm_up,
+            "slot": self._slot,
+            "diagnose": self._diagnose,
+            "memory": self._memory,
+            "ceilings": self._ceilings,
+            "release": self._release,
+            "alone": self._alone,
+            "stream": self._stream_on,
+        }
+
+    def hello(self) -> Hello:
+        """Who this worker is."""
+        return Hello(pid=os.getpid(), torch=describe_torch(self.device))
+
+    def answer(self, command: Command) -> Reply:
+        """Carry a command out; whatever it raises is told, not raised."""
+        try:
+            return self._commands[command.name](command)
+        # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            return Reply(trouble=self._trouble(error))
+
+    def _prepare(self, command: Command) -> Reply:
+        spec = CaseSpec.model_validate(command.arguments["spec"])
+        self._drop(spec.handle)
+        call = PreparedCall(spec, self.device, self._shelf, self._joined())
+        self._calls[spec.handle] = call
+        return Reply(prepared=Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns))
+
+    def _joined(self) -> World | None:
+        """The world of this worker's ranks, met at the first case; None for a worker that is alone."""
+        settings = self._settings
+        if settings.world_size > 1 and self._world is None:
+            # torchrun tells how many of its ranks are here.
+            share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
+            store = meeting_store(settings.store, settings.world_size)
+            self._world = World.join(
+                store, settings.rank, settings.world_size, self.device, timeout_s=settings.rank_timeout_s
+            )
+        return self._world
+
+    def _verify(self, command: Command) -> Reply:
+        verification, why = self._verifier.verify(self._calls[command.handle])
+        release_cached(self.device)
+        return Reply(verification=verification, why=why)
+
+    def _kernels(self, command: Command) -> Reply:
+        trace = command.arguments.get("trace")
+        call = self._calls[command.handle].fresh()
+        return Reply(kernels=kernel_ledger(call, self.device, Path(trace) if trace else None))
+
+    def _warm_up(self, command: Command) -> Reply:
+        call = self._calls[command.handle]
+        spec = TimerSpec.model_validate(command.arguments["timer"])
+        limits = WarmUpLimits.model_validate(command.arguments["limits"])
+        # Timing begins when all cases of the cell are verified; the oracle's tensors must not crowd the device.
+        self._verifier.forget()
+        try:
+            timer: SampleTimer = load_target(spec.target)(call)
+        except TimerUnusableError as reason:
+            return Reply(warmed_up=WarmedUp(samples_ns=(), settled=False, unusable=str(reason)))
+        self._timers[command.handle, spec.name] = timer
+        gc.collect()
+        with _no_collection():
+            result = self._warmed(timer, call, limits)
+        return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=self._notes(timer)))
+
+    def _warmed(self, timer: SampleTimer, call: PreparedCall, limits: WarmUpLimits) -> WarmUpResult:
+        world = self._world
+        if world is None:
+            return warm_up(lambda count: timer.take(count).samples_ns, call.call_ns, limits)
+        # Ranks must stop after the same sample: they look at the slowest rank's samples, and at its clock.
+        return warm_up(
+            lambda count: world.max_over_ranks(timer.take(count).samples_ns),
+            call.call_ns,
+            limits,
+            clock=lambda: world.max_over_ranks([time.monotonic_ns()])[0] * 1e-9,
+        )
+
+    def _slot(self, command: Command) -> Reply:
+        timer = self._timers[command.handle, command.arguments["timer"]]
+        with _no_collection():
+            samples = timer.take(command.arguments["count"])
+            clocks = self._clocks.read()
+        slot = Slot(
+            samples_ns=samples.samples_ns,
+            enqueue_ns=samples.enqueue_ns,
+            sm_clock_mhz=clocks.sm_clock_mhz,
+            power_mw=clocks.power_mw,
+            temperature_c=clocks.temperature_c,
+            throttle=clocks.throttle,
+        )
+        return Reply(slot=slot, notes=self._notes(timer), counters=self._calls[command.handle].counters())
+
+    def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
+        """What a timer says about itself, and what slows every message down."""
+        world = self._world
+        if world is None or world.device.type != "cuda" or world.copies is not None:
+            return tuple(timer.notes())
+        message = f"messages go by {world.transport}, whose kernels wait for attention kernels and slow them down"
+        return *timer.notes(), Note(code="messages_by_kernels", message=message)
+
+    def _diagnose(self, command: Command) -> Reply:
+        spec = TimerSpec.model_validate(command.arguments["timer"])
+        with _no_collection():
+            parts = time_parts(self._calls[command.handle], load_target(spec.target), command.arguments["turns"])
+        gc.collect()
+        release_cached(self.device)
+        return Reply(diagnostics=parts)
+
+    def _memory(self, command: Command) -> Reply:
+        # An allocator's count leaves out what was there before, the resident set of a process does not.
+        isolated = self.device.type == "cuda" or len(self._calls) == 1
+        return Reply(memory=measure_memory(self._calls[command.handle], isolated))
+
+    def _ceilings(self, command: Command) -> Reply:
+        ceilings = measure_ceilings(self.device, command.arguments["dtypes"])
+        release_cached(self.device)
+        return Reply(ceilings=ceilings)
+
+    def _alone(self, command: Command) -> Reply:
+        spec = CaseSpec.model_validate(command.arguments["spec"])
+        limit_bytes, seconds = command.arguments["limit_bytes"], command.arguments["seconds"]
+        return Reply(alone=measure_isolated(spec, self.device, limit_bytes, seconds, self._joined()))
+
+    def _stream_on(self, command: Command) -> Reply:
+        """The first of these commands brings the case, later ones more pieces of it, the last one no count."""
+        arguments = command.arguments
+        if self._stream is None:
+            spec = CaseSpec.model_validate(arguments["spec"])
+            self._stream = Stream(spec, self.device, arguments["pieces"])
+        count = arguments["count"]
+        return Reply(alone=self._stream.pass_on(arguments["start"], count) if count else self._stream.weigh())
+
+    def _release(self, command: Command) -> Reply:
+        self._drop(command.handle)
+        return Reply()
+
+    def _drop(self, handle: str) -> None:
+        """Forget a case; with the last one go the shared inputs and the memory that the allocator holds."""
+        call = self._calls.pop(handle, None)
+        if call is not None:
+            call.forget()
+        for key in [key for key in self._timers if key[0] == handle]:
+            del self._timers[key]
+        if not self._calls:
+            self._shelf.clear()
+            self._verifier.forget()
+        gc.collect()
+        release_cached(self.device)
+
+    def _trouble(self, error: BaseException) -> Trouble:
+        text = "".join(traceback.format_exception(error))
+        fatal = self._device_is_broken()
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        if fatal:
+            for call in self._calls.values():
+                call.forget()
+        if isinstance(error, OptimizationUnusableError):
+            return Trouble(why=first_line, traceback=text, unusable=True, fatal=fatal)
+        if is_out_of_memory(error):
+            # The frames in the traceback hold the tensors that did not fit.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
+            if not fatal:
+                release_cached(self.device)
+            return Trouble(why=f"out of memory: {first_line}", traceback=text, out_of_memory=True, fatal=fatal)
+        name = type(error).__name__
+        why = f"{name}: {first_line}" if first_line else name
+        if fatal:
+            why += " (the CUDA context is lost; the worker process was ended)"
+        return Trouble(why=why, traceback=text, fatal=fatal)
+
+    def _device_is_broken(self) -> bool:
+        """A CUDA error such as an illegal address stays with the process for ever."""
+        try:
+            synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, on the host or on the device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in OOM_PHRASES)
+
+
+@contextlib.contextmanager
+def _no_collection():  # type: ignore[no-untyped-def]
+    """Keep the garbage collector out of the samples."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _gpu_uuid(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

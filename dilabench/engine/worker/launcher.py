@@ -1,0 +1,45 @@
+"""Where the ranks of a group run and meet. No torch."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from dilabench.engine.worker.client import Worker
+from dilabench.engine.worker.protocol import WorkerSettings
+
+
+class Launcher(Protocol):
+    """Starts the worker of a rank, and has a store for each group of ranks to meet at.
+
+    `gpus_here`: which of the machine's GPUs (positions in `Machine.gpus`) on this host a group of so many ranks uses.
+    """
+
+    def gpus_here(self, ranks: int) -> Sequence[int]: ...
+    def open_store(self) -> str: ...
+    def close_store(self, store: str) -> None: ...
+    def start(self, key: str, settings: WorkerSettings) -> Worker: ...
+
+
+class ThisMachine:
+    """Every rank on this machine, rank r on its GPU r; they meet at a file."""
+
+    def gpus_here(self, ranks: int) -> Sequence[int]:
+        """One for each rank, in order."""
+        return range(ranks)
+
+    def open_store(self) -> str:
+        """A file in a folder of its own."""
+        # gloo would otherwise look the host's name up, which not every machine can.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return str(Path(tempfile.mkdtemp(prefix="dilabench-ranks-"), "store"))
+
+    def close_store(self, store: str) -> None:
+        """Remove it."""
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
+
+    def start(self, key: str, settings: WorkerSettings) -> Worker:
+        """A worker process."""
+        return Worker(key, settings.model_copy(update={"gpu": settings.rank}))

@@ -1,0 +1,84 @@
+"""The process that builds, verifies and times cases: set-up and the loop over commands.
+
+This module is light, because the runner names `serve` as the entry; the work is done in `handlers` (torch).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from dilabench.engine.worker.listener import connect
+from dilabench.engine.worker.protocol import Command, Reply, WorkerSettings
+
+LOG_LIMIT_BYTES = 1 << 20
+PR_SET_PDEATHSIG = 1
+
+
+def serve(connection: Connection, settings_json: str, log_path: str) -> None:
+    """Answer commands until the pipe closes. What the process prints goes to the log, never to the user's terminal."""
+    _detach(log_path)
+    _answer(connection, settings_json)
+
+
+def serve_at(
+    address: tuple[str, int], key: bytes, name: str, lifeline: Connection, settings_json: str, log_path: str
+) -> None:
+    """The same for a runner on another machine, that knows this worker by its name.
+
+    lifeline: nothing comes through it; it ends with the process that started this one, and then so does this one.
+    """
+    _detach(log_path)
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    _answer(connect(address, key, name), settings_json)
+
+
+def _end_with(lifeline: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _answer(connection: Connection, settings_json: str) -> None:
+    from dilabench.engine.worker.handlers import Handlers
+
+    handlers = Handlers(WorkerSettings.model_validate_json(settings_json))
+    _send(connection, Reply(hello=handlers.hello()))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        _bound_log()
+        _send(connection, handlers.answer(Command.model_validate(json.loads(message))))
+
+
+def _send(connection: Connection, reply: Reply) -> None:
+    # The runner may have gone; then there is nobody to tell.
+    with contextlib.suppress(BrokenPipeError):
+        connection.send_bytes(reply.model_dump_json().encode())
+
+
+def _detach(log_path: str) -> None:
+    """Own process group, no Ctrl-C, death with the parent, output into the log."""
+    with contextlib.suppress(OSError):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _bound_log() -> None:
+    """Forget old output when there is too much of it; the file was opened for appending."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fstat(1).st_size > LOG_LIMIT_BYTES:
+        os.ftruncate(1, 0)

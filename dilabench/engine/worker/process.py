@@ -1,0 +1,125 @@
+"""A worker process on this machine: how it is started, what it printed last, how it ended. No torch.
+
+Workers are forked from a server that has torch loaded (and CUDA untouched), so a fresh process costs milliseconds.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+SERVER_MODULES = ["__main__", "dilabench.engine.worker.handlers"]
+TAIL_CHARACTERS = 2000
+END_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended, in words, whether the system ended it for want of memory, and what it printed last."""
+
+    how: str
+    out_of_memory: bool
+    output: str
+
+
+class Child:
+    """A process that runs `target(*arguments, path of its log)`; not yet started."""
+
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+        descriptor, log = tempfile.mkstemp(prefix="dilabench-worker-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(log)
+        self._oom_kills = _oom_kills()
+        self._process: Any = worker_context().Process(  # type: ignore[attr-defined]
+            target=target, args=(*arguments, str(self._log)), daemon=False
+        )
+
+    def start(self) -> None:
+        """Start it."""
+        self._process.start()
+
+    @property
+    def alive(self) -> bool:
+        """It runs."""
+        return bool(self._process.is_alive())
+
+    @property
+    def sentinel(self) -> int:
+        """Ready (`multiprocessing.connection.wait`) when it has ended."""
+        return int(self._process.sentinel)
+
+    @property
+    def output(self) -> str:
+        """What it printed last."""
+        try:
+            return self._log.read_bytes()[-TAIL_CHARACTERS:].decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended by itself, at most so long."""
+        self._process.join(timeout=timeout_s)
+
+    def ending(self) -> Ending:
+        """How it ended; one that is about to end is waited for."""
+        self.wait(END_TIMEOUT_S)
+        return Ending(describe_exit(self._process.exitcode), _oom_kills() > self._oom_kills, self.output)
+
+    def kill(self) -> None:
+        """End the process and everything it started, at once."""
+        process = self._process
+        if process.pid is not None:
+            if process.is_alive():
+                # The worker leads a process group of its own; before it has made it, it is alone.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+            process.join()
+        self._log.unlink(missing_ok=True)
+
+
+def worker_context() -> BaseContext:
+    """The way processes are made: forked from a server with torch loaded, else started anew."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(SERVER_MODULES)
+    return context
+
+
+def warm_server() -> None:
+    """Start the server that workers are forked from, without waiting for it."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        from multiprocessing import forkserver
+
+        worker_context()
+        forkserver.ensure_running()
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words: the signal's name, or what it was."""
+    if code is None:
+        return "it closed its pipe and does not end"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    meaning = {"SIGKILL": " (kill -9 or the system's out-of-memory killer)", "SIGSEGV": " (segmentation fault)"}
+    return f"killed by {name}{meaning.get(name, '')}"
+
+
+def _oom_kills() -> int:
+    """How often the kernel's out-of-memory killer has struck in this control group; 0 where it is not told."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.events").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))

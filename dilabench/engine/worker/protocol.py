@@ -1,0 +1,177 @@
+"""What crosses the pipe between the runner and its workers: plain data, checked at both ends. No torch."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dilabench.machine import DeviceKind
+from dilabench.plugins.descriptors import Catalogue, Timer
+from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
+from dilabench.workload.spec import Model, content_hash
+
+CommandName = Literal[
+    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "alone", "stream"
+]
+
+
+class BackendSpec(Model):
+    """Where a backend's functions are."""
+
+    name: str
+    target: str
+    backward_target: str | None = None
+    aligns_ends: bool = False
+    places_results: bool = False
+
+
+class CaseSpec(Model):
+    """What a worker needs to build and call one case. Cases of one group have the same seed, hence the same inputs."""
+
+    case: Case
+    target: str
+    takes: str = "heads"
+    deterministic: bool = False
+    backend: BackendSpec | None = None
+    seed: int = 0
+
+    @property
+    def handle(self) -> str:
+        """The name of the prepared case inside its worker."""
+        return self.case.case_id
+
+
+class TimerSpec(Model):
+    """A timer by name, class and claim."""
+
+    name: str
+    target: str
+    proves: str
+
+    @classmethod
+    def of(cls, timer: Timer) -> "TimerSpec":
+        """The part of a timer's descriptor that a worker needs."""
+        return cls(name=timer.name, target=timer.target, proves=timer.proves)
+
+
+class WorkerSettings(Model):
+    """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at `store`.
+
+    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. lanes: how many
+    workers of this machine work at the same time, each on its own cases.
+    """
+
+    device: DeviceKind
+    gpu: int = 0
+    rank: int = 0
+    world_size: int = 1
+    store: str = ""
+    rank_timeout_s: float = 120.0
+    lanes: int = 1
+
+
+class Hello(Model):
+    """A worker's first words: its process and what its torch is."""
+
+    pid: int
+    torch: dict[str, str] = Field(default_factory=dict)
+
+
+class Command(Model):
+    """One request to a worker."""
+
+    name: CommandName
+    handle: str = ""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class Trouble(Model):
+    """A command that raised inside the worker. `fatal`: the process is of no more use (a sticky CUDA error).
+
+    `unusable`: an optimization cannot be switched on for this function; nothing is wrong with the function.
+    """
+
+    why: str
+    traceback: str | None = None
+    out_of_memory: bool = False
+    fatal: bool = False
+    unusable: bool = False
+
+
+class Prepared(Model):
+    """Set-up times of one case: import, build, first call (ns), and what the call takes now."""
+
+    setup_ns: dict[str, int]
+    call_ns: int
+
+
+class WarmedUp(Model):
+    """Warm-up samples of a timer, whether they settled, and what the timer has to say about itself."""
+
+    samples_ns: tuple[int, ...]
+    settled: bool
+    notes: tuple[Note, ...] = ()
+    unusable: str | None = None
+
+
+class IsolatedResult(Model):
+    """What came of a case that was measured alone, or of some pieces of a stream."""
+
+    verification: Verification | None = None
+    why: str = ""
+    memory: Memory | None = None
+    slot: Slot | None = None
+    notes: tuple[Note, ...] = ()
+    setup_ns: dict[str, int] = Field(default_factory=dict)
+    counters: dict[str, int] = Field(default_factory=dict)
+
+
+class Reply(Model):
+    """The answer to a command: the field of the command is set, or `trouble`."""
+
+    trouble: Trouble | None = None
+    hello: Hello | None = None
+    prepared: Prepared | None = None
+    verification: Verification | None = None
+    why: str = ""
+    kernels: tuple[KernelUse, ...] = ()
+    warmed_up: WarmedUp | None = None
+    slot: Slot | None = None
+    memory: Memory | None = None
+    alone: IsolatedResult | None = None
+    ceilings: dict[str, float] = Field(default_factory=dict)
+    counters: dict[str, int] = Field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+def case_spec(case: Case, catalogue: Catalogue, seed: int) -> CaseSpec:
+    """The spec of a case; inputs depend on the run's seed and the group only."""
+    implementation = catalogue.implementations.get(case.implementation)
+    backend = None
+    if case.backend is not None:
+        backend = BackendSpec.model_validate(catalogue.backends.get(case.backend), from_attributes=True)
+    return CaseSpec(
+        case=case,
+        target=implementation.target,
+        takes=implementation.takes,
+        deterministic=implementation.deterministic,
+        backend=backend,
+        seed=int(content_hash([seed, case.group_id]), 16) % 2**31,
+    )
+
+
+def worker_key(case: Case, catalogue: Catalogue) -> str:
+    """The process that a case belongs to: one per plug-in, and one per backend that brings a library of its own.
+
+    Libraries that cannot live in one process (xformers and flash-attn 4, say) never meet; built-ins on torch's own
+    kernels share a process, so that their samples alternate within milliseconds. '@4' at the end: four ranks.
+    """
+    origin = catalogue.implementations.origin(case.implementation)
+    ranks = f"@{case.world_size}" if case.world_size > 1 else ""
+    if case.backend is None:
+        return origin + ranks
+    backend = catalogue.backends.get(case.backend)
+    foreign = catalogue.backends.origin(backend.name)
+    libraries = [name for name in backend.requires if not name.startswith(("cuda", "cpu", "gpus"))]
+    parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if libraries else [])]
+    return "+".join(parts) + ranks

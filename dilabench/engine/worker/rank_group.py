@@ -1,0 +1,203 @@
+"""P worker processes that compute one case together, in the shape of one worker. No torch.
+
+Every command goes to all ranks at once, and what they answer becomes one answer: times and memory are the largest over
+ranks, verification is the first that failed, everything else is rank 0's. When a rank fails or dies, the others are
+waiting for it in a collective; they are given a moment to say what they know, then ended, and the first reason is told.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from dilabench.distributed.failures import tells_of_another
+from dilabench.engine.worker.client import Worker, WorkerFailure
+from dilabench.engine.worker.launcher import Launcher, ThisMachine
+from dilabench.engine.worker.protocol import CommandName, IsolatedResult, Prepared, Reply, WorkerSettings
+from dilabench.record import Diagnostic, Slot
+
+GRACE_S = 5.0
+
+
+def start_worker(key: str, settings: WorkerSettings, launcher: Launcher | None = None) -> Worker:
+    """The worker of a key: one process here, or a group of N where the key ends in '@N', at a launcher (or here)."""
+    _, _, ranks = key.partition("@")
+    return GroupWorker(key, settings, int(ranks), launcher or ThisMachine()) if ranks else Worker(key, settings)
+
+
+class GroupWorker(Worker):
+    """`Worker` over several ranks."""
+
+    def __init__(self, key: str, settings: WorkerSettings, size: int, launcher: Launcher) -> None:
+        self.key = key
+        self.handles: set[str] = set()
+        self._launcher = launcher
+        self._store = launcher.open_store()
+        self._ranks: list[Worker] = []
+        own = [
+            settings.model_copy(update={"rank": rank, "world_size": size, "store": self._store}) for rank in range(size)
+        ]
+        with ThreadPoolExecutor(size) as threads:
+            started = [threads.submit(launcher.start, f"{key}#{rank}", one) for rank, one in enumerate(own)]
+        self._ranks = [one.result() for one in started if one.exception() is None]
+        for rank, one in enumerate(started):
+            if (error := one.exception()) is not None:
+                self.kill()
+                if isinstance(error, WorkerFailure):
+                    raise WorkerFailure(f"rank {rank}: {error.why}", died=True, traceback=error.traceback)
+                raise error
+        self.hello = self._ranks[0].hello
+        self.start_s = max(worker.start_s for worker in self._ranks)
+
+    @property
+    def alive(self) -> bool:
+        """Every rank is."""
+        return bool(self._ranks) and all(worker.alive for worker in self._ranks)
+
+    def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
+        """Send a command to all ranks and merge their answers. Raises WorkerFailure with the first reason."""
+        with ThreadPoolExecutor(len(self._ranks)) as threads:
+            answers = [
+                threads.submit(worker.ask, name, handle, timeout_s=timeout_s, **_arguments_of(rank, arguments))
+                for rank, worker in enumerate(self._ranks)
+            ]
+            failures = self._wait(answers)
+        if failures:
+            raise _first_cause(failures, everyone=len(self._ranks) == len(failures))
+        return _merged([answer.result() for answer in answers])
+
+    def close(self) -> None:
+        """End all ranks: none of them could close the world alone."""
+        self.kill()
+
+    def kill(self) -> None:
+        """End all ranks, at once."""
+        for worker in self._ranks:
+            worker.kill()
+        self._launcher.close_store(self._store)
+
+    def _wait(self, answers: Sequence[Future[Reply]]) -> dict[int, tuple[float, WorkerFailure]]:
+        """Until all have answered, or a while after the first that failed; failures by rank, with their time."""
+        failures: dict[int, tuple[float, WorkerFailure]] = {}
+        waiting = set(answers)
+        deadline: float | None = None
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, waiting = wait(waiting, timeout=left, return_when=FIRST_COMPLETED)
+            for answer in done:
+                error = answer.exception()
+                if isinstance(error, WorkerFailure):
+                    failures[answers.index(answer)] = (time.monotonic(), error)
+                elif error is not None:
+                    self.kill()
+                    raise error
+            if failures and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+            if not done:
+                # These wait for the one that failed; without it they never end.
+                for worker in self._ranks:
+                    worker.kill()
+                wait(waiting)
+                return failures
+        if any(failure.died for _, failure in failures.values()) or 0 < len(failures) < len(answers):
+            for worker in self._ranks:
+                worker.kill()
+        return failures
+
+
+def _arguments_of(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Only rank 0 writes a trace."""
+    return arguments if rank == 0 else {name: value for name, value in arguments.items() if name != "trace"}
+
+
+def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: bool) -> WorkerFailure:
+    """The failure that the others follow from, with its rank; as it is where every rank says the same."""
+
+    def order(item: tuple[int, tuple[float, WorkerFailure]]) -> tuple[bool, bool, float]:
+        at, failure = item[1]
+        return tells_of_another(failure.why), failure.timed_out, at
+
+    rank, (_, cause) = min(failures.items(), key=order)
+    same = everyone and len({failure.why for _, failure in failures.values()}) == 1
+    why = cause.why if same else f"rank {rank}: {cause.why}"
+    return WorkerFailure(
+        why,
+        died=not same or cause.died,
+        timed_out=cause.timed_out,
+        out_of_memory=cause.out_of_memory,
+        unusable=cause.unusable,
+        traceback=cause.traceback,
+    )
+
+
+def _merged(replies: Sequence[Reply]) -> Reply:
+    """One answer of all ranks'."""
+    first = replies[0]
+    changes: dict[str, Any] = {}
+    if first.prepared is not None:
+        changes["prepared"] = _slowest([reply.prepared for reply in replies if reply.prepared is not None])
+    if first.slot is not None:
+        slots = [reply.slot for reply in replies if reply.slot is not None]
+        changes["slot"] = _slowest_samples(slots)
+        changes["counters"] = _largest([reply.counters for reply in replies])
+    if first.diagnostics:
+        parts = zip(*(reply.diagnostics for reply in replies), strict=True)
+        changes["diagnostics"] = tuple(_slowest_diagnostic(part) for part in parts)
+    if first.memory is not None:
+        changes["memory"] = max(
+            (reply.memory for reply in replies if reply.memory is not None), key=lambda memory: memory.peak_bytes
+        )
+    if first.alone is not None:
+        changes["alone"] = _merged_isolated([reply.alone for reply in replies if reply.alone is not None])
+    if first.verification is not None:
+        wrong = next((reply for reply in replies if reply.verification and not reply.verification.passed), first)
+        rank = replies.index(wrong)
+        changes["verification"] = wrong.verification
+        changes["why"] = f"rank {rank}: {wrong.why}" if wrong is not first else first.why
+    return first.model_copy(update=changes)
+
+
+def _merged_isolated(results: Sequence[IsolatedResult]) -> IsolatedResult:
+    """A case measured alone: times, memory and counters as ever, verification the first that failed."""
+    first = results[0]
+    changes: dict[str, Any] = {
+        "setup_ns": _largest([one.setup_ns for one in results]),
+        "counters": _largest([one.counters for one in results]),
+    }
+    if slots := [one.slot for one in results if one.slot is not None]:
+        changes["slot"] = _slowest_samples(slots)
+    if weighed := [one.memory for one in results if one.memory is not None]:
+        changes["memory"] = max(weighed, key=lambda memory: memory.peak_bytes)
+    failed = [one for one in results if one.verification is not None and not one.verification.passed]
+    if failed:
+        changes |= {"verification": failed[0].verification, "why": f"rank {results.index(failed[0])}: {failed[0].why}"}
+    return first.model_copy(update=changes)
+
+
+def _slowest(prepared: Sequence[Prepared]) -> Prepared:
+    return Prepared(setup_ns=_largest([one.setup_ns for one in prepared]), call_ns=max(one.call_ns for one in prepared))
+
+
+def _slowest_samples(slots: Sequence[Slot]) -> Slot:
+    throttle = tuple(dict.fromkeys(reason for slot in slots for reason in slot.throttle))
+    times = _times([slot.samples_ns for slot in slots])
+    enqueue = _longest([slot.enqueue_ns for slot in slots])
+    return slots[0].model_copy(update={**times, "enqueue_ns": enqueue, "throttle": throttle})
+
+
+def _slowest_diagnostic(ranks: Sequence[Diagnostic]) -> Diagnostic:
+    return ranks[0].model_copy(update=_times([one.samples_ns for one in ranks]))
+
+
+def _times(ranks: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """Sample by sample the slowest rank, because ranks start each one together; and the samples of each rank."""
+    return {"samples_ns": _longest(ranks), "rank_samples_ns": tuple(ranks)}
+
+
+def _longest(ranks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(max(column) for column in zip(*ranks, strict=True))
+
+
+def _largest(several: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for one in several for name in one)
+    return {name: max(one.get(name, 0) for one in several) for name in names}

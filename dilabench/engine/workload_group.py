@@ -1,0 +1,278 @@
+"""One group: all implementations of one workload, verified, timed in interleaved rounds, then weighed. No torch."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from dilabench.engine.backend_evidence import unproven_backend
+from dilabench.engine.case_state import CaseState
+from dilabench.engine.device.clocks import COOL_DOWN_REASONS
+from dilabench.engine.driver import Driver
+from dilabench.engine.interference import SLOTS_ALONE, interference
+from dilabench.engine.method import LAUNCH_BOUND, MIN_TURNS
+from dilabench.engine.rounds import Rounds
+from dilabench.engine.worker.client import WorkerFailure
+from dilabench.engine.worker.protocol import case_spec, worker_key
+from dilabench.record import Failed, Note, PlannedCase, Row, Verification
+
+GRAPH_ROUNDS = 10
+MEMORY_CALLS = 6
+SHARE_KEPT_FOR_TIMING = 0.25
+THROTTLED_SHARE = 0.2
+DIAGNOSING_SHARE = 0.25
+CALLS_PER_TURN = 3
+CALLS_BEFORE_TURNS = 12
+
+
+class WorkloadGroupRun:
+    """Takes the cases of one group from planned to rows. A case that fails ends alone; the others go on."""
+
+    def __init__(self, driver: Driver, planned: Sequence[PlannedCase]) -> None:
+        self._driver = driver
+        self._random = random.Random(f"{driver.seed}:{planned[0].case.group_id}")
+        self.states = [
+            CaseState(
+                planned=one,
+                spec=case_spec(one.case, driver.catalogue, driver.seed),
+                key=worker_key(one.case, driver.catalogue),
+            )
+            for one in planned
+        ]
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of the group, each as soon as it is certain."""
+        started, deadline = self._driver.budget.clock(), self._deadline(self.states)
+        last_call = started + (1 - SHARE_KEPT_FOR_TIMING) * (deadline - started)
+        ready: list[CaseState] = []
+        for state in sorted(self.states, key=self._compiles):
+            if ready and self._compiles(state) and self._driver.budget.clock() > last_call:
+                # Whoever compiles for minutes takes no time from those that are ready.
+                state.outcome = self._driver.budget_skip("before its turn")
+                yield self._row(state)
+            elif self._qualify(state):
+                ready.append(state)
+            elif not self._crowded(state):
+                yield self._row(state)
+        yield from self._measured(ready, deadline)
+        for state in [one for one in self.states if self._crowded(one)]:
+            yield from self._alone(state)
+
+    def _compiles(self, state: CaseState) -> bool:
+        """Its first call may take tens of seconds."""
+        case, catalogue = state.case, self._driver.catalogue
+        kernel = case.backend is not None and catalogue.backends.get(case.backend).compiles
+        return case.optimizations.compile or kernel or catalogue.implementations.get(case.implementation).compiles
+
+    def _crowded(self, state: CaseState) -> bool:
+        """Memory ran out while other cases of the group were there, too: it deserves a try alone."""
+        return state.out_of_memory and not state.alone and len(self.states) > 1
+
+    def _alone(self, state: CaseState) -> Iterator[Row]:
+        """Another chance without the rest of the group in memory: only what does not fit alone has failed."""
+        self._driver.pool.close()
+        state.home, state.outcome, state.out_of_memory, state.alone = None, None, False, True
+        state.runs.clear()
+        message = "measured alone: beside the other cases of its group it does not fit into memory, so it has no pairs"
+        state.notes.append(Note(code="not_interleaved", message=message))
+        if state.verification is None and not self._qualify(state):
+            yield self._row(state)
+        else:
+            yield from self._measured([state], self._deadline([state]))
+
+    def _qualify(self, state: CaseState) -> bool:
+        """Build and verify it, and see which kernels run; False when that ended the case."""
+        driver = self._driver
+        driver.progress.stage_started(state.case, "build")
+        if not driver.prepare(state):
+            return False
+        driver.progress.stage_started(state.case, "verify")
+        reply = driver.ask(state, "verify", "verify")
+        if reply is None or reply.verification is None:
+            return False
+        state.verification = reply.verification
+        driver.progress.case_verified(state.case, reply.verification)
+        if not reply.verification.passed:
+            self._reject(state, reply.why, reply.verification)
+            return False
+        return self._check_kernels(state)
+
+    def _check_kernels(self, state: CaseState) -> bool:
+        """Keep the kernel ledger; a row that claims a backend must show one of its kernels."""
+        folder = self._driver.trace_folder
+        arguments = {"trace": str(folder / f"{state.spec.handle}.trace.json")} if folder else {}
+        reply = self._driver.ask(state, "verify", "kernels", **arguments)
+        if reply is None:
+            return False
+        state.kernels = reply.kernels
+        if state.case.backend is None or state.verification is None:
+            return True
+        if not reply.kernels:
+            message = "the profiler saw no kernel at all, so that the row's backend is claimed, not shown"
+            hint = "CUPTI is missing, not permitted, or in use by another profiler"
+            state.notes.append(Note(code="no_ledger", message=message, hint=hint))
+            return True
+        why = unproven_backend(self._driver.catalogue.backends.get(state.case.backend), reply.kernels)
+        if why is not None:
+            self._reject(state, why, state.verification)
+        return why is None
+
+    def _reject(self, state: CaseState, why: str, verification: Verification) -> None:
+        state.outcome = Failed(stage="verify", why=why, verification=verification)
+        self._driver.release(state)
+
+    def _deadline(self, states: Sequence[CaseState]) -> float:
+        """When the fair share of the states is over, everything included."""
+        budget = self._driver.budget
+        return budget.clock() + budget.share_s([one.case for one in states])
+
+    def _measured(self, states: Sequence[CaseState], deadline: float) -> Iterator[Row]:
+        """Time the states, free them, and weigh each: on a CPU in a process of its own."""
+        driver = self._driver
+        over_ranks = self.states[0].case.world_size > 1 and driver.method.max_turns > 0
+        diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
+        later_calls = MEMORY_CALLS + over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
+        on_cuda = driver.pool.settings.device == "cuda"
+        later_s = sum(later_calls * one.call_ns * 1e-9 + (not on_cuda) * one.fresh_s for one in states)
+        share_s = max(0.0, deadline - driver.budget.clock() - later_s)
+        Rounds(driver, states, self._random).take(driver.method.timer, share_s * (1 - diagnosing_share))
+        for state in states:
+            self._check_samples(state)
+        left = list(states)
+        try:
+            self._recheck([one for one in states if one.running])
+            self._graph([one for one in states if one.running], share_s)
+            for state in states:
+                if on_cuda and state.running:
+                    self._weigh_here(state)
+            # Last of all: should a part fail and take the ranks along, every row has what it needs.
+            if over_ranks:
+                self._diagnose([one for one in states if one.running], share_s * diagnosing_share)
+            for state in states:
+                driver.release(state)
+            for state in states:
+                if state.running and not on_cuda:
+                    self._weigh(state)
+                left.remove(state)
+                if not self._crowded(state):
+                    yield self._row(state)
+        except KeyboardInterrupt:
+            # Every row that is left has its samples; a resumed run would only take them again.
+            for state in [one for one in left if one.running]:
+                state.notes.append(_interrupted(state))
+                yield self._row(state)
+            raise
+
+    def _recheck(self, states: Sequence[CaseState]) -> None:
+        """Measure one of them alone."""
+        driver, timer = self._driver, self._driver.method.timer
+        if not driver.method.recheck or len(states) < 2 or driver.budget.exhausted:
+            return
+        chosen = self._random.choice(states)
+        count = max(1, chosen.run_of(timer).samples // max(1, len(chosen.run_of(timer).slots)))
+        if not chosen.run_of(timer).slots or not self._affordable(chosen, SLOTS_ALONE * count):
+            return
+        alone = []
+        for _ in range(SLOTS_ALONE):
+            reply = driver.ask(chosen, "time", "slot", timer=timer.name, count=count)
+            if reply is None or reply.slot is None:
+                return
+            alone.append(reply.slot)
+        note = interference(chosen.run_of(timer).locations_ns, alone)
+        if note is not None:
+            chosen.notes.append(note)
+
+    def _graph(self, states: Sequence[CaseState], share_s: float) -> None:
+        """Time launch-bound calls as CUDA graphs as well."""
+        timer = self._driver.method.graph_timer
+        bound = [
+            one for one in states if any(note.code == LAUNCH_BOUND for run in one.runs.values() for note in run.notes)
+        ]
+        if timer is not None and bound:
+            Rounds(self._driver, bound, self._random).take(timer, share_s / 4, GRAPH_ROUNDS)
+
+    def _diagnose(self, states: Sequence[CaseState], share_s: float) -> None:
+        """Time the parts of calls over ranks. What goes wrong here is a note: the row was measured before."""
+        driver = self._driver
+        for state in states:
+            seconds = min(share_s / len(states), driver.method.sampling_s)
+            affordable = seconds * 1e9 / (CALLS_PER_TURN * state.call_ns)
+            turns = int(min(driver.method.max_turns, max(MIN_TURNS, affordable)))
+            if not self._affordable(state, CALLS_BEFORE_TURNS + CALLS_PER_TURN * turns):
+                state.notes.append(_undiagnosed("the budget left no time for it"))
+                continue
+            driver.progress.stage_started(state.case, "time")
+            try:
+                state.diagnostics = driver.diagnostics(state, turns)
+            except WorkerFailure as failure:
+                state.notes.append(_undiagnosed(failure.why))
+
+    def _check_samples(self, state: CaseState) -> None:
+        """A case without samples has no time; one with few says so, and so does one measured on a throttled GPU."""
+        if not state.running:
+            return
+        run = state.runs.get(self._driver.method.timer.name)
+        if run is None or not run.slots:
+            unusable = [note.message for note in state.notes if note.code.endswith("_unusable")]
+            skip = self._driver.budget_skip("before its first sample")
+            state.outcome = Failed(stage="time", why=unusable[0]) if unusable else skip
+            return
+        floor = self._driver.method.min_samples
+        if run.samples < floor:
+            message = f"n<{floor}, no CI: the budget ended after {run.samples} samples"
+            state.notes.append(Note(code="few_samples", message=message, observed=run.samples, threshold=floor))
+        heated = sum(bool(COOL_DOWN_REASONS.intersection(slot.throttle)) for slot in run.slots) / len(run.slots)
+        if heated > THROTTLED_SHARE:
+            message = f"the GPU was slowed down by heat or power delivery in {heated:.0%} of the slots"
+            hint = "improve cooling or lower the power limit, then repeat"
+            state.notes.append(
+                Note(code="throttled", message=message, observed=heated, threshold=THROTTLED_SHARE, hint=hint)
+            )
+
+    def _weigh_here(self, state: CaseState) -> None:
+        """Peak memory of one call on a GPU: the allocator's count knows what was there before, in any process."""
+        if not self._affordable(state, MEMORY_CALLS):
+            state.notes.append(_unweighed())
+            return
+        self._driver.progress.stage_started(state.case, "memory")
+        reply = self._driver.ask(state, "memory", "memory")
+        if reply is not None:
+            state.memory = reply.memory
+
+    def _weigh(self, state: CaseState) -> None:
+        """Peak memory of one call in a process where nothing else ran: on a CPU the process is all that is counted."""
+        driver = self._driver
+        if not self._affordable(state, MEMORY_CALLS):
+            state.notes.append(_unweighed())
+            return
+        driver.progress.stage_started(state.case, "memory")
+        state.alone = True
+        try:
+            with driver.pool.fresh(state.key) as worker:
+                if driver.prepare_in(worker, state, "memory") is None:
+                    return
+                reply = driver.ask_worker(worker, state, "memory", "memory")
+        except WorkerFailure as failure:
+            state.outcome = Failed(stage="memory", why=failure.why, traceback=failure.traceback)
+            return
+        if reply is not None:
+            state.memory = reply.memory
+
+    def _affordable(self, state: CaseState, calls: int) -> bool:
+        return calls * state.call_ns * 1e-9 < self._driver.budget.remaining_s
+
+    def _row(self, state: CaseState) -> Row:
+        self._driver.budget.done(state.case)
+        return state.row()
+
+
+def _interrupted(state: CaseState) -> Note:
+    missing = "after its timing" if state.memory else "before its memory was measured"
+    return Note(code="interrupted", message=f"the run was interrupted {missing}")
+
+
+def _unweighed() -> Note:
+    return Note(code="no_memory_pass", message="the budget left no time to measure memory")
+
+
+def _undiagnosed(why: str) -> Note:
+    message = f"communication and computation were not timed alone: {why}"
+    return Note(code="undiagnosed", message=message)

@@ -1,0 +1,63 @@
+"""`block-sparse`: attention over lists of visible blocks, forward and backward; on CUDA by Triton kernels.
+
+With branches, the mask lies over the rows that each dilated branch keeps, read in place, and results merge as in
+`strided`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward
+from dilabench.impls.block_sparse.union import BlockBackward, BlockForward, BlockUnion, block_union
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.workload.spec import Workload
+
+# Head dims that the kernels are made for; others are padded with zeros, which changes neither scores nor out.
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def build(workload: Workload, context: BuildContext) -> BlockUnion:
+    """Kernels by the kind of device. Raises ConfigError when a mask file does not fit."""
+    return block_union(workload, context, *kernels_for(context.device))
+
+
+def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]:
+    """Name, forward and backward of the kernels for a kind of device."""
+    if device.type == "cuda":
+        return "block-sparse tiles", tiles_forward, tiles_backward
+    return "blocked", blocked_forward, blocked_backward
+
+
+def tiles_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]:
+    """`BlockForward` by the Triton kernels, for any head dim up to 256."""
+    # Triton is not installed everywhere, and only CUDA needs it.
+    from dilabench.kernels.block_sparse.forward import block_sparse_forward
+
+    dim = q.shape[-1]
+    q, k, v = (_padded(x) for x in (q, k, v))
+    out, lse = block_sparse_forward(q, k, v, plan, scale=scale)
+    return _cut(out, dim), lse
+
+
+def tiles_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`BlockBackward` by the Triton kernels, for any head dim up to 256."""
+    from dilabench.kernels.block_sparse.backward import block_sparse_backward
+
+    dim = q.shape[-1]
+    dout, q, k, v, out = (_padded(x) for x in (dout, q, k, v, out))
+    dq, dk, dv = block_sparse_backward(dout, q, k, v, out, lse, plan, scale=scale)
+    return _cut(dq, dim), _cut(dk, dim), _cut(dv, dim)
+
+
+def _padded(x: Tensor) -> Tensor:
+    missing = next(size for size in HEAD_DIMS if size >= x.shape[-1]) - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _cut(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()

@@ -1,0 +1,79 @@
+"""`block-sparse-flex`: torch's FlexAttention over a BlockMask of the same blocks."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.block_sparse.plans import block_plan
+from dilabench.kernels.block_sparse.lists import padded_lists
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.workload.spec import Workload
+
+# torch 2.9 replaced return_lse=True (a tuple with lse) by return_aux (a tuple with a record).
+_ASK_FOR_LSE: dict[str, Any] = (
+    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
+)
+
+
+def build(workload: Workload, context: BuildContext) -> Flex:
+    """The mask is made and moved to the device here; the first call compiles."""
+    mask = flex_mask(block_plan(workload, workload.seq_len), context.device)
+    # torch.compile gives up on one function after eight classes of shapes: each build compiles a function of its own.
+    own_code = types.FunctionType(_attend.__code__.replace(), _attend.__globals__)
+    return Flex(mask, workload.softmax_scale, torch.compile(own_code, fullgraph=True, dynamic=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Flex:
+    """A compiled FlexAttention with its mask; `fullgraph` refuses a silent fall to the quadratic eager form."""
+
+    mask: flex.BlockMask
+    scale: float
+    compiled: Callable[..., tuple[Tensor, Any]]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N] (natural log, float32)."""
+        out, extra = self.compiled(*(x.transpose(1, 2) for x in (q, k, v)), self.mask, self.scale)
+        lse: Tensor = extra if isinstance(extra, Tensor) else extra.lse
+        return out.transpose(1, 2), lse.detach()
+
+
+def flex_mask(plan: BlockPlan, device: torch.device) -> flex.BlockMask:
+    """The plan's blocks as a BlockMask; its mask function is evaluated in partly visible blocks only."""
+    # Lists of full length, so that masks of every density share one compiled kernel.
+    lists = padded_lists(plan.lists(plan.block_size, plan.block_size, by_key=False), plan.mask.shape[-1])
+    left = plan.left if plan.left >= 0 else plan.rows
+    right = plan.right if plan.right >= 0 else plan.rows
+
+    def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= i - left) & (j <= i + right)
+
+    parts = (lists.partly_count, lists.partly, lists.full_count, lists.full)
+    partly_count, partly, full_count, full = (torch.from_numpy(part).to(device) for part in parts)
+    return flex.BlockMask.from_kv_blocks(
+        partly_count,
+        partly,
+        full_count,
+        full,
+        BLOCK_SIZE=plan.block_size,
+        mask_mod=visible,
+        seq_lengths=(plan.rows, plan.rows),
+    )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask, scale: float) -> tuple[Tensor, Any]:
+    return flex.flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **_ASK_FOR_LSE
+    )

@@ -1,0 +1,146 @@
+"""Block-sparse attention on CPUs: torch's flash kernel, once per block of queries, over the key blocks that it sees.
+
+Any dtype, block size and head dim. Time and memory follow the mask: nothing of an unseen block is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.plan import BlockPlan
+
+_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """One kernel call: query rows of some query heads, the heads of k and v that they read, and the key rows they see.
+
+    `partly`: causal edge or window hide some of the pairs.
+    """
+
+    heads: slice
+    kv_heads: slice
+    rows: slice
+    keys: slice | Tensor
+    partly: bool
+
+
+def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N] (float32; float64 for float64) over the blocks of the plan.
+
+    q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. Raises ValueError
+    on shapes that do not fit the plan.
+    """
+    plan.check(q, k, v)
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_sum_dtype(q))
+    for block in _query_blocks(plan, q, k):
+        mask, empty = _mask(block, plan, q)
+        inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
+        block_out, block_lse = _forward_op(*inputs, 0.0, False, attn_mask=mask, scale=scale)
+        if empty is not None:
+            # The kernel divides by zero in a row that sees nothing.
+            block_out = block_out.masked_fill(empty[:, None], 0.0)
+            block_lse = block_lse.masked_fill(empty, -torch.inf)
+        out[:, block.rows, block.heads] = block_out.transpose(1, 2)
+        lse[:, block.heads, block.rows] = block_lse
+    return out, lse
+
+
+def blocked_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes and dtypes of q, k, v, from an out and lse that may be those of a larger softmax."""
+    plan.check(q, k, v)
+    dq = torch.zeros(q.shape, dtype=q.dtype)
+    dk, dv = (torch.zeros(x.shape, dtype=_sum_dtype(x)) for x in (k, v))
+    # exp(-inf - 0) is 0: rows that see nothing at all contribute nothing.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    for block in _query_blocks(plan, q, k):
+        mask, _ = _mask(block, plan, q)
+        inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
+        results = _queries(out, block), lse[:, block.heads, block.rows]
+        gradients = _backward_op(_queries(dout, block), *inputs, *results, 0.0, False, attn_mask=mask, scale=scale)
+        dq[:, block.rows, block.heads] = gradients[0].transpose(1, 2)
+        _add_keys(dk, block, gradients[1])
+        _add_keys(dv, block, gradients[2])
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _query_blocks(plan: BlockPlan, q: Tensor, k: Tensor) -> list[QueryBlock]:
+    """The calls of a plan; query heads that share their mask go together."""
+    num_heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    return plan.keep(("query blocks", num_heads, group), lambda: list(_make_query_blocks(plan, group)))
+
+
+def _make_query_blocks(plan: BlockPlan, group: int) -> Iterator[QueryBlock]:
+    size, rows = plan.block_size, plan.rows
+    lists = plan.lists(size, size, by_key=False)
+    everything = slice(None)
+    for head, spans in enumerate(lists.spans.tolist()):
+        kv_head = head // group
+        heads = everything if plan.mask_heads == 1 else slice(head, head + 1)
+        kv_heads = everything if plan.mask_heads == 1 else slice(kv_head, kv_head + 1)
+        for index, (first, full, partly) in enumerate(spans):
+            seen = np.sort(lists.entries[first : first + full + partly])
+            if len(seen):
+                queries = slice(index * size, min(rows, (index + 1) * size))
+                yield QueryBlock(heads, kv_heads, queries, _key_rows(seen, size, plan.keys), partly > 0)
+
+
+def _key_rows(blocks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], size: int, rows: int) -> slice | Tensor:
+    """The rows of rising blocks: a slice, which copies nothing, where they are neighbours."""
+    if blocks[-1] - blocks[0] == len(blocks) - 1:
+        return slice(int(blocks[0]) * size, min(rows, (int(blocks[-1]) + 1) * size))
+    index = (torch.from_numpy(blocks).long()[:, None] * size + torch.arange(size)).flatten()
+    return index[index < rows]
+
+
+def _mask(block: QueryBlock, plan: BlockPlan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The additive mask [rows, keys] in q's dtype, and which rows see nothing; None where there is nothing to hide."""
+    if not block.partly or (plan.left < 0 and plan.right < 0):
+        return None, None
+    keys = torch.arange(plan.rows)[block.keys] if isinstance(block.keys, slice) else block.keys
+    ahead = keys - torch.arange(plan.rows)[block.rows, None]
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if plan.right >= 0:
+        hidden |= ahead > plan.right
+    if plan.left >= 0:
+        hidden |= ahead < -plan.left
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    empty = hidden.all(1)
+    return mask, empty if empty.any() else None
+
+
+def _queries(x: Tensor, block: QueryBlock) -> Tensor:
+    """[B, heads, rows, D], a view."""
+    return x[:, block.rows, block.heads].transpose(1, 2)
+
+
+def _keys(x: Tensor, block: QueryBlock, q: Tensor) -> Tensor:
+    """[B, query heads, keys, D]: the kernel reads past the end when there are fewer heads of keys than of queries."""
+    rows = x[:, :, block.kv_heads]
+    rows = rows[:, block.keys] if isinstance(block.keys, slice) else rows.index_select(1, block.keys)
+    group = q[:, :, block.heads].shape[2] // rows.shape[2]
+    return (rows if group == 1 else rows.repeat_interleave(group, 2)).transpose(1, 2)
+
+
+def _add_keys(total: Tensor, block: QueryBlock, part: Tensor) -> None:
+    """Add [B, query heads, keys, D] to the rows and heads of total [B, N, K, D] that they came from."""
+    target = total[:, :, block.kv_heads]
+    rows = part.unflatten(1, (target.shape[2], -1)).sum(2, dtype=total.dtype).transpose(1, 2)
+    if isinstance(block.keys, slice):
+        target[:, block.keys] += rows
+    else:
+        target.index_add_(1, block.keys, rows)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

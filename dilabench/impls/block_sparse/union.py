@@ -1,0 +1,103 @@
+"""Attention over blocks of every branch's rows: the union of `union.py` with a block mask in each kernel call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
+from dilabench.impls.block_sparse.plans import block_plan, pattern_of
+from dilabench.impls.union.branches import ORIGIN, branches_of, covers_every_row
+from dilabench.impls.union.head_runs import Progression
+from dilabench.impls.union.strided_calls import StridedCall
+from dilabench.impls.union.strided_rows import StridedRows, strided_rows
+from dilabench.impls.union.union import Rows, Union
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.workload.spec import DensePattern, Workload
+
+
+class BlockForward(Protocol):
+    """Forward of block-sparse attention: `Attend` with a plan in place of causal and window."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]: ...
+
+
+class BlockBackward(Protocol):
+    """Its backward from a *given* out and lse: `AttendBackward` with a plan in place of causal and window."""
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRows(StridedRows):
+    """The rows of one kernel call, with the block plan that lies over them."""
+
+    plan: BlockPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUnion(Union):
+    """A union whose kernel gets each call's plan, which holds the causal edge and the window too."""
+
+    def _mask(self, rows: Rows) -> dict[str, Any]:
+        assert isinstance(rows, PlannedRows)
+        return {"plan": rows.plan, "scale": self.scale}
+
+
+def block_union(
+    workload: Workload, context: BuildContext, name: str, forward: BlockForward, backward: BlockBackward
+) -> BlockUnion:
+    """The union for a block-sparse workload through one pair of kernels. Plans are made here, tables by the first call.
+
+    Raises ConfigError when a mask file does not fit.
+    """
+    rows = planned_rows(workload)
+    dilated = workload.dilated
+    return BlockUnion(
+        backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
+        rows=lambda _device: context.patterns.get(("block rows", workload), lambda: rows),
+        covered=covers_every_row(branches_of(_without_mask(workload))),
+        causal=workload.causal,
+        window=workload.window,
+        scale=workload.softmax_scale,
+        detached=dilated is not None and dilated.merge_grad == "detached",
+    )
+
+
+def planned_rows(workload: Workload) -> tuple[PlannedRows, ...]:
+    """The rows of every kernel call with their plans; calls over equal rows share one."""
+    plans: dict[object, BlockPlan] = {}
+    found = []
+    for rows in strided_rows(_without_mask(workload)):
+        calls = _one_set_of_heads(rows.call) if pattern_of(workload).per_head_masks else (rows.call,)
+        for call in calls:
+            heads = _heads(call)
+            key = call.rows, call.rate, heads
+            if key not in plans:
+                plans[key] = block_plan(workload, call.rows, call.rate, heads)
+            found.append(PlannedRows(call, rows.whole and len(calls) == 1, plans[key]))
+    return tuple(found)
+
+
+def _without_mask(workload: Workload) -> Workload:
+    """The branches that the mask lies over: dense where there are none."""
+    return workload.replace(pattern=(workload.dilated or DensePattern()).model_dump())
+
+
+def _one_set_of_heads(call: StridedCall) -> Sequence[StridedCall]:
+    """A call for every head set of a stack: with a mask per head, residues cannot share a call."""
+    if call.stack.step.head == 0:
+        return (call,)
+    single = Progression(1, ORIGIN)
+    starts = [call.start.after(call.stack.step, index) for index in range(call.stack.count)]
+    return [replace(call, start=start, stack=single) for start in starts]
+
+
+def _heads(call: StridedCall) -> tuple[int, ...]:
+    """The query heads of a call, in its order."""
+    return tuple(call.start.head + index * call.heads.step.head for index in range(call.heads.count))

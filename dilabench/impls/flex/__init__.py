@@ -1,0 +1,1 @@
+"""Dilated attention through FlexAttention."""

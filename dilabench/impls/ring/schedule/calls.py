@@ -1,0 +1,79 @@
+"""Kernel calls on pieces, and where their results go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dilabench.contracts import LoadedBackend
+from dilabench.impls.ring.schedule.pieces import Piece
+from dilabench.impls.ring.schedule.placed import PlacedSoftmax, PlacedSum
+from dilabench.impls.ring.schedule.sums import Softmax, Sum
+from dilabench.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The attention of a workload through one backend, piece by piece."""
+
+    workload: Workload
+    backend: LoadedBackend
+
+    def attend(
+        self,
+        pieces: Sequence[Piece],
+        results: Softmax | PlacedSoftmax,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first_row: int = 0,
+    ) -> None:
+        """Pieces on keys whose row 0 is the holder's row `first_row`."""
+        scale = self.workload.softmax_scale
+        for piece in pieces:
+            keys, values = piece.take_keys(k, first_row), piece.take_keys(v, first_row)
+            place = self._place("out", results, piece)
+            out, lse = self.backend.attend(
+                piece.take_queries(q), keys, values, causal=piece.causal, window=piece.window, scale=scale, **place
+            )
+            results.add(piece, out, lse)
+
+    def attend_backward(
+        self,
+        pieces: Sequence[Piece],
+        sums: tuple[Sum | PlacedSum, Sum, Sum],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        first_row: int = 0,
+    ) -> None:
+        """The gradients of pieces, from the out and lse of all keys; dk and dv have the rows of k."""
+        attend_backward = self.backend.require_backward()
+        scale = self.workload.softmax_scale
+        for piece in pieces:
+            dq, dk, dv = attend_backward(
+                piece.take_queries(dout),
+                piece.take_queries(q),
+                piece.take_keys(k, first_row),
+                piece.take_keys(v, first_row),
+                piece.take_queries(out),
+                piece.take_lse(lse),
+                causal=piece.causal,
+                window=piece.window,
+                scale=scale,
+                **self._place("dq", sums[0], piece),
+            )
+            sums[0].add_queries(piece, dq)
+            sums[1].add_keys(piece, dk, first_row)
+            sums[2].add_keys(piece, dv, first_row)
+
+    def _place(self, name: str, results: Softmax | PlacedSoftmax | Sum | PlacedSum, piece: Piece) -> dict[str, Any]:
+        """The argument that says where a result of a piece goes, if the backend takes one and there is a place."""
+        place = results.place(piece) if self.backend.places_results else None
+        return {} if place is None else {name: place}

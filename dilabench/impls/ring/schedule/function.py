@@ -1,0 +1,98 @@
+"""A rank's attention as a differentiable function of its shards."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dilabench.distributed.sharding import Shards
+from dilabench.distributed.world import World
+from dilabench.workload.spec import Workload
+
+
+class Algorithm(Protocol):
+    """Forward and backward on local shards [B, N_local, ·, D], all ranks together.
+
+    `forward` gives out, lse and what the backward pass wants kept.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class ShardedAttention:
+    """An AttentionFn of local shards, with lse. `shards` tells which positions they are.
+
+    The first call compares the shapes of all ranks; each later one looks at its own only.
+    """
+
+    def __init__(self, workload: Workload, shards: Shards, world: World, algorithm: Algorithm) -> None:
+        self.workload, self.shards, self.world = workload, shards, world
+        self._algorithm = algorithm
+        self._compared = False
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out of q, both [B, N_local, H, D] (packed: [T_local, H, D]), and k, v [B, N_local, K, D]."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N_local] (packed: [H, T_local]), which carries no gradient.
+
+        Raises ValueError for tensors that are no shards of this rank, RanksDisagreeError when ranks were built for
+        different workloads, RuntimeError when a rank is gone.
+        """
+        self._check(q, k, v)
+        packed = q.ndim == 3
+        if packed:
+            q, k, v = q[None], k[None], v[None]
+        out, lse = _Function.apply(self._algorithm, q, k, v)
+        return (out[0], lse[0]) if packed else (out, lse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAttention:
+        """Itself: ranks and their connections cannot be copied, and there is nothing else in it that changes."""
+        return self
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        w = self.workload
+        rows = self.shards.rows[self.world.rank]
+        lead = (rows,) if w.layout == "packed" else (w.batch_size, rows)
+        wanted = [(*lead, heads, w.head_dim) for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
+        found = [tuple(x.shape) for x in (q, k, v)]
+        right = found == wanted
+        if not self._compared:
+            facts = self.world.share((w.model_dump_json(), self.shards.rows, None if right else str(found)))
+            self._compared = True
+            wrong = {rank: fact[2] for rank, fact in enumerate(facts) if fact[2]}
+            if wrong and right:
+                told = "; ".join(f"rank {rank} got q, k, v of {shapes}" for rank, shapes in wrong.items())
+                raise ValueError(f"{told}: no shards of {w.label()}")
+            if any(fact[:2] != facts[0][:2] for fact in facts):
+                self.world.agree("the workload", (w.label(), self.shards.rows))
+                self.world.agree("the workload", w.model_dump_json())
+        if not right:
+            raise ValueError(
+                f"rank {self.world.rank} got q, k, v of {found}, but its shards of {w.label()} on {self.world.size} "
+                f"ranks are {wanted}; cut whole tensors with `shards.take(x, rank)`"
+            )
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse, kept = algorithm.forward(q, k, v)
+        ctx.algorithm = algorithm
+        ctx.save_for_backward(q, k, v, out, lse, *kept)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        return None, *ctx.algorithm.backward(dout.contiguous(), q, k, v, out, lse, tuple(kept))

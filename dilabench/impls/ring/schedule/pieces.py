@@ -1,0 +1,109 @@
+"""One kernel call between two ranks' local rows, as views of their tensors.
+
+Views are [B, G, L, A, D]: batch items, stack, rows, heads. The kernel gets B and G as one axis, which is a view where
+strides allow; torch copies the rows where they do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dilabench.impls.union.branches import Place
+from dilabench.impls.union.head_runs import Progression, Run
+from dilabench.workload.spec import UNBOUNDED, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries of one rank that see keys of another (or of its own) through one aligned mask.
+
+    `query`, `key`: local row of the first query and key for a head on residue 0; a head on residue s starts s rows
+    later. `step`: local rows from one row to the next. `stack`: repetitions, by rows (segments) or by heads.
+    """
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+    step: int
+    run: Run
+    stack: Progression
+    causal: bool = False
+    window: Window = UNBOUNDED
+
+    def take_queries(self, x: Tensor) -> Tensor:
+        """Rows [B·G, L, A, D] of x [B, N, H, D]."""
+        return self._queries(x).flatten(0, 1)
+
+    def take_keys(self, x: Tensor, first_row: int = 0) -> Tensor:
+        """Rows [B·G, L, A', D] of x [B, N', K, D], whose row 0 is the holder's local row `first_row`."""
+        return self._keys(x, first_row).flatten(0, 1)
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        """Rows [B·G, A, L] of lse [B, H, N]."""
+        return self.view_lse(lse).flatten(0, 1)
+
+    def add_queries(self, total: Tensor, part: Tensor) -> None:
+        """Add rows to total [B, N, H, D]."""
+        self._queries(total).add_(self.apart(part))
+
+    def add_keys(self, total: Tensor, part: Tensor, first_row: int = 0) -> None:
+        """Add rows to total [B, N', K, D]."""
+        self._keys(total, first_row).add_(self.apart(part))
+
+    def mark_keys(self, mask: Tensor) -> None:
+        """Set a bool [N', K] where the piece reads."""
+        self._keys(mask[None, :, :, None], 0).fill_(True)
+
+    def view_queries(self, x: Tensor) -> Tensor:
+        """Rows [B, G, L, A, D] of x [B, N, H, D], to write into."""
+        return self._queries(x)
+
+    def view_lse(self, lse: Tensor) -> Tensor:
+        """Rows [B, G, A, L] of lse [B, H, N]."""
+        return self._queries(lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(-1, -2)
+
+    def apart(self, rows: Tensor) -> Tensor:
+        """[B·G, ...] -> [B, G, ...]."""
+        return rows.unflatten(0, (-1, self.stack.count))
+
+    def query_rows(self, num_heads: int) -> int | None:
+        """The first row of x [B, N, H, D], where the queries are successive rows of it with all heads in order."""
+        run = self.run
+        every_head = run.heads.count == num_heads and (num_heads == 1 or run.heads.step[:2] == (0, 1))
+        return self.query + run.start.position if every_head and self._is_range else None
+
+    def key_rows(self, num_kv_heads: int, first_row: int = 0) -> int | None:
+        """The same of x [B, N', K, D], which begins at the holder's `first_row`, and the keys."""
+        run, step = self.run, self.run.keys.step
+        every_head = run.keys.count == num_kv_heads and (num_kv_heads == 1 or (step.position, step.kv_head) == (0, 1))
+        return self.key - first_row + run.start.position if every_head and self._is_range else None
+
+    @property
+    def _is_range(self) -> bool:
+        return (self.stack.count, self.step) == (1, 1)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        return self._view(x, self.query, self.queries, self.run.start.head, self.run.heads, self.stack.step.head)
+
+    def _keys(self, x: Tensor, first_row: int) -> Tensor:
+        keys = self.run.keys
+        heads = Progression(keys.count, Place(keys.step.position, keys.step.kv_head, 0))
+        start = self.key - first_row
+        return self._view(x, start, self.keys, self.run.start.kv_head, heads, self.stack.step.kv_head)
+
+    def _view(self, x: Tensor, start: int, rows: int, head: int, heads: Progression, stack_heads: int) -> Tensor:
+        batch_step, token, head_step, dim = x.stride()
+        return x.as_strided(
+            (x.shape[0], self.stack.count, rows, heads.count, x.shape[-1]),
+            (
+                batch_step,
+                self.stack.step.position * token + stack_heads * head_step,
+                self.step * token,
+                heads.step.position * token + heads.step.head * head_step,
+                dim,
+            ),
+            x.storage_offset() + (start + self.run.start.position) * token + head * head_step,
+        )

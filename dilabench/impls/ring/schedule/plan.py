@@ -1,0 +1,194 @@
+"""What one rank's queries see of another rank's keys, as few kernel calls as there can be (no tensors).
+
+Every pattern is a set of segments, rows at a rate on each head's residue, and a band (causal, window) between rows. The
+rows that lie on a rank are a range of those rows; between two ranges the band is shifted, and `bands.cuts` cuts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from dilabench.distributed.sharding import Shards, Span
+from dilabench.impls.ring.schedule.bands import cuts
+from dilabench.impls.ring.schedule.pieces import Piece
+from dilabench.impls.union.branches import ORIGIN, Branch, Place
+from dilabench.impls.union.head_runs import Progression, fewest_runs
+from dilabench.workload.spec import UNBOUNDED, Workload
+
+
+class Tile(NamedTuple):
+    """Rows of a segment on both ranks, and their band. `query`, `key`: local rows for residue 0, as in `Piece`."""
+
+    query: int
+    key: int
+    shape: TileShape
+
+
+class TileShape(NamedTuple):
+    """What equal tiles have in common. `residues`: of the heads that it holds for; `step`: local rows between rows."""
+
+    queries: int
+    keys: int
+    low: int | None
+    high: int | None
+    step: int
+    residues: tuple[int, ...]
+
+
+def pieces_between(
+    workload: Workload,
+    shards: Shards,
+    reader: int,
+    holder: int,
+    branches: Sequence[Branch],
+    *,
+    aligned: bool = False,
+) -> tuple[Piece, ...]:
+    """The kernel calls of rank `reader` on the keys of rank `holder`; empty when nothing is in reach.
+
+    aligned: the backend takes a causal mask over fewer queries than keys.
+    Raises ValueError for a dilated branch over striped spans: its rows would lie on no progression.
+    """
+    found: list[Piece] = []
+    for branch in branches:
+        tiles = list(_tiles(workload, shards, reader, holder, branch))
+        for query, key, stack, shape in _stacks(tiles):
+            places = [place for place in branch.places if place.position in shape.residues]
+            stackable = stack.count == 1 and workload.batch_size == 1
+            runs = fewest_runs(places, workload.group_size, stackable)
+            for cut in cuts(shape.queries, shape.keys, shape.low, shape.high, aligned=aligned):
+                for run, residues in runs:
+                    piece = Piece(
+                        query + cut.query * shape.step,
+                        cut.queries,
+                        key + cut.key * shape.step,
+                        cut.keys,
+                        shape.step,
+                        run,
+                        stack if stack.count > 1 else residues,
+                        cut.causal,
+                        cut.window,
+                    )
+                    found.append(piece)
+    return tuple(_joined(_joined(found, by_keys=True), by_keys=False))
+
+
+def own_dense(workload: Workload, shards: Shards, rank: int) -> bool:
+    """Whether a rank's own dense part is one unshifted mask per sequence, although its spans lie apart."""
+    return workload.window == UNBOUNDED and all(span.step == 1 for span in shards.parts[rank])
+
+
+def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch: Branch) -> Iterator[Tile]:
+    every_row = branch.rate == 1 and branch.segment_length >= workload.seq_len
+    collapse = reader == holder and every_row and own_dense(workload, shards, reader)
+    for start, end in workload.sequences:
+        readers = [span for span in shards.parts[reader] if span.start < end and span.stop > start]
+        holders = [span for span in shards.parts[holder] if span.start < end and span.stop > start]
+        if collapse and len(readers) > 1 and _inside(readers, start, end):
+            rows = sum(span.length for span in readers)
+            residues = tuple(sorted({place.position for place in branch.places}))
+            high = 0 if workload.causal else None
+            yield Tile(readers[0].row, readers[0].row, TileShape(rows, rows, None, high, 1, residues))
+            continue
+        for queries in readers:
+            for keys in holders:
+                yield from _span_tiles(workload, branch, queries, keys, start, end)
+
+
+def _inside(spans: Sequence[Span], start: int, end: int) -> bool:
+    return all(start <= span.start and span.stop <= end for span in spans)
+
+
+def _span_tiles(workload: Workload, branch: Branch, queries: Span, keys: Span, start: int, end: int) -> Iterator[Tile]:
+    """Tiles of one span's queries and one span's keys in the sequence [start, end), segment by segment."""
+    if queries.step != keys.step or (queries.step > 1 and branch.rate > 1):
+        raise ValueError(
+            f"spans of step {queries.step} and {keys.step} with dilation rate {branch.rate}: striped shards hold only "
+            "dense patterns; use contiguous or zigzag shards"
+        )
+    unit, length = max(branch.rate, queries.step), branch.segment_length
+    first = (max(queries.start, keys.start, start) - start) // length
+    last = (min(queries.stop, keys.stop, end) - 1 - start) // length
+    left, right = workload.window
+    ahead: int | None = 0 if workload.causal else (right if right >= 0 else None)
+    residues = sorted({place.position for place in branch.places})
+    for segment in range(first, last + 1):
+        lower = start + segment * length
+        upper = min(end, lower + length)
+        alike: dict[tuple[int, int, int, int], list[int]] = {}
+        for residue in residues:
+            q_first, q_rows = _rows(queries, lower, upper, branch.rate, residue)
+            k_first, k_rows = _rows(keys, lower, upper, branch.rate, residue)
+            if q_rows and k_rows:
+                alike.setdefault((q_first - residue, q_rows, k_first - residue, k_rows), []).append(residue)
+        for (q_first, q_rows, k_first, k_rows), members in alike.items():
+            shift = q_first - k_first
+            high = None if ahead is None else (shift + ahead) // unit
+            low = None if left < 0 else -((left - shift) // unit)
+            shape = TileShape(q_rows, k_rows, low, high, unit // queries.step, tuple(members))
+            yield Tile(_local(queries, q_first), _local(keys, k_first), shape)
+
+
+def _rows(span: Span, lower: int, upper: int, rate: int, residue: int) -> tuple[int, int]:
+    """(first position, count) of a span's rows on a residue of the segment [lower, upper)."""
+    step = rate if span.step == 1 else span.step
+    origin = lower + residue if span.step == 1 else span.start
+    first = origin + step * max(0, -(-(max(span.start, lower) - origin) // step))
+    return first, max(0, -(-(min(span.stop, upper) - first) // step))
+
+
+def _local(span: Span, position: int) -> int:
+    return span.row + (position - span.start) // span.step
+
+
+def _stacks(tiles: Sequence[Tile]) -> Iterator[tuple[int, int, Progression, TileShape]]:
+    """Equal tiles at a constant distance, the same for queries and keys, put on top of each other."""
+    by_shape: dict[TileShape, list[Tile]] = {}
+    for tile in tiles:
+        by_shape.setdefault(tile.shape, []).append(tile)
+    for shape, equal in by_shape.items():
+        while equal:
+            count, step = 1, 0
+            if len(equal) > 1 and equal[1].query - equal[0].query == equal[1].key - equal[0].key > 0:
+                step = equal[1].query - equal[0].query
+            while step and count < len(equal) and _follows(equal[count - 1], equal[count], step):
+                count += 1
+            stack = Progression(count, Place(step, 0, 0) if count > 1 else ORIGIN)
+            yield equal[0].query, equal[0].key, stack, shape
+            equal = equal[count:]
+
+
+def _follows(before: Tile, after: Tile, step: int) -> bool:
+    return after.query - before.query == after.key - before.key == step
+
+
+def _joined(pieces: Sequence[Piece], *, by_keys: bool) -> list[Piece]:
+    """Full rectangles that share an edge made one: side by side along the keys, or on top along the queries."""
+    result: list[Piece] = []
+    order = sorted(pieces, key=lambda p: (p.query, p.queries, p.key) if by_keys else (p.key, p.keys, p.query))
+    for piece in order:
+        before = result[-1] if result else None
+        if before is None or not _joinable(before, piece):
+            result.append(piece)
+        elif by_keys and (before.query, before.queries, before.key + before.keys) == (
+            piece.query,
+            piece.queries,
+            piece.key,
+        ):
+            result[-1] = replace(before, keys=before.keys + piece.keys)
+        elif not by_keys and (before.key, before.keys, before.query + before.queries) == (
+            piece.key,
+            piece.keys,
+            piece.query,
+        ):
+            result[-1] = replace(before, queries=before.queries + piece.queries)
+        else:
+            result.append(piece)
+    return result
+
+
+def _joinable(one: Piece, other: Piece) -> bool:
+    full = not (one.causal or other.causal) and one.window == other.window == UNBOUNDED
+    return full and one.step == other.step == 1 and one.stack.count == other.stack.count == 1 and one.run == other.run

@@ -1,0 +1,132 @@
+"""One rank's share of the work: its own part, and what it reads from and gives to each other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.distributed.sharding import Shards
+from dilabench.distributed.world import World
+from dilabench.impls import strided
+from dilabench.impls.ring.schedule.calls import Calls
+from dilabench.impls.ring.schedule.parcels import Parcel, parcel_for
+from dilabench.impls.ring.schedule.pieces import Piece
+from dilabench.impls.ring.schedule.plan import pieces_between
+from dilabench.impls.ring.schedule.sums import Softmax, Sum
+from dilabench.impls.union.branches import Branch, branches_of
+from dilabench.impls.union.union import Union
+from dilabench.workload.spec import DilatedPattern, Workload
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Calls):
+    """What rank `world.rank` computes.
+
+    local: branches whose segments all lie on this rank, as one union of strided calls. own: the other calls on its own
+    keys. reads: calls on the keys of other ranks, and `needs`, what must come from them; `gives`: what they need of us.
+    """
+
+    shards: Shards
+    world: World
+    local: Union | None
+    own: tuple[Piece, ...]
+    reads: dict[int, tuple[Piece, ...]]
+    needs: dict[int, Parcel]
+    gives: dict[int, Parcel]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What dK and dV travel in: a kernel's own result as it is, a sum over branches in float32."""
+        dtype: torch.dtype = getattr(torch, self.workload.dtype)
+        if isinstance(self.workload.pattern, DilatedPattern) and dtype != torch.float64:
+            return torch.float32
+        return dtype
+
+    def attend_own(self, results: Softmax, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The part that needs nobody."""
+        if self.local is not None:
+            out, lse, _ = self.local.forward(q, k, v)
+            results.put(out, lse)
+        self.attend(self.own, results, q, k, v)
+
+    def attend_own_backward(
+        self, sums: tuple[Sum, Sum, Sum], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """The gradients of `attend_own`."""
+        if self.local is not None:
+            for total, part in zip(sums, self.local.backward(dout, q, k, v, out, lse), strict=True):
+                total.put(part)
+        self.attend_backward(self.own, sums, dout, q, k, v, out, lse)
+
+    def remote_backward(
+        self, holder: int, dq: Sum, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> list[Tensor]:
+        """Packed dK and dV of what was read of a holder; dq is added to. k and v as unpacked."""
+        parcel = self.needs[holder]
+        sums = dq, Sum.like(k), Sum.like(v)
+        self.attend_backward(self.reads[holder], sums, dout, q, k, v, out, lse, parcel.first)
+        return [parcel.pack_rows(total.finish(self.gradient_dtype)) for total in sums[1:]]
+
+
+def share_of(
+    workload: Workload, context: BuildContext, sharding: Callable[[Sequence[tuple[int, int]], int], Shards]
+) -> Share:
+    """This rank's share under a sharding; a context without a world is one rank that holds everything."""
+    world = context.world or World.alone(context.device)
+    shards = sharding(workload.sequences, world.size)
+    rank, backend = world.rank, context.require_backend()
+    branches = branches_of(workload)
+    inside = [branch for branch in branches if _lies_inside(workload, branch, shards, rank)]
+    crossing = [branch for branch in branches if branch not in inside]
+    others = [other for other in range(world.size) if other != rank]
+    reads = {other: pieces_between(workload, shards, rank, other, branches) for other in others}
+    needs = {other: _parcel(workload, reads[other], shards.rows[other], context) for other in others}
+    given = {other: pieces_between(workload, shards, other, rank, branches) for other in others}
+    gives = {other: _parcel(workload, given[other], shards.rows[rank], context) for other in others}
+    own = pieces_between(workload, shards, rank, rank, crossing)
+    return Share(
+        workload,
+        backend,
+        shards,
+        world,
+        _local_union(workload, context, inside, shards.rows[rank]),
+        tuple(sorted(own, key=lambda piece: piece.step)),
+        reads,
+        {other: parcel for other, parcel in needs.items() if parcel},
+        {other: parcel for other, parcel in gives.items() if parcel},
+    )
+
+
+def _parcel(workload: Workload, pieces: Sequence[Piece], rows: int, context: BuildContext) -> Parcel | None:
+    return parcel_for(pieces, rows, workload.num_kv_heads, context.device)
+
+
+def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) -> bool:
+    """Every segment of a dilated branch that touches this rank lies on it, and segments start where the rank does."""
+    spans = shards.parts[rank]
+    pattern = workload.pattern
+    if not isinstance(pattern, DilatedPattern) or pattern.heads != "all" or workload.layout == "packed":
+        return False
+    if len(spans) != 1 or spans[0].step != 1:
+        return False
+    start, stop = spans[0].start, spans[0].stop
+    return start % branch.segment_length == 0 and (stop % branch.segment_length == 0 or stop == workload.seq_len)
+
+
+def _local_union(workload: Workload, context: BuildContext, inside: Sequence[Branch], rows: int) -> Union | None:
+    if not inside:
+        return None
+    assert isinstance(workload.pattern, DilatedPattern)
+    pattern = workload.pattern.model_copy(
+        update={
+            "segment_lengths": tuple(branch.segment_length for branch in inside),
+            "dilation_rates": tuple(branch.rate for branch in inside),
+        }
+    )
+    return strided.build(workload.replace(seq_len=rows, pattern=pattern.model_dump()), context)

@@ -1,0 +1,217 @@
+"""Partial results become one: out and lse as one softmax, gradients as sums; held wider than the tensors themselves.
+
+On CUDA, parts on ranges of rows wait as the kernels gave them, and one kernel reads them all and writes the result:
+memory is passed over once, not once per part. Everything else is added at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.impls.ring.schedule.parcels import Parcel
+from dilabench.impls.ring.schedule.pieces import Piece
+from dilabench.impls.union.merging import merge_rows_
+
+# Bounds the memory of parts that wait; a ring over four ranks needs one pass.
+MOST_PARTS = 4
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are held in: float32 for half precision, otherwise float64, so that merging costs no accuracy."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+
+
+def defers(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether parts wait for each other: where a kernel sums them, which it does in float32."""
+    return device.type == "cuda" and wide(dtype) == torch.float32
+
+
+class Softmax:
+    """out and lse of one rank's queries, from results over disjoint sets of keys.
+
+    Results that were added are read until `finish`: nothing may write to them.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._defers = defers(q.dtype, q.device)
+        # Each with its first row; once there are totals, these come first.
+        self._parts: list[tuple[Tensor, Tensor, int]] = []
+        self._totals: tuple[Tensor, Tensor] | None = None
+
+    def put(self, out: Tensor, lse: Tensor) -> None:
+        """Results [B, N, H, D] and [B, H, N] for all queries; only as the first ones."""
+        assert not self._parts
+        self._parts.append((out, lse, 0))
+
+    def place(self, _piece: Piece) -> Tensor | None:
+        """None: no result has a place before it is merged."""
+        return None
+
+    def add(self, piece: Piece, out: Tensor, lse: Tensor) -> None:
+        """Results of a piece, [B·G, L, A, D] and [B·G, A, L]."""
+        first = piece.query_rows(self._q.shape[2])
+        if first is not None and (self._defers or (not self._parts and out.shape[1] == self._q.shape[1])):
+            if len(self._parts) == MOST_PARTS:
+                self._folded()
+            self._parts.append((out, lse, first))
+            return
+        total, total_lse = self._folded()
+        part = piece.apart(out)
+        if total.device.type == "cpu" or total.dtype == torch.float64:
+            part = part.to(total.dtype)
+        merge_rows_(piece.view_queries(total), piece.view_lse(total_lse), part, piece.apart(lse))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """out in q's dtype, and lse."""
+        q = self._q
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if not self._parts:
+            self._folded()
+        if self._one_is_all:
+            out, lse, _ = self._parts[0]
+            return out.to(q.dtype).contiguous(), lse.to(lse_dtype).contiguous()
+        out, lse = q.new_empty(q.shape), q.new_empty(self._lse_shape, dtype=lse_dtype)
+        _softmax_(out, lse, self._parts)
+        return out, lse
+
+    def _folded(self) -> tuple[Tensor, Tensor]:
+        """Wide totals of all that was added, to add to."""
+        if self._totals is None:
+            self._totals = self._first_totals()
+        elif len(self._parts) > 1:
+            added = self._parts[1:]
+            start, stop = _range([(out, first) for out, _, first in added])
+            out, lse = self._totals[0][:, start:stop], self._totals[1][..., start:stop]
+            _softmax_(out, lse, [(out, lse, 0), *((x, part_lse, first - start) for x, part_lse, first in added)])
+        self._parts = [(*self._totals, 0)]
+        return self._totals
+
+    def _first_totals(self) -> tuple[Tensor, Tensor]:
+        dtype, q = wide(self._q.dtype), self._q
+        if self._one_is_all:
+            out, lse, _ = self._parts[0]
+            copied = out.to(dtype, memory_format=torch.contiguous_format, copy=True)
+            return copied, lse.to(dtype, memory_format=torch.contiguous_format, copy=True)
+        out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        lse = q.new_full(self._lse_shape, float("-inf"), dtype=dtype)
+        if self._parts:
+            _softmax_(out, lse, self._parts)
+        return out, lse
+
+    @property
+    def _one_is_all(self) -> bool:
+        return len(self._parts) == 1 and self._parts[0][0].shape[1] == self._q.shape[1]
+
+    @property
+    def _lse_shape(self) -> tuple[int, int, int]:
+        B, N, H, _ = self._q.shape
+        return B, H, N
+
+
+class Sum:
+    """The sum of partial gradients of a tensor [B, N, K, D].
+
+    Parts that were added are read until `finish`: nothing may write to them.
+    """
+
+    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._defers = defers(dtype, device)
+        # Each with its first row; once there is a total, it comes first.
+        self._parts: list[tuple[Tensor, int]] = []
+        self._total: Tensor | None = None
+
+    @classmethod
+    def like(cls, x: Tensor) -> Sum:
+        """For the gradient of x."""
+        return cls(x.shape, x.dtype, x.device)
+
+    def put(self, part: Tensor, first: int = 0) -> None:
+        """Add [B, R, K, D] to the rows from `first` on; a first part that covers everything costs nothing."""
+        if not self._defers and (self._parts or part.shape[1] != self._shape[1]):
+            self.total()[:, first : first + part.shape[1]].add_(part)
+            return
+        if len(self._parts) == MOST_PARTS:
+            self.total()
+        self._parts.append((part, first))
+
+    def place(self, _piece: Piece) -> Tensor | None:
+        """None: no part has a place before it is added."""
+        return None
+
+    def add_queries(self, piece: Piece, part: Tensor) -> None:
+        """Add a piece's [B·G, L, A, D] to the rows of its queries."""
+        first = piece.query_rows(self._shape[2])
+        if first is None:
+            piece.add_queries(self.total(), part)
+        else:
+            self.put(part, first)
+
+    def add_keys(self, piece: Piece, part: Tensor, first_row: int = 0) -> None:
+        """Add a piece's [B·G, L, A', D] to the rows of its keys; row 0 is the holder's `first_row`."""
+        first = piece.key_rows(self._shape[2], first_row)
+        if first is None:
+            piece.add_keys(self.total(), part, first_row)
+        else:
+            self.put(part, first)
+
+    def add_parcel(self, parcel: Parcel, packed: Tensor) -> None:
+        """Add the packed form of a parcel to its place."""
+        if parcel.index is None:
+            self.put(packed, parcel.first)
+        else:
+            parcel.add_vectors(self.total(), packed)
+
+    def total(self) -> Tensor:
+        """The sum so far, to add to."""
+        if self._total is None:
+            self._total = self._first_total()
+        elif len(self._parts) > 1:
+            added = self._parts[1:]
+            start, stop = _range(added)
+            rows = self._total[:, start:stop]
+            _sum_(rows, [(rows, 0), *((part, first - start) for part, first in added)])
+        self._parts = [(self._total, 0)]
+        return self._total
+
+    def finish(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum in a dtype (by default the tensor's own); a single part as it lies in memory."""
+        if not self._parts:
+            self.total()
+        if self._one_is_all:
+            return self._parts[0][0].to(dtype or self._dtype)
+        result = torch.empty(self._shape, dtype=dtype or self._dtype, device=self._device)
+        _sum_(result, self._parts)
+        return result
+
+    def _first_total(self) -> Tensor:
+        if self._one_is_all:
+            return self._parts[0][0].to(wide(self._dtype), memory_format=torch.contiguous_format, copy=True)
+        total = torch.zeros(self._shape, dtype=wide(self._dtype), device=self._device)
+        if self._parts:
+            _sum_(total, self._parts)
+        return total
+
+    @property
+    def _one_is_all(self) -> bool:
+        return len(self._parts) == 1 and self._parts[0][0].shape[1] == self._shape[1]
+
+
+def _range(parts: list[tuple[Tensor, int]]) -> tuple[int, int]:
+    """The rows that parts lie on, first and stop: folding many short parts must not pass over everything each time."""
+    return min(first for _, first in parts), max(first + part.shape[1] for part, first in parts)
+
+
+def _sum_(total: Tensor, parts: list[tuple[Tensor, int]]) -> None:
+    # Triton is not installed everywhere, and only CUDA needs it.
+    from dilabench.kernels.sum_parts import sum_parts_
+
+    sum_parts_(total, parts)
+
+
+def _softmax_(out: Tensor, lse: Tensor, parts: list[tuple[Tensor, Tensor, int]]) -> None:
+    from dilabench.kernels.sum_parts import softmax_parts_
+
+    softmax_parts_(out, lse, parts)

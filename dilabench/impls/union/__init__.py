@@ -1,0 +1,1 @@
+"""Dilated attention as a union of strided segments, each a call of a dense backend."""

@@ -1,0 +1,143 @@
+"""Rows of a kernel call as copies: indexed out of the tensors, and indexed back into them. The plain method."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BufferPool
+from dilabench.impls.union.branches import Branch, Place, Segments, branches_of, places_by_rows, segments_of
+from dilabench.impls.union.merging import merge_rows_
+from dilabench.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indices:
+    """Where the rows of one kernel call lie. Heads go together if they keep as many rows and share keys in equal parts.
+
+    `segments`, `rows`, `heads`, `key_heads`: the kernel's axes. `queries`, `keys`, `lse`: flat indices into the N·H of
+    a [B, N, H, D], the N·K of a [B, N, K, D], the H·N of a lse [B, H, N]. None comes twice, so adding is deterministic.
+    """
+
+    rate: int
+    first: bool
+    whole: bool
+    segments: int
+    rows: int
+    heads: int
+    key_heads: int
+    queries: Tensor
+    keys: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredRows:
+    """`union.Rows` by index; copies of rows live in buffers of the pool."""
+
+    index: Indices
+    buffers: BufferPool
+
+    @property
+    def rate(self) -> int:
+        """Positions from one row to the next."""
+        return self.index.rate
+
+    @property
+    def first(self) -> bool:
+        """The output holds nothing at these rows yet."""
+        return self.index.first
+
+    @property
+    def whole(self) -> bool:
+        """All rows of the output in their own order."""
+        return self.index.whole
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Rows [B·n, L, A, D] of x [B, N, H, D]."""
+        return self._select(x, self.index.queries, (self.index.rows, self.index.heads, x.shape[-1]))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Rows [B·n, L, A', D] of x [B, N, K, D]."""
+        return self._select(x, self.index.keys, (self.index.rows, self.index.key_heads, x.shape[-1]))
+
+    def lse(self, lse: Tensor) -> Tensor:
+        """Rows [B·n, A, L] of lse [B, H, N]."""
+        return self._select(lse, self.index.lse, (self.index.heads, self.index.rows))
+
+    def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+        """Put results into rows that hold nothing yet."""
+        out.flatten(1, 2).index_copy_(1, self.index.queries, branch_out.reshape(len(out), -1, out.shape[-1]))
+        lse.flatten(1, 2).index_copy_(1, self.index.lse, branch_lse.reshape(len(lse), -1))
+
+    def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+        """Merge results into rows that hold those of other branches."""
+        out_rows, lse_rows = self.queries(out), self.lse(lse)
+        merge_rows_(out_rows, lse_rows, branch_out, branch_lse)
+        self.write(out, lse, out_rows, lse_rows)
+        self.release(out_rows, lse_rows)
+
+    def add_queries(self, total: Tensor, part: Tensor) -> None:
+        """Add rows to total [B, N, H, D]."""
+        total.flatten(1, 2).index_add_(1, self.index.queries, part.reshape(len(total), -1, total.shape[-1]))
+
+    def add_keys(self, total: Tensor, part: Tensor) -> None:
+        """Add rows to total [B, N, K, D]."""
+        total.flatten(1, 2).index_add_(1, self.index.keys, part.reshape(len(total), -1, total.shape[-1]))
+
+    def release(self, *rows: Tensor) -> None:
+        """Give the buffers of rows back to the pool."""
+        for buffer in rows:
+            self.buffers.give(buffer)
+
+    def _select(self, x: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+        batches = x.shape[0]
+        buffer = self.buffers.take((batches * self.index.segments, *shape), x.dtype, x.device)
+        torch.index_select(x.flatten(1, 2), 1, index, out=buffer.view(batches, len(index), *x.shape[3:]))
+        return buffer
+
+
+def row_indices(workload: Workload, device: torch.device) -> tuple[Indices, ...]:
+    """Where the rows of every kernel call lie, in the order in which results are merged, with indices on the device."""
+    return tuple(
+        _indices(workload, branch, segments, rows, places, device)
+        for branch in branches_of(workload)
+        for segments in segments_of(branch, workload.seq_len)
+        for rows, same_rows in places_by_rows(branch, segments).items()
+        for places in _equally_shared(same_rows)
+    )
+
+
+def _equally_shared(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Heads by how many of them read the same keys, those that do next to each other."""
+    readers = Counter(place.key for place in places)
+    for count in sorted(set(readers.values())):
+        chosen = [place for place in places if readers[place.key] == count]
+        yield sorted(chosen, key=lambda place: (place.kv_head, place.position, place.head))
+
+
+def _indices(
+    workload: Workload, branch: Branch, segments: Segments, rows: int, places: Sequence[Place], device: torch.device
+) -> Indices:
+    N, H, K = workload.seq_len, workload.num_heads, workload.num_kv_heads
+    shared = len(places) // len({place.key for place in places})
+    residue, head, kv_head = (torch.tensor(numbers, device=device) for numbers in zip(*places, strict=True))
+    segment_start = segments.start + segments.length * torch.arange(segments.count, device=device)
+    row_start = segment_start.unsqueeze(-1) + branch.rate * torch.arange(rows, device=device)
+    position = row_start.unsqueeze(-1) + residue
+    return Indices(
+        rate=branch.rate,
+        first=branch.first,
+        whole=branch.first and position.numel() == N * H,
+        segments=segments.count,
+        rows=rows,
+        heads=len(places),
+        key_heads=len(places) // shared,
+        queries=(position * H + head).flatten(),
+        keys=(position * K + kv_head)[..., ::shared].flatten(),
+        lse=(position + N * head).transpose(1, 2).flatten(),
+    )

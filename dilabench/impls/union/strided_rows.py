@@ -1,0 +1,103 @@
+"""Rows of a kernel call as views of the tensors: nothing is copied in, results are merged where they belong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dilabench.impls.union.head_runs import Progression
+from dilabench.impls.union.merging import merge_rows_
+from dilabench.impls.union.strided_calls import StridedCall, strided_calls
+from dilabench.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class StridedRows:
+    """`union.Rows` by `as_strided`.
+
+    Views are [S, G, L, A, D]: batch items, stack, rows, heads. The kernel gets S and G as one axis, which is a view
+    where the tensor's batch items follow each other as its tokens do; torch copies the rows where they do not.
+    """
+
+    call: StridedCall
+    whole: bool
+
+    @property
+    def rate(self) -> int:
+        """Positions from one row to the next."""
+        return self.call.rate
+
+    @property
+    def first(self) -> bool:
+        """No rows before this one touch the same output."""
+        return self.call.first
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Rows [S·G, L, A, D] of x [B, N, H, D]."""
+        return self._view(x, self.call.start.head, self.call.heads).flatten(0, 1)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Rows [S·G, L, A', D] of x [B, N, K, D]."""
+        return self._key_view(x).flatten(0, 1)
+
+    def lse(self, lse: Tensor) -> Tensor:
+        """Rows [S·G, A, L] of lse [B, H, N]."""
+        return self._lse_view(lse).flatten(0, 1)
+
+    def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+        """Put results into rows that hold nothing yet."""
+        self._view(out, self.call.start.head, self.call.heads).copy_(self._apart(branch_out))
+        self._lse_view(lse).copy_(self._apart(branch_lse))
+
+    def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+        """Merge results into rows that hold those of other branches."""
+        view = self._view(out, self.call.start.head, self.call.heads)
+        merge_rows_(view, self._lse_view(lse), self._apart(branch_out), self._apart(branch_lse))
+
+    def add_queries(self, total: Tensor, part: Tensor) -> None:
+        """Add rows to total [B, N, H, D]."""
+        self._view(total, self.call.start.head, self.call.heads).add_(self._apart(part))
+
+    def add_keys(self, total: Tensor, part: Tensor) -> None:
+        """Add rows to total [B, N, K, D]."""
+        self._key_view(total).add_(self._apart(part))
+
+    def release(self, *rows: Tensor) -> None:
+        """Nothing to give back: views hold no memory."""
+
+    def _apart(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.call.batches, self.call.stack.count))
+
+    def _key_view(self, x: Tensor) -> Tensor:
+        keys = self.call.keys
+        step = keys.step._replace(head=keys.step.kv_head)
+        return self._view(x, self.call.start.kv_head, Progression(keys.count, step), by_key=True)
+
+    def _view(self, x: Tensor, first_head: int, heads: Progression, by_key: bool = False) -> Tensor:
+        call = self.call
+        batch, token, head, dim = x.stride()
+        stack = call.stack.step
+        stack_heads = stack.kv_head if by_key else stack.head
+        return x.as_strided(
+            (call.batches, call.stack.count, call.rows, heads.count, x.shape[-1]),
+            (
+                batch,
+                stack.position * token + stack_heads * head,
+                call.rate * token,
+                heads.step.position * token + heads.step.head * head,
+                dim,
+            ),
+            x.storage_offset() + call.first_batch * batch + call.start.position * token + first_head * head,
+        )
+
+    def _lse_view(self, lse: Tensor) -> Tensor:
+        """Rows [S, G, A, L]."""
+        as_tokens = lse.transpose(1, 2).unsqueeze(-1)
+        return self._view(as_tokens, self.call.start.head, self.call.heads).squeeze(-1).transpose(-1, -2)
+
+
+def strided_rows(workload: Workload) -> tuple[StridedRows, ...]:
+    """The rows of every kernel call of a workload, in the order in which results are merged."""
+    whole = workload.tokens * workload.num_heads
+    return tuple(StridedRows(call, whole=call.first and call.query_rows == whole) for call in strided_calls(workload))

@@ -1,0 +1,253 @@
+"""Attention over the union of branches: one dense kernel call per set of rows, merged by lse (semantics.md §1).
+
+How rows are taken (views or copies) is a parameter. Backward gives each call the *merged* out and lse of its rows,
+which makes a dense flash backward the exact share of that call; shares add up. With `detached` merge weights each call
+gets its own out and lse, and the output gradient times its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dilabench.contracts import AttendBackward, LoadedBackend
+from dilabench.impls.one_operator import as_one_operator, new_number, register
+from dilabench.workload.spec import DilatedPattern, Window, Workload
+
+
+class Rows(Protocol):
+    """The rows of one kernel call: G segments (of all batch items) of L rows, A query and A' key/value heads.
+
+    `rate`: positions from one row to the next. `first`: the output holds nothing at these rows yet. `whole`: these are
+    all rows of the output in their own order.
+    """
+
+    @property
+    def rate(self) -> int: ...
+    @property
+    def first(self) -> bool: ...
+    @property
+    def whole(self) -> bool: ...
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, N, H, D] -> [G, L, A, D]."""
+        ...
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[B, N, K, D] -> [G, L, A', D]."""
+        ...
+
+    def lse(self, lse: Tensor) -> Tensor:
+        """[B, H, N] -> [G, A, L]."""
+        ...
+
+    def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+        """Put results into rows that hold nothing yet."""
+        ...
+
+    def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
+        """Merge results into rows that hold those of other branches."""
+        ...
+
+    def add_queries(self, total: Tensor, part: Tensor) -> None:
+        """Add [G, L, A, D] to the rows of a [B, N, H, D]."""
+        ...
+
+    def add_keys(self, total: Tensor, part: Tensor) -> None:
+        """Add [G, L, A', D] to the rows of a [B, N, K, D]."""
+        ...
+
+    def release(self, *rows: Tensor) -> None:
+        """Say that what `queries`, `keys` or `lse` gave is no longer needed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class Union:
+    """The union of branches of one workload, as plain tensor functions and as an AttentionFn with lse.
+
+    `rows`: every kernel call's rows, asked for once per pass. `covered`: first rows reach the whole output. Raises
+    ValueError in the backward pass over a backend that has none.
+    """
+
+    backend: LoadedBackend
+    rows: Callable[[torch.device], Sequence[Rows]]
+    covered: bool
+    causal: bool
+    window: Window
+    scale: float
+    detached: bool = False
+    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        register(self.number, self)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
+        function = _UnionFunction.apply
+        if torch.compiler.is_compiling():
+            if not self.detached:
+                return as_one_operator(self.number, q, k, v)
+            # Its backward needs every call's own results as well, which one operator does not hand on.
+            function = torch.compiler.disable(function)
+        out, lse = function(self, q, k, v)
+        return out, lse
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """out, lse, and what a detached backward needs besides: every call's own out and lse.
+
+        `onto` is the out and lse of other keys, complete with 0 and -inf where they see nothing; the results are merged
+        into them in place.
+        """
+        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+        output = onto
+        kept: list[Tensor] = []
+        for rows in self.rows(q.device):
+            result = self._attend(rows, q, k, v)
+            if self.detached:
+                kept += result
+            if output is None and rows.whole and not self.detached:
+                output = _as_output(q, *result)
+            else:
+                output = output or self._empty_output(q)
+                (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
+            # The next call must not find this result still in memory.
+            del result
+        return *(output or self._empty_output(q)), kept
+
+    def _attend(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        taken = rows.queries(q), rows.keys(k), rows.keys(v)
+        result = self.backend.attend(*taken, **self._mask(rows))
+        rows.release(*taken)
+        return result
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kept: Sequence[Tensor] = (),
+        onto: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them."""
+        attend_backward = self.backend.require_backward()
+        dout = dout.contiguous()
+        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+        total = onto
+        for index, rows in enumerate(self.rows(q.device)):
+            own = kept[2 * index : 2 * index + 2]
+            share = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
+            if total is None and rows.whole:
+                dq, dk, dv = (part.reshape(x.shape).contiguous() for part, x in zip(share, (q, k, v), strict=True))
+                total = dq, dk, dv
+            else:
+                total = total or (_zeros(q), _zeros(k), _zeros(v))
+                rows.add_queries(total[0], share[0])
+                rows.add_keys(total[1], share[1])
+                rows.add_keys(total[2], share[2])
+            del share
+        return total or (_zeros(q), _zeros(k), _zeros(v))
+
+    def _attend_backward(
+        self,
+        attend_backward: AttendBackward,
+        rows: Rows,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        own: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        taken = rows.queries(q), rows.keys(k), rows.keys(v)
+        dout_rows, lse_rows = rows.queries(dout), rows.lse(lse)
+        if self.detached:
+            own_out, own_lse = own
+            weight = torch.exp(own_lse - lse_rows).transpose(1, 2).unsqueeze(-1)
+            weighted = (dout_rows * weight).to(dout.dtype)
+            share = attend_backward(weighted, *taken, own_out, own_lse, **self._mask(rows))
+        else:
+            out_rows = rows.queries(out)
+            share = attend_backward(dout_rows, *taken, out_rows, lse_rows, **self._mask(rows))
+            rows.release(out_rows)
+        rows.release(*taken, dout_rows, lse_rows)
+        return share
+
+    def _mask(self, rows: Rows) -> dict[str, Any]:
+        """Causal and scale as they are; a window of positions as one of rows."""
+        left, right = (side if side < 0 else side // rows.rate for side in self.window)
+        return {"causal": self.causal, "window": (left, right), "scale": self.scale}
+
+    def _empty_output(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        B, N, H, _ = q.shape
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty((B, H, N), dtype=lse_dtype)
+        if not self.covered:
+            out.zero_()
+            lse.fill_(float("-inf"))
+        return out, lse
+
+
+def union_of(
+    workload: Workload, backend: LoadedBackend, rows: Callable[[torch.device], Sequence[Rows]], covered: bool
+) -> Union:
+    """The union for a workload's mask, scale and merge gradient."""
+    return Union(
+        backend=backend,
+        rows=rows,
+        covered=covered,
+        causal=workload.causal,
+        window=workload.window,
+        scale=workload.softmax_scale,
+        detached=isinstance(workload.pattern, DilatedPattern) and workload.pattern.merge_grad == "detached",
+    )
+
+
+class _UnionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, union: Union, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, kept = union.forward(q, k, v)
+        ctx.union = union
+        ctx.save_for_backward(q, k, v, out, lse, *kept)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return None, None, None, None
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        return None, *ctx.union.backward(dout, q, k, v, out, lse, kept)
+
+
+def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The result of a call over all rows, [B·n, w, H, D] and [B·n, H, w], as the output itself."""
+    B, N, H, _ = q.shape
+    lse = branch_lse.unflatten(0, (B, -1)).transpose(1, 2).reshape(B, H, N)
+    return branch_out.reshape(q.shape).contiguous(), lse.contiguous()
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels over the visible blocks of a mask."""

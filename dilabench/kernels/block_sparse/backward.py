@@ -1,0 +1,315 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""Backward of block-sparse attention: dQ by query tiles, dK and dV by key tiles; no atomics, so it is deterministic.
+
+Both rebuild p = exp(scale * q.k - lse) from a *given* lse, which may be that of a larger softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.forward import visible_pairs
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.fused.head_rows import check_head_dim, head_rows
+from dilabench.kernels.row_sums import row_sums
+from dilabench.kernels.tuning import TileConfig
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _block_query_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    dq_desc,
+    log2_lse_ptr,
+    delta_ptr,
+    spans_ptr,
+    entries_ptr,
+    order_ptr,
+    scale,
+    scale_log2,
+    n_heads,
+    heads_per_kv,
+    mask_heads,
+    n_tiles,
+    rows,
+    key_rows,
+    left,
+    right,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    batch = pid // n_tiles // n_heads
+    head = pid // n_tiles % n_heads
+    mask_head = head % mask_heads
+    tile = tl.load(order_ptr + mask_head * n_tiles + pid % n_tiles)
+    span_ptr = spans_ptr + (mask_head * n_tiles + tile) * 3
+    entry_ptr = entries_ptr + tl.load(span_ptr)
+    n_full = tl.load(span_ptr + 1)
+    n_partly = tl.load(span_ptr + 2)
+    kv_head = head // heads_per_kv
+
+    q = q_desc.load([batch, head, tile * BLOCK_M, 0]).reshape([BLOCK_M, DIM])
+    dout = dout_desc.load([batch, head, tile * BLOCK_M, 0]).reshape([BLOCK_M, DIM])
+    query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    stats_at = (batch * n_heads + head).to(tl.int64) * rows + query_row
+    log2_lse = tl.load(log2_lse_ptr + stats_at, query_row < rows, float("inf"))
+    delta = tl.load(delta_ptr + stats_at, query_row < rows, 0.0)
+    dq = tl.zeros([BLOCK_M, DIM], tl.float32)
+    for _ in tl.range(0, n_full, num_stages=STAGES):
+        key = tl.load(entry_ptr) * BLOCK_N
+        entry_ptr += 1
+        k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        v = v_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        dp = tl.dot(dout, v.T, input_precision=PRECISION)
+        p = tl.math.exp2(logits * scale_log2 - log2_lse[:, None])
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    for _ in tl.range(0, n_partly, num_stages=STAGES):
+        key = tl.load(entry_ptr) * BLOCK_N
+        entry_ptr += 1
+        k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        v = v_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        dp = tl.dot(dout, v.T, input_precision=PRECISION)
+        key_row = key + tl.arange(0, BLOCK_N)
+        seen = (key_row < key_rows)[None, :] & visible_pairs(
+            query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT
+        )
+        p = tl.where(seen, tl.math.exp2(logits * scale_log2 - log2_lse[:, None]), 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    dq = (dq * scale).to(dq_desc.dtype)
+    dq_desc.store([batch, head, tile * BLOCK_M, 0], dq.reshape([1, 1, BLOCK_M, DIM]))
+
+
+@triton.jit
+def _query_tile(
+    dk,
+    dv,
+    k,
+    v,
+    key_row,
+    query,
+    q_desc,
+    dout_desc,
+    log2_lse_ptr,
+    delta_ptr,
+    batch,
+    head,
+    stats_at,
+    scale_log2,
+    rows,
+    left,
+    right,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv with the share of one query tile added; with LEFT or RIGHT, of its visible pairs only."""
+    # A tile may reach past the last query: those rows have lse +inf, so p = 0.
+    query_row = query + tl.arange(0, BLOCK_M)
+    q = q_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
+    log2_lse = tl.load(log2_lse_ptr + stats_at + query_row, query_row < rows, float("inf"))
+    logits = tl.dot(k, q.T, input_precision=PRECISION)
+    dout = dout_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
+    p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
+    if LEFT or RIGHT:
+        p = tl.where(visible_pairs(query_row[None, :], key_row[:, None], left, right, LEFT, RIGHT), p, 0.0)
+    delta = tl.load(delta_ptr + stats_at + query_row, query_row < rows, 0.0)
+    dp = tl.dot(v, dout.T, input_precision=PRECISION)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _block_key_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    dk_desc,
+    dv_desc,
+    log2_lse_ptr,
+    delta_ptr,
+    spans_ptr,
+    entries_ptr,
+    order_ptr,
+    scale,
+    scale_log2,
+    n_heads,
+    mask_heads,
+    n_tiles,
+    rows,
+    left,
+    right,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n_kv_heads = n_heads // GROUP
+    batch = pid // n_tiles // n_kv_heads
+    kv_head = pid // n_tiles % n_kv_heads
+    # The order of the group's first head serves them all: with one mask for all heads it is theirs too.
+    tile = tl.load(order_ptr + (kv_head * GROUP % mask_heads) * n_tiles + pid % n_tiles)
+
+    k = k_desc.load([batch, kv_head, tile * BLOCK_N, 0]).reshape([BLOCK_N, DIM])
+    v = v_desc.load([batch, kv_head, tile * BLOCK_N, 0]).reshape([BLOCK_N, DIM])
+    key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    dk = tl.zeros([BLOCK_N, DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, DIM], tl.float32)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        span_ptr = spans_ptr + ((head % mask_heads) * n_tiles + tile) * 3
+        entry_ptr = entries_ptr + tl.load(span_ptr)
+        n_full = tl.load(span_ptr + 1)
+        n_partly = tl.load(span_ptr + 2)
+        if not (LEFT or RIGHT):
+            # Only the end of the keys cuts tiles, and gradients of rows past it are never stored.
+            n_full += n_partly
+        stats_at = (batch * n_heads + head).to(tl.int64) * rows
+        for _ in tl.range(0, n_full, num_stages=STAGES):
+            query = tl.load(entry_ptr) * BLOCK_M
+            entry_ptr += 1
+            dk, dv = _query_tile(
+                dk,
+                dv,
+                k,
+                v,
+                key_row,
+                query,
+                q_desc,
+                dout_desc,
+                log2_lse_ptr,
+                delta_ptr,
+                batch,
+                head,
+                stats_at,
+                scale_log2,
+                rows,
+                left,
+                right,
+                DIM,
+                BLOCK_M,
+                False,
+                False,
+                PRECISION,
+            )
+        if LEFT or RIGHT:
+            # Not pipelined: such tiles are few, and with their masks a second one in flight would spill registers.
+            for _ in tl.range(0, n_partly, num_stages=1):
+                query = tl.load(entry_ptr) * BLOCK_M
+                entry_ptr += 1
+                dk, dv = _query_tile(
+                    dk,
+                    dv,
+                    k,
+                    v,
+                    key_row,
+                    query,
+                    q_desc,
+                    dout_desc,
+                    log2_lse_ptr,
+                    delta_ptr,
+                    batch,
+                    head,
+                    stats_at,
+                    scale_log2,
+                    rows,
+                    left,
+                    right,
+                    DIM,
+                    BLOCK_M,
+                    LEFT,
+                    RIGHT,
+                    PRECISION,
+                )
+    dk_desc.store([batch, kv_head, tile * BLOCK_N, 0], (dk * scale).to(dk_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
+    dv_desc.store([batch, kv_head, tile * BLOCK_N, 0], dv.to(dv_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
+
+
+def block_sparse_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    query_config: TileConfig | None = None,
+    key_config: TileConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` in the shapes and dtypes of q [B, N, H, D] and k, v [B, N, K, D] (or as many rows as the plan
+    has keys); lse [B, H, N] float32.
+
+    A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
+    """
+    plan.check(q, k, v)
+    check_head_dim(q.shape[-1])
+    batch, rows, num_heads, dim = q.shape
+    num_kv_heads = k.shape[2]
+    log2_lse, delta = row_sums(out, dout, lse.contiguous())
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    shared = {
+        "DIM": dim,
+        "LEFT": plan.left >= 0,
+        "RIGHT": plan.right >= 0,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+    for direction, given in (("backward_query", query_config), ("backward_key", key_config)):
+        by_key = direction == "backward_key"
+        config = plan.config(dim, "backward_key" if by_key else "backward_query", q.element_size(), given)
+        own = config.block_n if by_key else config.block_m
+        tiles = -(-(plan.keys if by_key else rows) // own)
+        operands = (
+            head_rows(q, config.block_m),
+            head_rows(k, config.block_n),
+            head_rows(v, config.block_n),
+            head_rows(dout, config.block_m),
+        )
+        common = (log2_lse, delta, *plan.tables(config, by_key, q.device), scale, scale * _LOG2E, num_heads)
+        limits, group = (plan.left, plan.right), num_heads // num_kv_heads
+        shape = {
+            **shared,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "STAGES": config.num_stages,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        if by_key:
+            gradients = (head_rows(dk, own), head_rows(dv, own))
+            grid = (batch * num_kv_heads * tiles,)
+            counts = (plan.mask_heads, tiles, rows, *limits)
+            _block_key_kernel[grid](*operands, *gradients, *common, *counts, GROUP=group, **shape)
+        else:
+            grid = (batch * num_heads * tiles,)
+            sizes = (group, plan.mask_heads, tiles, rows, plan.keys, *limits)
+            _block_query_kernel[grid](*operands, head_rows(dq, own), *common, *sizes, **shape)
+    return dq, dk, dv

@@ -1,0 +1,163 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""Forward of block-sparse attention: one program per query tile walks the list of its key tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.fused.head_rows import check_head_dim, head_rows
+from dilabench.kernels.tuning import TileConfig
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def visible_pairs(query_row, key_row, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Which pairs of a partly visible tile lie inside (left, right)."""
+    seen = query_row == query_row
+    if LEFT:
+        seen = seen & (key_row >= query_row - left)
+    if RIGHT:
+        seen = seen & (key_row <= query_row + right)
+    return seen
+
+
+@triton.jit
+def _block_forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    spans_ptr,
+    entries_ptr,
+    order_ptr,
+    scale_log2,
+    n_heads,
+    heads_per_kv,
+    mask_heads,
+    n_tiles,
+    rows,
+    key_rows,
+    left,
+    right,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # Head by head, so that one head's keys stay in the L2 cache; inside a head the longest lists first.
+    pid = tl.program_id(0)
+    batch = pid // n_tiles // n_heads
+    head = pid // n_tiles % n_heads
+    mask_head = head % mask_heads
+    tile = tl.load(order_ptr + mask_head * n_tiles + pid % n_tiles)
+    span_ptr = spans_ptr + (mask_head * n_tiles + tile) * 3
+    entry_ptr = entries_ptr + tl.load(span_ptr)
+    n_full = tl.load(span_ptr + 1)
+    n_partly = tl.load(span_ptr + 2)
+    kv_head = head // heads_per_kv
+
+    q = q_desc.load([batch, head, tile * BLOCK_M, 0]).reshape([BLOCK_M, DIM])
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    for _ in tl.range(0, n_full, num_stages=STAGES):
+        key = tl.load(entry_ptr) * BLOCK_N
+        entry_ptr += 1
+        k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
+        p = tl.math.exp2(logits * scale_log2 - new_top[:, None])
+        decay = tl.math.exp2(top - new_top)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        v = v_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    for _ in tl.range(0, n_partly, num_stages=STAGES):
+        key = tl.load(entry_ptr) * BLOCK_N
+        entry_ptr += 1
+        k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        key_row = key + tl.arange(0, BLOCK_N)
+        seen = (key_row < key_rows)[None, :] & visible_pairs(
+            query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT
+        )
+        logits = tl.where(seen, logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
+        # A row may see nothing yet; -inf - (-inf) must not reach exp2.
+        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.math.exp2(logits * scale_log2 - safe_top[:, None])
+        decay = tl.math.exp2(top - safe_top)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        v = v_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    # A row that sees no key has total 0: its out is 0 and its lse -inf.
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    lse = (top + tl.log2(total)) * 0.6931471805599453
+    lse = tl.where(total == 0.0, float("-inf"), lse)
+    out_desc.store([batch, head, tile * BLOCK_M, 0], acc.to(out_desc.dtype).reshape([1, 1, BLOCK_M, DIM]))
+    tl.store(lse_ptr + (batch * n_heads + head).to(tl.int64) * rows + query_row, lse, query_row < rows)
+
+
+def block_sparse_forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float, config: TileConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``.
+
+    q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. ``config`` asks for
+    this kernel with that tile shape; without it the Hopper kernel runs where it can. Raises ValueError on shapes that
+    do not fit the plan.
+    """
+    plan.check(q, k, v)
+    check_head_dim(q.shape[-1])
+    if config is None and can_run(q, k, v, plan):
+        return block_sparse_forward_sm90(q, k, v, plan, scale=scale)
+    batch, rows, num_heads, dim = q.shape
+    config = plan.config(dim, "forward", q.element_size(), config)
+    tables = plan.tables(config, by_key=False, device=q.device)
+    out = torch.empty((batch, rows, num_heads, dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, num_heads, rows), dtype=torch.float32, device=q.device)
+    tiles = -(-rows // config.block_m)
+    _block_forward_kernel[(batch * num_heads * tiles,)](
+        head_rows(q, config.block_m),
+        head_rows(k, config.block_n),
+        head_rows(v, config.block_n),
+        head_rows(out, config.block_m),
+        lse,
+        *tables,
+        scale * _LOG2E,
+        num_heads,
+        num_heads // k.shape[2],
+        plan.mask_heads,
+        tiles,
+        rows,
+        plan.keys,
+        plan.left,
+        plan.right,
+        DIM=dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        LEFT=plan.left >= 0,
+        RIGHT=plan.right >= 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out, lse

@@ -1,0 +1,116 @@
+"""Block-sparse forward through the Hopper kernel of dilated attention (`fused_forward_sm90`).
+
+To that kernel a block mask is a group of branches with one class (modulus 1), in which every tile pair counts once and
+every mask head is a kind of its own; only the work lists differ.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.lists import Int32Array
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
+from dilabench.kernels.fused.row_layout import is_row_addressable
+from dilabench.kernels.tuning import TileConfig
+
+TILES = TileConfig(128, 128, 4, 2, specialized=True)
+_LOG2E = 1.4426950408889634
+
+
+def can_run(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> bool:
+    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides,
+    on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries' rows.
+    """
+    size = TILES.block_m
+    whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))
+    fits = whole and plan.keys // size <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
+    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
+    regular = all(is_row_addressable(x) for x in (q, k, v))
+    return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and _hopper(q.device)
+
+
+@lru_cache(maxsize=16)
+def _hopper(device: torch.device) -> bool:
+    """Whether ``device`` runs sm_90 code and this Triton has the Gluon of the kernel (seen with 3.6)."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
+
+
+def work_lists(plan: BlockPlan) -> tuple[Int32Array, Int32Array, bool]:
+    """(items [1, mask heads, tiles, 5], packed entries, whether every tile has work), as in `TileTables`."""
+    lists = plan.lists(TILES.block_m, TILES.block_n, by_key=False)
+    spans = np.take_along_axis(lists.spans, lists.order[..., None], axis=1)
+    items = np.concatenate((np.zeros_like(lists.order)[..., None], lists.order[..., None], spans), axis=-1)
+    entries = lists.entries | np.int32(1 << (TILE_BITS + CLASS_BITS))
+    return items[None], entries, bool((spans[..., 1:].sum(-1) > 0).all())
+
+
+def block_sparse_forward_sm90(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float, persistent: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `block_sparse_forward`, for what `can_run` admits.
+
+    ``persistent``: programs stay on their multiprocessor and walk over many tiles; None takes the measured choice.
+    """
+    # The kernel module needs a Triton with Gluon's Hopper instructions.
+    from dilabench.kernels.fused.forward_sm90 import _forward_kernel, _tile_descriptor
+
+    batch, rows, num_heads, dim = q.shape
+    items, entries, heads, all_work = _device_lists(plan, num_heads, q.device)
+    empty = torch.empty if all_work else torch.zeros
+    out = empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full((batch, num_heads, rows), float("-inf"), dtype=torch.float32, device=q.device)
+    n_items = items.shape[2]
+    n_work = n_items * batch * num_heads
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    if persistent is None:
+        persistent = not plan.causal
+    persistent = persistent and n_work > processors
+    _forward_kernel[(processors if persistent else n_work,)](
+        _tile_descriptor(q, 1, TILES.block_m // 2),
+        _tile_descriptor(k, 1, TILES.block_n),
+        _tile_descriptor(v, 1, TILES.block_n),
+        out,
+        lse,
+        items,
+        entries,
+        heads,
+        *(s for x in (q, k, v) for s in x.stride()[1:3]),
+        scale * _LOG2E,
+        1,
+        1,
+        plan.mask_heads,
+        n_items,
+        num_heads,
+        rows,
+        rows,
+        n_work,
+        num_heads // k.shape[2],
+        R=1,
+        DIM=dim,
+        BLOCK_M=TILES.block_m,
+        BLOCK_N=TILES.block_n,
+        CAUSAL=plan.causal,
+        RAGGED=False,
+        STAGES=TILES.num_stages,
+        PERSISTENT=persistent,
+        num_warps=TILES.num_warps,
+    )
+    return out, lse
+
+
+def _device_lists(plan: BlockPlan, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Work lists on the device, and for each head its (mask head, class shift)."""
+
+    def make() -> tuple[Tensor, Tensor, Tensor, bool]:
+        items, entries, all_work = work_lists(plan)
+        heads = torch.tensor([[head % plan.mask_heads, 0] for head in range(num_heads)], dtype=torch.int32)
+        return torch.from_numpy(items).to(device), torch.from_numpy(entries).to(device), heads.to(device), all_work
+
+    return plan.keep(("sm90", num_heads, device), make)

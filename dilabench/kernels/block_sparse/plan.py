@@ -1,0 +1,124 @@
+"""A block mask ready for attention: the mask, what hides pairs inside its blocks, and tile lists on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.lists import BoolArray, TileLists, Visibility, largest_tile, tile_lists
+from dilabench.kernels.tuning import Direction, TileConfig
+
+KeptT = TypeVar("KeptT")
+
+# (head_dim, direction), bf16 and fp16 on sm_90: the shapes that won in the fused kernels (tuning.py), whose loops are
+# the same. `scripts/gpu_block_sparse.py --sweep` measures others.
+_SM90: dict[tuple[int, Direction], TileConfig] = {
+    (64, "forward"): TileConfig(64, 128, 4, 2),
+    (128, "forward"): TileConfig(64, 64, 4, 2),
+    (64, "backward_query"): TileConfig(64, 64, 4, 2),
+    (128, "backward_query"): TileConfig(64, 64, 4, 2),
+    (64, "backward_key"): TileConfig(64, 64, 4, 3),
+    (128, "backward_key"): TileConfig(64, 64, 4, 2),
+}
+
+
+def shipped() -> tuple[tuple[int, Direction, TileConfig], ...]:
+    """Every (head_dim, direction, configuration) of the table."""
+    return tuple((*key, config) for key, config in _SM90.items())
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
+
+    The heads of the mask are query heads; 1 means that all of them share it. With ``key_rows`` the keys are other rows
+    than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries, blocks of keys], and
+    neither causal edge nor window can hide a pair inside its blocks (ValueError). Lists and device tables are made once
+    per tile shape and kept in the plan.
+    """
+
+    mask: BoolArray
+    block_size: int
+    rows: int
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    key_rows: int | None = None
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.key_rows is not None and (self.causal or self.window != (-1, -1)):
+            raise ValueError(
+                f"causal={self.causal} and window {self.window} measure distances between rows, which keys of their "
+                "own rows do not have: leave them out, or leave key_rows out"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Rows of keys."""
+        return self.rows if self.key_rows is None else self.key_rows
+
+    @property
+    def mask_heads(self) -> int:
+        """Heads in the mask: 1 when all share one."""
+        return int(self.mask.shape[0])
+
+    @property
+    def left(self) -> int:
+        """Rows a query sees behind it; -1 for all."""
+        return self.window[0]
+
+    @property
+    def right(self) -> int:
+        """Rows a query sees ahead of it; -1 for all."""
+        return 0 if self.causal else self.window[1]
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raises ValueError when the shapes do not fit each other or the plan."""
+        batch, rows, heads, dim = q.shape
+        if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != dim or heads % k.shape[2]:
+            raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
+        if (rows, k.shape[1]) != (self.rows, self.keys) or self.mask_heads not in (1, heads):
+            raise ValueError(
+                f"q {tuple(q.shape)} and k {tuple(k.shape)} do not fit a plan of {self.rows} query rows, {self.keys} "
+                f"key rows and {self.mask_heads} mask heads"
+            )
+
+    def config(self, dim: int, direction: Direction, itemsize: int, given: TileConfig | None) -> TileConfig:
+        """The tile shape for a direction, fitted to the block size. Raises ValueError when not even 16 rows fit."""
+        tile = largest_tile(self.block_size)
+        if not tile:
+            raise ValueError(f"block size {self.block_size} is not a multiple of 16: use the blocked path")
+        if given is None:
+            # float32 operands take twice the shared memory and are multiplied exactly.
+            default = TileConfig(64, 64, 8 if dim > 128 else 4, 2)
+            given = TileConfig(32, 32, 4, 1) if itemsize > 2 else _SM90.get((dim, direction), default)
+        return given.fitted(tile)
+
+    def keep(self, key: Hashable, make: Callable[[], KeptT]) -> KeptT:
+        """What `make` gives, made once per key for the life of the plan."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: KeptT = self._kept[key]
+        return kept
+
+    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """The tile lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows."""
+        seen = Visibility(self.rows, self.causal, *self.window, self.key_rows)
+        return self.keep(
+            ("lists", block_m, block_n, by_key),
+            lambda: tile_lists(self.mask, self.block_size, seen, block_m, block_n, by_key),
+        )
+
+    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(spans, entries, order) of `TileLists` on the device."""
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            lists = self.lists(config.block_m, config.block_n, by_key)
+            spans, entries, order = (torch.from_numpy(x).to(device) for x in (lists.spans, lists.entries, lists.order))
+            return spans, entries, order
+
+        return self.keep(("tables", config.block_m, config.block_n, by_key, device), make)

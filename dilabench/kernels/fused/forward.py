@@ -1,0 +1,235 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""Forward of dilated attention over the union of branches: one online softmax per query, each distinct pair once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.residue_plan import ResiduePlan
+from dilabench.kernels.fused.row_layout import (
+    check_operands,
+    check_scale,
+    class_rows,
+    device_tables,
+    launch_arguments,
+    row_addressable,
+)
+from dilabench.kernels.fused.tile_walk import (
+    load_tile,
+    query_item,
+    seen_keys,
+    split_block,
+    split_program,
+    store_tile,
+    unpack,
+)
+from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
+
+
+@triton.jit
+def _forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    items_ptr,
+    entries_ptr,
+    heads_ptr,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    scale_log2,
+    n_supers,
+    full_supers,
+    n_kinds,
+    n_items,
+    n_heads,
+    heads_per_kv,
+    sequence_rows,
+    super_rows,
+    n_blocks,
+    R: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr,
+    MERGE: tl.constexpr,
+    ITEM_MAJOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # One program: one query tile of one class.
+    item, block = split_program(n_items, n_blocks, ITEM_MAJOR)
+    super_index, head, batch = split_block(block, n_supers, n_heads)
+    item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
+    u = tl.load(item_ptr)
+    if u < 0:
+        return
+    tile = tl.load(item_ptr + 1)
+    first = tl.load(item_ptr + 2)
+    n_full = tl.load(item_ptr + 3)
+    n_masked = tl.load(item_ptr + 4)
+
+    residue = (u + shift) % R
+    base_row = super_index * super_rows
+    row = base_row + tile * BLOCK_M
+    k_column = (head // heads_per_kv) * k_head
+    v_column = (head // heads_per_kv) * v_head
+    q = load_tile(q_desc, batch, row, residue * q_token + head * q_head)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+
+    entry_ptr = entries_ptr + first
+    for _ in tl.range(0, n_full, num_stages=STAGES):
+        entry = tl.load(entry_ptr)
+        entry_ptr += 1
+        key_tile, partner, bias = unpack(entry, shift, R)
+        key_row = base_row + key_tile * BLOCK_N
+        k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
+        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
+        p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
+        decay = tl.math.exp2(top - new_top)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if CAUSAL or RAGGED:
+        for _ in tl.range(0, n_masked, num_stages=STAGES):
+            entry = tl.load(entry_ptr)
+            entry_ptr += 1
+            key_tile, partner, bias = unpack(entry, shift, R)
+            key_row = base_row + key_tile * BLOCK_N
+            k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
+            logits = tl.dot(q, k.T, input_precision=PRECISION)
+            seen = seen_keys(query_row, residue, key_tile, partner, sequence_rows - base_row, BLOCK_N, CAUSAL)
+            logits = tl.where(seen, logits, float("-inf"))
+            new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
+            # A row may see nothing yet; -inf - (-inf) must not reach exp2.
+            safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.math.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
+            decay = tl.math.exp2(top - safe_top)
+            total = total * decay + tl.sum(p, 1)
+            acc = acc * decay[:, None]
+            v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            top = new_top
+
+    acc = acc / total[:, None]
+    lse = (top + tl.log2(total)) * 0.6931471805599453
+    rows = base_row + query_row
+    inside = rows < sequence_rows
+    lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * sequence_rows * R + rows.to(tl.int64) * R + residue
+    out_column = (residue * n_heads + head) * DIM
+    if MERGE:
+        old_lse = tl.load(lse_at, inside, float("-inf"))
+        higher = tl.maximum(old_lse, lse)
+        mine = tl.exp(lse - higher)
+        theirs = tl.exp(old_lse - higher)
+        share = 1.0 / (mine + theirs)
+        old = load_tile(out_desc, batch, row, out_column).to(tl.float32)
+        acc = acc * (mine * share)[:, None] + old * (theirs * share)[:, None]
+        lse = higher + tl.log(mine + theirs)
+    store_tile(out_desc, batch, row, out_column, acc)
+    tl.store(lse_at, lse, inside)
+
+
+def fused_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ResiduePlan,
+    *,
+    scale: float | None = None,
+    config: TileConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
+
+    Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
+    ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
+    (packed qkv included). Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
+    """
+    check_operands(q, k, v, plan)
+    scale = check_scale(scale, q.shape[-1])
+    q, k, v = row_addressable(q), row_addressable(k), row_addressable(v)
+    batch, length, num_heads, _ = q.shape
+    covered = plan.groups[0].covers_every_row
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if covered else q.new_zeros(q.shape)
+    lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
+    for index, group in enumerate(plan.groups):
+        chosen = config or _shipped_config(q, group, plan.causal, first=index == 0)
+        if chosen.specialized and index > 0:
+            chosen = _shipped_config(q, group, plan.causal, first=False)
+        if chosen.specialized:
+            from dilabench.kernels.fused.forward_sm90 import run_group
+
+            run_group(q, k, v, out, lse, group, plan.causal, scale, chosen)
+        else:
+            _run_group(q, k, v, out, lse, group, plan.causal, scale, chosen.fitted(group.largest_tile), merge=index > 0)
+    return out, lse
+
+
+def _shipped_config(q: Tensor, group: BranchGroup, causal: bool, first: bool) -> TileConfig:
+    """The measured configuration; the Hopper kernel only where it can run, and only to write results, not to merge.
+
+    Where tiles are cut it takes single sequences only: a tile would read on into the next batch element.
+    """
+    dim, size = q.shape[-1], q.element_size()
+    if first and size == 2 and _hopper(q.device):
+        specialized = specialized_config(dim, causal, group.largest_tile)
+        if specialized and (q.shape[0] == 1 or not group.cuts_tiles(max(specialized.block_m, specialized.block_n))):
+            return specialized
+    config = tile_config(dim, causal, "forward", group.largest_tile, size)
+    return tile_config(dim, causal, "forward", group.largest_tile, size, cut=group.cuts_tiles(config.block_n))
+
+
+@lru_cache(maxsize=16)
+def _hopper(device: torch.device) -> bool:
+    """Whether ``device`` runs sm_90 code and this Triton has the Gluon of the kernel (seen with 3.6)."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
+
+
+def _run_group(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: BranchGroup,
+    causal: bool,
+    scale: float,
+    config: TileConfig,
+    merge: bool,
+) -> None:
+    tables = device_tables(group, config.block_m, config.block_n, causal, False, q.device)
+    tiles = {"q": (q, config.block_m), "k": (k, config.block_n), "v": (v, config.block_n)}
+    grid, arguments = launch_arguments(tiles, tables.items, group, q.shape[2], causal, scale, config)
+    _forward_kernel[grid](
+        out_desc=class_rows(out, group.modulus, config.block_m),
+        lse_ptr=lse,
+        entries_ptr=tables.entries,
+        heads_ptr=tables.heads,
+        items_ptr=tables.items,
+        heads_per_kv=group.heads_per_kv,
+        sequence_rows=group.sequence_rows,
+        RAGGED=not causal and group.cuts_tiles(config.block_n),
+        MERGE=merge,
+        **arguments,
+    )

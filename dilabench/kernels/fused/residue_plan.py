@@ -1,0 +1,222 @@
+"""Residue-class plans: the union of dilated branches as a list of dense tiles, each distinct pair once.
+
+A contiguous ``[B, N, H, D]`` tensor seen as ``[B * N / R, R * H * D]`` puts token ``l * R + c`` of head h at row l,
+columns ``(c * H + h) * D``. Let R be a multiple of every dilation rate that divides every segment length, and W the
+longest segment. Then all rows of one *class* c (the token modulo R) of a head take part in the same branches, so a
+tile of rows of one class against a tile of rows of another is either wholly visible (apart from the causal edge) or
+not at all, and the number m of branches that give a pair is constant in the tile: multiplicity becomes a scalar bias
+log2(m) on the logits of the tile.
+
+Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
+*groups*, each with its own R. A branch that fits no group is listed in ``ResiduePlan.leftover`` with the reason; the
+caller computes those another way and merges by lse (forward) or adds (backward): both are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from dilabench.kernels.fused.branch_group import (
+    LARGEST_TILE,
+    MAX_MODULUS,
+    MAX_MULTIPLICITY,
+    SMALLEST_TILE,
+    TILE_BITS,
+    BranchGroup,
+    Offset,
+    OffsetBy,
+    head_offset,
+)
+from dilabench.kernels.fused.tile_tables import computed_pairs
+
+# Tables beyond this many entries (4 bytes each) cost more than they save; segments this long belong to a dense kernel.
+MAX_TABLE_ENTRIES = 1 << 25
+
+
+@dataclass(frozen=True)
+class ResiduePlan:
+    """Groups to run in order, and the branches (index, reason) that design B cannot take."""
+
+    groups: tuple[BranchGroup, ...]
+    leftover: tuple[tuple[int, str], ...]
+    sequence_length: int
+    num_heads: int
+    num_kv_heads: int
+    causal: bool
+
+    @property
+    def complete(self) -> bool:
+        return not self.leftover
+
+
+@lru_cache(maxsize=256)
+def residue_plan(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    sequence_length: int,
+    num_heads: int,
+    num_kv_heads: int,
+    causal: bool,
+    offset: Offset = "modulo",
+    offset_by: OffsetBy = "head",
+    tile: int = 64,
+    cut: tuple[tuple[int, ...], ...] | None = None,
+) -> ResiduePlan:
+    """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
+
+    The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
+    (branch indices) instead. Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
+    """
+    if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
+        raise ValueError(
+            f"{len(segment_lengths)} segment lengths for {len(dilation_rates)} dilation rates: pair them up"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} heads are not a multiple of {num_kv_heads} key/value heads")
+    heads = (num_heads, num_kv_heads, offset, offset_by)
+    if cut is not None:
+        given = [_fit(part, segment_lengths, dilation_rates, sequence_length, heads, SMALLEST_TILE) for part in cut]
+        if refused := [fit for fit in given if isinstance(fit, str)]:
+            raise ValueError(f"groups {cut}: {'; '.join(refused)}")
+        groups = tuple(fit for fit in given if not isinstance(fit, str))
+        rest = tuple(
+            (i, "not in a given group") for i in range(len(dilation_rates)) if all(i not in part for part in cut)
+        )
+        return ResiduePlan(groups, rest, sequence_length, num_heads, num_kv_heads, causal)
+    leftover: list[tuple[int, str]] = []
+    usable: list[int] = []
+    for i in sorted(range(len(dilation_rates)), key=lambda i: (dilation_rates[i], segment_lengths[i])):
+        fit = _fit((i,), segment_lengths, dilation_rates, sequence_length, heads, SMALLEST_TILE)
+        if isinstance(fit, str):
+            leftover.append((i, fit))
+        else:
+            usable.append(i)
+    groups = _cheapest_cut(usable, segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
+    return ResiduePlan(groups, tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
+
+
+# A later group re-reads and re-writes the output rows it covers; one such row costs about as much as this many pairs.
+_MERGE_COST_PAIRS = 64
+
+
+def _cheapest_cut(
+    usable: Sequence[int],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    sequence_length: int,
+    heads: tuple[int, int, Offset, OffsetBy],
+    causal: bool,
+    tile: int,
+) -> tuple[BranchGroup, ...]:
+    """Dynamic programme over cuts of ``usable`` (rising dilation rate) into runs; a run that does not fit is not a
+    choice.
+    """
+    best: list[tuple[float, tuple[BranchGroup, ...]]] = [(0.0, ())]
+    for end in range(1, len(usable) + 1):
+        options: list[tuple[float, tuple[BranchGroup, ...]]] = []
+        for start in range(end):
+            branches = tuple(usable[start:end])
+            smallest = SMALLEST_TILE if end - start == 1 else min(tile, 64)
+            group = _fit(branches, segment_lengths, dilation_rates, sequence_length, heads, smallest)
+            if isinstance(group, str):
+                continue
+            cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
+            if start:
+                cost += _MERGE_COST_PAIRS * heads[0] * sequence_length / min(group.rates)
+            options.append((best[start][0] + cost, (*best[start][1], group)))
+        best.append(min(options, key=lambda option: option[0]))
+    return best[-1][1]
+
+
+@lru_cache(maxsize=1024)
+def _fit(
+    branches: tuple[int, ...],
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    sequence_length: int,
+    heads: tuple[int, int, Offset, OffsetBy],
+    smallest_tile: int,
+) -> BranchGroup | str:
+    """The group of ``branches``, or the reason why they cannot share residue-class tiles."""
+    ordered = tuple(sorted(branches, key=lambda i: min(segment_lengths[i], sequence_length)))
+    modulus = math.lcm(*(dilation_rates[i] for i in ordered))
+    if modulus > MAX_MODULUS:
+        return f"lcm of the dilation rates is {modulus}, above {MAX_MODULUS}"
+    if len(ordered) > MAX_MULTIPLICITY:
+        return f"{len(ordered)} branches share keys, above {MAX_MULTIPLICITY}"
+    if sequence_length % modulus:
+        return f"sequence length {sequence_length} is not a multiple of {modulus}, the lcm of the dilation rates"
+    lengths: list[int] = []
+    for i in ordered:
+        length = segment_lengths[i]
+        if length >= sequence_length:
+            # One segment holds everything: its length may be rounded up, to nest over shorter ones or to whole tiles.
+            step = lengths[-1] if lengths else modulus * LARGEST_TILE
+            length = -(-sequence_length // step) * step
+        if length % modulus:
+            return f"segment length {length} is not a multiple of {modulus}, the lcm of the dilation rates"
+        lengths.append(length)
+    for short, long in pairwise(lengths):
+        if long % short:
+            return f"segment length {long} is not a multiple of {short}: segments are not nested"
+    rates = tuple(dilation_rates[i] for i in ordered)
+    kinds, head_kind, head_shift = _frames(rates, modulus, *heads)
+    group = BranchGroup(
+        ordered,
+        modulus,
+        rates,
+        tuple(length // modulus for length in lengths),
+        sequence_length // modulus,
+        kinds,
+        head_kind,
+        head_shift,
+        heads[0] // heads[1],
+    )
+    if group.largest_tile < smallest_tile:
+        return (
+            f"segments of {group.segment_rows[0]} rows in a sequence of {group.sequence_rows} rows (modulo {modulus})"
+            f" allow tiles of {group.largest_tile} rows, below {smallest_tile}"
+        )
+    if group.super_rows // SMALLEST_TILE >= 1 << TILE_BITS:
+        return f"segment length {lengths[-1]} has more than {1 << TILE_BITS} tiles per class"
+    tile = min(group.largest_tile, 64)
+    if _table_entries_bound(group, tile) > MAX_TABLE_ENTRIES:
+        return f"tile table of segment length {lengths[-1]} passes {MAX_TABLE_ENTRIES} entries"
+    return group
+
+
+def _table_entries_bound(group: BranchGroup, tile: int) -> int:
+    """Upper bound of the number of table entries: every visible (class, class) block of tiles, all kinds, both
+    variants.
+    """
+    total = 0
+    for rate, rows in zip(group.rates, group.segment_rows, strict=True):
+        classes = group.modulus // rate
+        total += classes * classes * (group.super_rows // tile) * -(-rows // tile)
+    return 2 * total * len(group.kinds)
+
+
+def _frames(
+    rates: tuple[int, ...], modulus: int, num_heads: int, num_kv_heads: int, offset: Offset, offset_by: OffsetBy
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]:
+    """Kinds of heads up to a cyclic shift of the classes: (kinds, kind of each head, shift of each head)."""
+    kinds: list[tuple[int, ...]] = []
+    head_kind: list[int] = []
+    head_shift: list[int] = []
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    for head in range(num_heads):
+        residues = tuple(head_offset(head, rate, num_heads, num_kv_heads, offset, offset_by) for rate in rates)
+        if residues not in known:
+            known.update(
+                (tuple((s + shift) % rate for s, rate in zip(residues, rates, strict=True)), (len(kinds), shift))
+                for shift in reversed(range(modulus))
+            )
+            kinds.append(residues)
+        kind, shift = known[residues]
+        head_kind.append(kind)
+        head_shift.append(shift)
+    return tuple(kinds), tuple(head_kind), tuple(head_shift)

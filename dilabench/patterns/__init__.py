@@ -1,0 +1,1 @@
+"""Patterns: who sees whom. One file per kind."""

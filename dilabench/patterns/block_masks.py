@@ -1,0 +1,210 @@
+"""Block masks: which blocks of keys a block of queries sees. Exact, seeded, and of the density that was asked for.
+
+Every kind is an order of preference over the visible blocks of a row; a row keeps the first k of them, with
+k = round((1 - sparsity) * visible), at least one. So the sparsity asked for is met within one block in every row.
+`numpy` is imported on use: listing and help never need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilabench.errors import ConfigError
+from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_mask_file
+from dilabench.workload.spec import BlockSparsePattern
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Mask = NDArray[np.bool_]
+
+MAX_BLOCKS = 2**15
+
+
+def block_mask(pattern: BlockSparsePattern, rows: int, causal: bool, num_heads: int) -> Mask:
+    """The mask [num_heads or 1, n, n] over n = ceil(rows / block_size) blocks: True where block (i, j) is computed.
+
+    Raises ConfigError when there are more than 2^15 blocks a side, or when a mask file does not fit.
+    """
+    blocks = -(-rows // pattern.block_size)
+    if blocks > MAX_BLOCKS:
+        raise ConfigError(
+            f"block_size={pattern.block_size} cuts {rows} rows into {blocks} blocks a side, above {MAX_BLOCKS}; "
+            f"use block_size={-(-rows // MAX_BLOCKS)} or more"
+        )
+    if pattern.mask == "custom":
+        return _custom_mask(pattern, blocks, causal, num_heads)
+    heads = num_heads if pattern.per_head else 1
+    return _generated(pattern, blocks, causal, heads)
+
+
+@lru_cache(maxsize=8)
+def _generated(pattern: BlockSparsePattern, blocks: int, causal: bool, heads: int) -> Mask:
+    import numpy as np
+
+    mask = np.zeros((heads, blocks, blocks), dtype=bool)
+    prefer = PREFERENCES[pattern.mask]
+    for head in range(heads):
+        for row in range(blocks):
+            visible = row + 1 if causal else blocks
+            keep = max(1, round((1 - pattern.sparsity) * visible))
+            order = prefer(MaskRow(row, visible, keep, head, pattern.seed))
+            mask[head, row, order[:keep]] = True
+    mask.flags.writeable = False
+    return mask
+
+
+def visible_blocks(blocks: int, causal: bool) -> int:
+    """Blocks that a mask of `blocks` a side could compute: all, or the lower triangle when causal."""
+    return blocks * (blocks + 1) // 2 if causal else blocks * blocks
+
+
+def block_shares(mask: Mask, lines: int, columns: int) -> NDArray[np.float64]:
+    """[lines, columns]: the share of blocks that is computed in each cell of a picture of one head's mask [n, n].
+
+    Cells hold as equal parts of the mask as can be; lines and columns beyond n are left out.
+    """
+    import numpy as np
+
+    blocks = mask.shape[0]
+    rows, keys = (np.arange(min(blocks, size) + 1) * blocks // min(blocks, size) for size in (lines, columns))
+    sums = np.add.reduceat(np.add.reduceat(mask.astype(int), rows[:-1], axis=0), keys[:-1], axis=1)
+    shares: NDArray[np.float64] = sums / np.outer(np.diff(rows), np.diff(keys))
+    return shares
+
+
+def needed_key_blocks(mask: Mask, block_size: int, rows: Sequence[range]) -> NDArray[np.int64]:
+    """The key blocks that some of these query rows (ranges of positions) see in some head, rising.
+
+    What a rank that holds these queries must be sent: every other block may stay where it is.
+    """
+    import numpy as np
+
+    wanted = np.zeros(mask.shape[1], dtype=bool)
+    for part in rows:
+        if len(part):
+            wanted[part[0] // block_size : part[-1] // block_size + 1] = True
+    return np.flatnonzero(mask[:, wanted].any(axis=(0, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRow:
+    """One row of blocks of one head: its index, how many blocks it could see, and how many it keeps."""
+
+    row: int
+    visible: int
+    keep: int
+    head: int
+    seed: int
+
+
+Preference = Callable[[MaskRow], "NDArray[np.int64]"]
+
+
+def _nearest(at: MaskRow) -> NDArray[np.int64]:
+    """`local_window`: the closest blocks first."""
+    import numpy as np
+
+    return np.argsort(np.abs(np.arange(at.visible) - at.row), kind="stable")
+
+
+def _global_then_nearest(at: MaskRow) -> NDArray[np.int64]:
+    """`global_local`: a quarter of the row's blocks are the sequence's first, seen by all; the rest are the closest."""
+    import numpy as np
+
+    anchors = np.arange(min(at.visible, max(1, at.keep // 4)))
+    own = np.array([min(at.row, at.visible - 1)])
+    return _distinct(own, anchors, _nearest(at))
+
+
+def _powers_of_two(at: MaskRow) -> NDArray[np.int64]:
+    """`dilated_sparse`: the own block, then distances 1, 2, 4, 8, ..., then those with the most factors of two."""
+    import numpy as np
+
+    distance = np.abs(np.arange(at.visible) - at.row)
+    is_power = (distance & (distance - 1)) == 0
+    factors = np.where(is_power, 0, distance & -distance)
+    order: NDArray[np.int64] = np.lexsort((distance, -factors, ~is_power))
+    return order
+
+
+def _local_and_columns(at: MaskRow) -> NDArray[np.int64]:
+    """`strided`: half local, half every s-th block (Sparse Transformer, Child et al. 2019), s = 2 visible / keep."""
+    import numpy as np
+
+    distance = np.abs(np.arange(at.visible) - at.row)
+    stride = max(2, round(at.visible / max(1, at.keep / 2)))
+    columns = np.flatnonzero(distance % stride == 0)
+    columns = columns[np.argsort(distance[columns], kind="stable")]
+    local = _nearest(at)
+    return _distinct(local[: max(1, at.keep - at.keep // 2)], columns, local)
+
+
+def _three_levels(at: MaskRow) -> NDArray[np.int64]:
+    """`hierarchical`: a third each of the closest blocks, every 4th block around, every 16th block anywhere."""
+    import numpy as np
+
+    index = np.arange(at.visible)
+    nearest = _nearest(at)
+    share = max(1, at.keep // 3)
+    fourth = nearest[index[nearest] % 4 == 0][:share]
+    sixteenth = nearest[index[nearest] % 16 == 0]
+    spread = sixteenth[:: max(1, len(sixteenth) // share)][:share]
+    return _distinct(nearest[: max(1, at.keep - 2 * share)], fourth, spread, nearest)
+
+
+def _seeded(at: MaskRow) -> NDArray[np.int64]:
+    """`random`: the own block, then a permutation drawn from (seed, head, row)."""
+    import numpy as np
+
+    draw = np.random.default_rng((at.seed, at.head, at.row)).permutation(at.visible)
+    return _distinct(np.array([min(at.row, at.visible - 1)]), draw)
+
+
+PREFERENCES: dict[str, Preference] = {
+    "local_window": _nearest,
+    "global_local": _global_then_nearest,
+    "dilated_sparse": _powers_of_two,
+    "strided": _local_and_columns,
+    "hierarchical": _three_levels,
+    "random": _seeded,
+}
+
+
+def _distinct(*orders: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The orders one after another, each block at its first place only."""
+    import numpy as np
+
+    joined = np.concatenate(orders)
+    _, first = np.unique(joined, return_index=True)
+    return joined[np.sort(first)]
+
+
+def _custom_mask(pattern: BlockSparsePattern, blocks: int, causal: bool, num_heads: int) -> Mask:
+    import numpy as np
+
+    assert pattern.mask_file is not None
+    path = Path(pattern.mask_file)
+    digest = pattern.mask_digest or mask_digest(path)
+    mask = _from_file(mask_of_digest(path, digest), digest, blocks)
+    if mask.shape[0] not in (1, num_heads):
+        raise ConfigError(
+            f"mask file {pattern.mask_file!r} has {mask.shape[0]} heads; the workload has {num_heads}; "
+            f"give 1 or {num_heads}"
+        )
+    if mask.shape[1:] != (blocks, blocks):
+        raise ConfigError(
+            f"mask file {pattern.mask_file!r} has {mask.shape[1]}x{mask.shape[2]} blocks; the workload needs "
+            f"{blocks}x{blocks} blocks of {pattern.block_size}; change seq_len, block_size or the file"
+        )
+    return np.tril(mask) if causal else mask
+
+
+@lru_cache(maxsize=8)
+def _from_file(path: Path, _digest: str, blocks: int) -> Mask:
+    return read_mask_file(path, blocks)

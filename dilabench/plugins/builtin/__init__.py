@@ -1,0 +1,1 @@
+"""What dilabench ships, registered through the same hooks as a third party's plug-in."""

@@ -1,0 +1,41 @@
+"""The timers that dilabench ships, as data. Each says what it proves."""
+
+from dilabench.plugins.descriptors import Timer
+
+CUDA = frozenset({"cuda"})
+
+TIMERS: tuple[Timer, ...] = (
+    Timer(
+        "wall",
+        "host clock around a call and a device synchronisation",
+        "dilabench.engine.timers.wall:Wall",
+        proves="elapsed host time of one call, device work and launches included",
+    ),
+    Timer(
+        "cold",
+        "CUDA events around a call on an emptied L2, launches hidden behind a spacer",
+        "dilabench.engine.timers.cold:Cold",
+        proves="GPU time of one call whose inputs come from memory, as long as no note launch_exposed stands beside it",
+        devices=CUDA,
+    ),
+    Timer(
+        "hot",
+        "CUDA events around a batch of calls on warm caches",
+        "dilabench.engine.timers.hot:Hot",
+        proves="mean GPU time of calls in a loop, with launches where they are not hidden by the call before",
+        devices=CUDA,
+    ),
+    Timer(
+        "graph",
+        "CUDA events around the replay of a CUDA graph on an emptied L2",
+        "dilabench.engine.timers.graph:Graph",
+        proves="GPU time of one call without launches between its kernels, inputs from memory",
+        devices=CUDA,
+    ),
+    Timer(
+        "first_call",
+        "import, build and first call in a new process with empty compiler caches",
+        "dilabench.engine.timers.first_call:FirstCall",
+        proves="what a user waits for before the second call: import, build, compilation, autotuning, first call",
+    ),
+)

@@ -1,0 +1,1 @@
+"""What a case will need, before anything runs."""

@@ -1,0 +1,1 @@
+"""Memory of one rank of a parallel call, by formula."""

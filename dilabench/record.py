@@ -1,0 +1,293 @@
+"""What was measured: cases, outcomes with raw samples, and the run record that holds them.
+
+Raw integers only (nanoseconds, bytes); everything else is derived in `dilabench.stats` and rounded in reporters.
+The JSON form of RunRecord is the one file format; its JSON Schema is docs/reference/run-record.schema.json.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dilabench.workload.spec import Model, Workload, WorkloadRequest, content_hash
+
+SCHEMA_VERSION = "1.0"
+
+Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
+Part = Literal["whole", "computation", "communication"]
+
+
+class Optimizations(Model):
+    """What may be switched on around an implementation; size zero or false means off.
+
+    `query_chunk`: tokens of a sequence that are processed at a time. `offload_inputs`: inputs and results stay in host
+    memory, a chunk at a time on the device. `stream_tokens`: so many tokens in all pass through in pieces of the
+    workload, one after another; each piece is a sequence of its own. `sharding_inside`: over ranks, each call begins
+    and ends with whole tensors on every rank; otherwise with shards.
+    """
+
+    pattern_cache_entries: int = Field(default=64, ge=0)
+    buffer_pool_bytes: int = Field(default=0, ge=0)
+    cuda_graph: bool = False
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    query_chunk: int = Field(default=0, ge=0)
+    offload_inputs: bool = False
+    stream_tokens: int = Field(default=0, ge=0)
+    sharding_inside: bool = False
+
+
+class Case(Model):
+    """One row: implementation x backend x workload x optimizations x world size, all of them effective values."""
+
+    implementation: str
+    backend: str | None = None
+    workload: Workload
+    optimizations: Optimizations = Optimizations()
+    world_size: int = Field(default=1, ge=1)
+
+    @property
+    def case_id(self) -> str:
+        """Content hash; equal in two records exactly when the same thing was to be computed."""
+        content = self.model_dump(mode="json", exclude_defaults=True)
+        # `kind` is a default of its pattern, yet tells the patterns apart.
+        content["workload"]["pattern"]["kind"] = self.workload.pattern.kind
+        return content_hash(content)
+
+    @property
+    def group_id(self) -> str:
+        """Hash of the case without implementation and backend: cases of one cell may be compared."""
+        return content_hash(self.model_dump(mode="json", exclude={"implementation", "backend", "optimizations"}))
+
+
+class PlannedCase(Model):
+    """A case with what the user asked for and the suite's labels; `skip` says why it cannot run here."""
+
+    case: Case
+    requested_backend: str | None = None
+    requested_workload: WorkloadRequest | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+    skip: str | None = None
+
+
+class Check(Model):
+    """One verification check: its error against its tolerance, and where the error is largest."""
+
+    name: str
+    passed: bool
+    error: float | None = None
+    tolerance: float | None = None
+    where: str | None = None
+    detail: str | None = None
+
+
+class Verification(Model):
+    """What was checked before timing. `sampled_rows` is None when every row was compared."""
+
+    checks: tuple[Check, ...]
+    sampled_rows: int | None = None
+    duration_ns: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """All checks passed, and there was at least one."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+
+class Slot(Model):
+    """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
+
+    Over ranks `samples_ns` are the slowest rank's, sample by sample, and `rank_samples_ns` those of each rank in order.
+    """
+
+    session: int = 0
+    round: int = 0
+    position: int = 0
+    samples_ns: tuple[int, ...]
+    rank_samples_ns: tuple[tuple[int, ...], ...] = ()
+    enqueue_ns: tuple[int, ...] = ()
+    sm_clock_mhz: int | None = None
+    power_mw: int | None = None
+    temperature_c: int | None = None
+    throttle: tuple[str, ...] = ()
+
+
+class Timing(Model):
+    """All samples that one timer took of one case."""
+
+    timer: str
+    proves: str
+    slots: tuple[Slot, ...]
+    warmup_ns: tuple[int, ...] = ()
+
+    @property
+    def samples_ns(self) -> tuple[int, ...]:
+        """The samples of all slots, in the order taken."""
+        return tuple(sample for slot in self.slots for sample in slot.samples_ns)
+
+
+class Diagnostic(Model):
+    """Samples of a call over ranks as it is, or of a part of it alone: sample i of each part is from the same turn.
+
+    A part alone computes something wrong, so its times are those of no implementation. Samples as in `Slot`.
+    """
+
+    part: Part
+    samples_ns: tuple[int, ...]
+    rank_samples_ns: tuple[tuple[int, ...], ...] = ()
+
+
+class Memory(Model):
+    """Peak memory of one call, split by purpose; None where this device cannot tell."""
+
+    peak_bytes: int
+    inputs_bytes: int | None = None
+    parameters_bytes: int | None = None
+    workspace_bytes: int | None = None
+    saved_for_backward_bytes: int | None = None
+    isolated: bool = False
+    method: str = ""
+
+
+class KernelUse(Model):
+    """A kernel that really ran in one call, from the profiler."""
+
+    name: str
+    count: int
+    duration_ns: int
+
+
+class Note(Model):
+    """A structured warning on a row: what was seen, against which limit, and what to do."""
+
+    code: str
+    message: str
+    observed: float | None = None
+    threshold: float | None = None
+    hint: str | None = None
+
+
+class Measured(Model):
+    """A case that was verified and timed. The first timing is the one that tables show."""
+
+    status: Literal["measured"] = "measured"
+    verification: Verification
+    timings: tuple[Timing, ...]
+    memory: Memory | None = None
+    kernels: tuple[KernelUse, ...] = ()
+    setup_ns: dict[str, int] = Field(default_factory=dict)
+    counters: dict[str, int] = Field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+class Skipped(Model):
+    """A case that this machine, backend or implementation cannot run, with the reason."""
+
+    status: Literal["skipped"] = "skipped"
+    why: str
+
+
+class Failed(Model):
+    """A case that went wrong, with the stage and the reason. It never carries a time."""
+
+    status: Literal["failed"] = "failed"
+    stage: Stage
+    why: str
+    verification: Verification | None = None
+    traceback: str | None = None
+
+
+Outcome = Annotated[Measured | Skipped | Failed, Field(discriminator="status")]
+
+
+class Row(Model):
+    """A planned case and how it ended."""
+
+    planned: PlannedCase
+    outcome: Outcome
+
+    @property
+    def case(self) -> Case:
+        """The effective case."""
+        return self.planned.case
+
+
+class CpuInfo(Model):
+    """The processor and how much of it the run may use."""
+
+    model: str
+    cores: int
+    threads: int
+    governor: str | None = None
+    load_1m: float | None = None
+    memory_bytes: int | None = None
+
+
+class GpuInfo(Model):
+    """One GPU as NVML shows it; None where the driver does not tell."""
+
+    name: str
+    uuid_hash: str | None = None
+    compute_capability: str | None = None
+    memory_bytes: int | None = None
+    driver: str | None = None
+    power_limit_mw: int | None = None
+    max_sm_clock_mhz: int | None = None
+    ecc: bool | None = None
+    mig: bool | None = None
+
+
+class GitInfo(Model):
+    """The commit that the working folder is on."""
+
+    sha: str
+    dirty: bool
+
+
+class Environment(Model):
+    """Where a run took place. `fingerprint_hard` must match for two records to be compared at all."""
+
+    os: str
+    python: str
+    cpu: CpuInfo
+    gpus: tuple[GpuInfo, ...] = ()
+    packages: dict[str, str] = Field(default_factory=dict)
+    torch: dict[str, str] = Field(default_factory=dict)
+    git: GitInfo | None = None
+    container: bool = False
+    fingerprint_hard: dict[str, str] = Field(default_factory=dict)
+    fingerprint_soft: dict[str, str] = Field(default_factory=dict)
+
+
+class PluginInfo(Model):
+    """A plug-in that took part in the run."""
+
+    name: str
+    distribution: str | None = None
+    version: str | None = None
+
+
+class RunHeader(Model):
+    """Everything about a run but its rows; the first line of the JSON-lines file."""
+
+    schema_version: str = SCHEMA_VERSION
+    tool_version: str
+    run_id: str
+    suite: str
+    argv: tuple[str, ...] = ()
+    config: dict[str, Any] = Field(default_factory=dict)
+    seed: int = 0
+    device: str = "cpu"
+    started_at: str
+    environment: Environment
+    plugins: tuple[PluginInfo, ...] = ()
+    ceilings: dict[str, float] = Field(default_factory=dict)
+
+
+class RunRecord(RunHeader):
+    """A whole run: header, rows and how it ended."""
+
+    status: Literal["complete", "interrupted", "failed"] = "complete"
+    finished_at: str | None = None
+    rows: tuple[Row, ...] = ()
+    projections: tuple[dict[str, Any], ...] = ()

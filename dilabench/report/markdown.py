@@ -1,0 +1,109 @@
+"""A report to read and share: the verdict first, then the machine, the tables, what went wrong, and the command."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dilabench.atomic_file import write_text
+from dilabench.record import RunRecord
+from dilabench.report.findings import Section as Finding
+from dilabench.report.plots.plots import FOLDER
+from dilabench.report.rows import COLUMNS, TEXT_COLUMNS, Section, footnotes, workload_tables
+from dilabench.report.summary import Unmeasured, environment_rows, headline, notes, reproduce_command, unmeasured
+
+FILENAME = "report.md"
+
+
+def render(record: RunRecord, folder: Path | None, sections: Sequence[Finding] = ()) -> str | None:
+    """Write report.md into `folder` and print nothing; without a folder, return the text to print.
+
+    Plots that lie in the folder are embedded. Raises EnvironmentNotReady when the file cannot be written.
+    """
+    text = to_text(record, sections, folder)
+    if folder is None:
+        return text
+    write_text(folder / FILENAME, text)
+    return None
+
+
+def to_text(record: RunRecord, sections: Sequence[Finding] = (), folder: Path | None = None) -> str:
+    """The whole report as GitHub-flavoured Markdown."""
+    return "\n".join(_lines(record, sections, folder)) + "\n"
+
+
+def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None) -> Iterator[str]:
+    yield f"# dilabench {record.suite}"
+    yield from ("", _escaped(headline(record)))
+    yield from ("", "## Environment", "")
+    yield from _table(("what", "value"), ("---", "---"), environment_rows(record))
+    for finding in sections:
+        yield from _finding(finding, folder)
+    yield from ("", "## Results")
+    tables = workload_tables(record)
+    for table in tables:
+        yield from ("", f"### {_escaped(table.title)}")
+        for section in table.sections:
+            if section.title is not None:
+                yield from ("", f"{_escaped(section.title)}:")
+            yield ""
+            yield from _section(section)
+    for meaning in footnotes(tables):
+        yield from ("", _escaped(meaning))
+    entries = unmeasured(record)
+    for status, heading in (("failed", "Failures"), ("skipped", "Skipped")):
+        chosen = [entry for entry in entries if entry.status == status]
+        if chosen:
+            yield from ("", f"## {heading}", "")
+            for entry in chosen:
+                yield from _unmeasured(entry)
+    if warnings := notes(record):
+        yield from ("", "## Notes", "")
+        yield from (f"- {_escaped(text)}" for text in warnings)
+    yield from ("", "## Reproduce", "", "```", reproduce_command(record), "```", "")
+    yield f"Run `{record.run_id}`, dilabench {record.tool_version}, record schema {record.schema_version}."
+
+
+def _finding(finding: Finding, folder: Path | None) -> Iterator[str]:
+    yield from ("", f"## {_escaped(finding.title)}", "", _escaped(finding.sentence))
+    if finding.rows:
+        rules = ["---:" if name in finding.numeric else "---" for name in finding.columns]
+        yield ""
+        yield from _table([_escaped(name) for name in finding.columns], rules, finding.rows)
+    for plot in finding.plots:
+        picture = f"{FOLDER}/{plot.name}.png"
+        if folder is not None and (folder / picture).exists():
+            yield from ("", f"![{_escaped(plot.title)}]({picture})")
+
+
+def _section(section: Section) -> Iterator[str]:
+    rules = ["---" if name in TEXT_COLUMNS else "---:" for name in COLUMNS]
+    rows = [[f"**{cell}**" if row.fastest else cell for cell in map(_escaped, row.cells)] for row in section.rows]
+    return _table(COLUMNS, rules, rows, escape=False)
+
+
+def _table(
+    header: Sequence[str], rules: Sequence[str], rows: Sequence[Sequence[str]], escape: bool = True
+) -> Iterator[str]:
+    yield _line(header)
+    yield _line(rules)
+    for row in rows:
+        yield _line([_escaped(cell) for cell in row] if escape else row)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _unmeasured(entry: Unmeasured) -> Iterator[str]:
+    stage = f" failed at {entry.stage}" if entry.stage else ""
+    yield f"- **{_escaped(entry.rows)}**{stage}: {_escaped(entry.why)}"
+    for check in entry.checks:
+        yield f"  - {_escaped(check)}"
+    if entry.traceback:
+        yield from ("", "  ```", *(f"  {line}" for line in entry.traceback.rstrip().splitlines()), "  ```")
+
+
+def _escaped(text: str) -> str:
+    """Text that cannot end a table cell, a line or open markup."""
+    for mark in "\\|*_<`":
+        text = text.replace(mark, f"\\{mark}")
+    return " ".join(text.split())

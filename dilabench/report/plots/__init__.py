@@ -1,0 +1,1 @@
+"""Curves, bars and pictures of patterns as files."""

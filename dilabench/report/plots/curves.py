@@ -1,0 +1,79 @@
+"""Curves over sequence length, on logarithmic axes, with intervals as bars (matplotlib)."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator, NullLocator
+
+from dilabench.report import figures
+from dilabench.report.findings import Curve, CurvePlot
+from dilabench.report.plots.style import Look, draw_grid, look
+from dilabench.units import format_count
+
+SIZE_INCHES = (7.6, 4.4)
+MAX_TICKS = 9
+# Series of one length stand side by side, so that their intervals do not cover each other.
+SIDE_STEP = 1.02
+
+
+def draw_curves(plot: CurvePlot) -> Figure:
+    """The plot as a figure; measured points with markers, fitted ones as dashed lines of the same colour."""
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    axes = figure.subplots()
+    labels = list(dict.fromkeys(curve.label for curve in plot.curves))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for curve in plot.curves:
+        index = labels.index(curve.label)
+        aside = SIDE_STEP ** (index - (len(labels) - 1) / 2)
+        xs = [point.x * aside for point in curve.points]
+        if curve.fitted:
+            axes.plot(xs, [point.y for point in curve.points], "--", color=look(index).colour, linewidth=1)
+        else:
+            _measured(axes, curve, xs, look(index), joined=not any(other.fitted for other in plot.curves))
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(plot.y_label)
+    axes.set_title(plot.title, loc="left")
+    _length_ticks(axes, sorted({int(point.x) for curve in plot.curves for point in curve.points}))
+    axes.yaxis.set_major_locator(_value_ticks(*axes.get_ylim()))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: figures.decimal(value) if value >= 1e4 else f"{value:g}")
+    draw_grid(axes, "both")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def _measured(axes: Axes, curve: Curve, xs: Sequence[float], style: Look, joined: bool) -> None:
+    ys = [point.y for point in curve.points]
+    below = [0.0 if point.low is None else max(0.0, point.y - point.low) for point in curve.points]
+    above = [0.0 if point.high is None else max(0.0, point.high - point.y) for point in curve.points]
+    axes.errorbar(
+        xs,
+        ys,
+        yerr=(below, above) if any((*below, *above)) else None,
+        label=curve.label,
+        color=style.colour,
+        marker=style.marker,
+        markersize=4.5,
+        linewidth=1.3,
+        linestyle="-" if joined else "none",
+        capsize=2.5,
+    )
+
+
+def _value_ticks(low: float, high: float) -> Locator:
+    """Round values: powers of ten over many decades, with 2 and 5 between them over few, evenly laid inside one."""
+    if high < 10 * low:
+        return MaxNLocator(nbins=6)
+    return LogLocator(subs=(1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,), numticks=12)
+
+
+def _length_ticks(axes: Axes, lengths: Sequence[int]) -> None:
+    """Ticks at lengths that were measured, thinned out until their names have room."""
+    step = -(-len(lengths) // MAX_TICKS)
+    shown = lengths[::-1][::step][::-1]
+    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: format_count(round(value)))

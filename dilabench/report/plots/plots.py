@@ -1,0 +1,63 @@
+"""The plots of a record's sections, each as PNG and SVG."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dilabench.errors import EnvironmentNotReady
+from dilabench.record import RunRecord
+from dilabench.report.findings import BarPlot, CurvePlot, Plot, Section
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FOLDER = "plots"
+FORMS = ("png", "svg")
+PNG_DPI = 150
+# Reports are compared and kept under version control: the same record gives the same bytes.
+METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": "dilabench"}}
+STYLE: dict[Any, Any] = {"svg.hashsalt": "dilabench", "font.size": 9.0, "axes.titlesize": 10.0, "legend.fontsize": 8.0}
+
+
+def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> None:
+    """Write plots/<name>.png and .svg into `folder`; without a folder there is nothing to do.
+
+    Raises EnvironmentNotReady when a file cannot be written.
+    """
+    if folder is None:
+        return
+    for plot in plots_of(sections):
+        _write(plot, record, folder / FOLDER)
+
+
+def plots_of(sections: Sequence[Section]) -> Iterator[Plot]:
+    """Every plot of the sections, in their order."""
+    return (plot for section in sections for plot in section.plots)
+
+
+def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
+    # Only this reporter needs matplotlib, which takes a while to load.
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        figure = _drawn(plot)
+        figure.text(
+            0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5"
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for form in FORMS:
+                figure.savefig(folder / f"{plot.name}.{form}", format=form, dpi=PNG_DPI, metadata=METADATA[form])
+        except OSError as error:
+            why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
+            raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error
+
+
+def _drawn(plot: Plot) -> "Figure":
+    from dilabench.report.plots.bars import draw_bars
+    from dilabench.report.plots.curves import draw_curves
+    from dilabench.report.plots.mask import draw_mask
+
+    if isinstance(plot, CurvePlot):
+        return draw_curves(plot)
+    return draw_bars(plot) if isinstance(plot, BarPlot) else draw_mask(plot)

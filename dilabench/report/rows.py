@@ -1,0 +1,258 @@
+"""A run record as rows of text: what is shown, in which order, compared with what. Table and Markdown both print this.
+
+A table holds the rows of one effective workload. Inside it a section holds rows that may be ranked against each other;
+a speed-up exists only inside a section, against the plain method (`gather`) or else the section's first measured row.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dilabench.compare.pairing import sessions_of
+from dilabench.record import Case, Failed, Measured, Row, RunRecord, Timing
+from dilabench.report import figures
+from dilabench.stats.samples.blocks import locate_sessions
+from dilabench.stats.samples.derive import speedup, tflops_per_second, tokens_per_second
+from dilabench.stats.samples.location import Location
+from dilabench.units import format_bytes, format_count
+from dilabench.workload.spec import DensePattern, DilatedPattern, Pattern
+from dilabench.workload.work import flops
+
+COLUMNS = (
+    "implementation",
+    "backend",
+    "timer",
+    "median",
+    "95 % CI",
+    "tok/s",
+    "TFLOP/s",
+    "peak mem.",
+    "speed-up",
+    "verified",
+)
+TEXT_COLUMNS = ("implementation", "backend", "timer", "verified")
+FOOTNOTES = {
+    "*": "chosen by auto",
+    "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
+    "✓": "verified before timing: all output rows, or this many sampled ones",
+}
+PLAIN_METHODS = ("gather", "gather-multihead")
+YARDSTICK = "yardstick"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisplayRow:
+    """One line of a table: a text per column; `status` is the outcome's, `fastest` marks the best of a section."""
+
+    cells: tuple[str, ...]
+    status: str
+    fastest: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The rows that stand out among rows that may be ranked: the fastest, and the one that speed-ups refer to."""
+
+    fastest: Row
+    fastest_ns: float
+    baseline: Row
+    baseline_ns: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Rows that compute the same thing from the same inputs. `title` is None for the table's own subject.
+
+    `ranking` is None where no row was measured and among yardsticks, which are never ranked.
+    """
+
+    title: str | None
+    rows: tuple[DisplayRow, ...]
+    ranking: Ranking | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadTable:
+    """The rows of one effective workload of `tokens` tokens."""
+
+    title: str
+    tokens: int
+    sections: tuple[Section, ...]
+
+    @property
+    def rows(self) -> tuple[DisplayRow, ...]:
+        """The rows of all sections."""
+        return tuple(row for section in self.sections for row in section.rows)
+
+
+def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
+    """One table per effective workload and world size, in the order of the record.
+
+    A yardstick (a row with the label role=yardstick) computes another function of the same shape; it stands in the
+    table of that shape, in a section of its own and without a speed-up.
+    """
+    groups: dict[str, list[Row]] = {}
+    yardsticks: list[Row] = []
+    for row in record.rows:
+        if row.planned.labels.get("role") == YARDSTICK:
+            yardsticks.append(row)
+        else:
+            groups.setdefault(row.case.group_id, []).append(row)
+    shape_owner = {_shape(rows[0].case): cell for cell, rows in reversed(groups.items())}
+    for row in yardsticks:
+        cell = shape_owner.setdefault(_shape(row.case), row.case.group_id)
+        groups.setdefault(cell, []).append(row)
+    return tuple(_table(rows) for rows in groups.values())
+
+
+def footnotes(tables: Iterable[WorkloadTable]) -> tuple[str, ...]:
+    """The meaning of the marks that the tables use."""
+    texts = [cell for table in tables for row in table.rows for cell in row.cells]
+    return tuple(f"{mark} {meaning}" for mark, meaning in FOOTNOTES.items() if any(mark in text for text in texts))
+
+
+def workload_title(case: Case) -> str:
+    """What a table is about: shape, pattern, mode and world size."""
+    workload = case.workload
+    world = f" · {case.world_size} devices" if case.world_size > 1 else ""
+    return f"{workload.label()} · {pattern_text(workload.pattern)} · {workload.mode}{world}"
+
+
+def pattern_text(pattern: Pattern) -> str:
+    """The pattern in a few words: 'dilated w 2K,4K r 1,2'. Defaults are left out."""
+    if isinstance(pattern, DensePattern):
+        return "dense"
+    if isinstance(pattern, DilatedPattern):
+        segments = ",".join(map(format_count, pattern.segment_lengths))
+        words = [f"dilated w {segments} r {','.join(map(str, pattern.dilation_rates))}"]
+        named = {"kind", "segment_lengths", "dilation_rates"}
+    else:
+        words = [f"block-sparse {pattern.mask} block {pattern.block_size} sparsity {pattern.sparsity:g}"]
+        words += [pattern_text(pattern.branches)] if pattern.branches else []
+        named = {"kind", "mask", "block_size", "sparsity", "branches"}
+    unusual = pattern.model_dump(exclude_defaults=True, exclude=named)
+    return " ".join([*words, *(f"{name}={value}" for name, value in unusual.items())])
+
+
+def implementation_text(case: Case) -> str:
+    """The implementation with the optimizations that are not the default ones: 'strided +pool 1G'."""
+    words = {
+        "pattern_cache_entries": "cache",
+        "buffer_pool_bytes": "pool",
+        "cuda_graph": "cuda-graph",
+        "compile": "compile",
+        "gradient_checkpointing": "checkpointing",
+        "query_chunk": "chunk",
+        "offload_inputs": "offload",
+        "stream_tokens": "streamed",
+        "sharding_inside": "sharding",
+    }
+    changed = case.optimizations.model_dump(exclude_defaults=True)
+    texts = [
+        words[name] if value is True else f"{words[name]} {format_count(value)}" for name, value in changed.items()
+    ]
+    return " +".join([case.implementation, *texts])
+
+
+def row_name(row: Row) -> str:
+    """Implementation and backend as one name: 'gather over sdpa-flash'."""
+    name = implementation_text(row.case)
+    return name if row.case.backend is None else f"{name} over {row.case.backend}"
+
+
+def backend_text(row: Row) -> str:
+    """The effective backend; a star marks a choice of `auto`."""
+    if row.case.backend is None:
+        return row.planned.requested_backend or figures.ABSENT
+    return row.case.backend + ("*" if row.planned.requested_backend == "auto" else "")
+
+
+def first_timing(row: Row) -> Timing | None:
+    """The timing that is shown: the first one with samples; None when the row was not measured."""
+    if not isinstance(row.outcome, Measured):
+        return None
+    return next((timing for timing in row.outcome.timings if timing.samples_ns), None)
+
+
+def location(row: Row) -> Location | None:
+    """Median and interval of the timing that is shown; None when the row was not measured."""
+    timing = first_timing(row)
+    return None if timing is None else locate_sessions(sessions_of([timing]))
+
+
+def _shape(case: Case) -> str:
+    """Equal for cases that differ only in what is computed from inputs of one shape."""
+    return case.model_copy(update={"workload": case.workload.replace(pattern={"kind": "dense"})}).group_id
+
+
+def _table(rows: Sequence[Row]) -> WorkloadTable:
+    case = rows[0].case
+    sections: dict[str | None, list[Row]] = {}
+    for row in rows:
+        sections.setdefault(_section_title(row), []).append(row)
+    return WorkloadTable(
+        title=workload_title(case),
+        tokens=case.workload.tokens,
+        sections=tuple(_section(title, members) for title, members in sections.items()),
+    )
+
+
+def _section_title(row: Row) -> str | None:
+    labels = row.planned.labels
+    if labels.get("role") == YARDSTICK:
+        return f"{YARDSTICK}: {pattern_text(row.case.workload.pattern)}, another function of the same shape"
+    takes = labels.get("takes", "heads")
+    return None if takes == "heads" else f"takes {takes}: not comparable with the rows above"
+
+
+def _section(title: str | None, rows: Sequence[Row]) -> Section:
+    ranking = None if rows[0].planned.labels.get("role") == YARDSTICK else _ranking(rows)
+    alone = sum(isinstance(row.outcome, Measured) for row in rows) < 2
+    shown = [
+        DisplayRow(
+            cells=_cells(row, ranking),
+            status=row.outcome.status,
+            fastest=ranking is not None and not alone and row is ranking.fastest,
+        )
+        for row in rows
+    ]
+    return Section(title=title, rows=tuple(shown), ranking=ranking)
+
+
+def _ranking(rows: Sequence[Row]) -> Ranking | None:
+    """Speed-ups refer to the plain method where it was measured, else to the first measured row."""
+    measured = [(row, found.median_ns) for row in rows if (found := location(row))]
+    if not measured:
+        return None
+    fastest, fastest_ns = min(measured, key=lambda item: item[1])
+    plain = (item for item in measured if item[0].case.implementation in PLAIN_METHODS)
+    baseline, baseline_ns = next(plain, measured[0])
+    return Ranking(fastest=fastest, fastest_ns=fastest_ns, baseline=baseline, baseline_ns=baseline_ns)
+
+
+def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
+    names = (implementation_text(row.case), backend_text(row))
+    timing, found = first_timing(row), location(row)
+    if timing is None or found is None:
+        ending = "FAILED" if isinstance(row.outcome, Failed) else row.outcome.status
+        cells = (*names, figures.ABSENT, ending)
+        return cells + (figures.ABSENT,) * (len(COLUMNS) - len(cells))
+    assert isinstance(row.outcome, Measured)
+    workload, memory = row.case.workload, row.outcome.memory
+    return (
+        *names,
+        timing.timer,
+        figures.latency(found.median_ns),
+        figures.latency_interval(found.median_ns, found.interval),
+        figures.decimal(tokens_per_second(workload.tokens, found.median_ns)),
+        figures.significant(tflops_per_second(flops(workload), found.median_ns), 3),
+        format_bytes(memory.peak_bytes) if memory else figures.ABSENT,
+        figures.ratio(speedup(ranking.baseline_ns, found.median_ns)) if ranking else figures.ABSENT,
+        _verified(row.outcome),
+    )
+
+
+def _verified(outcome: Measured) -> str:
+    if not outcome.verification.passed:
+        return "no"
+    rows = outcome.verification.sampled_rows
+    return "✓ all" if rows is None else f"✓ {rows}"

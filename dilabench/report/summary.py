@@ -1,0 +1,167 @@
+"""What a report says in words around its tables: the verdict, the rows that have no time, the machine, the command."""
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from dilabench.record import Check, Environment, Failed, RunRecord, Skipped
+from dilabench.report import figures
+from dilabench.report.rows import row_name, workload_tables
+from dilabench.stats.samples.derive import speedup
+from dilabench.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmeasured:
+    """Rows that have no time for one reason, named with their workloads. `status` is 'skipped' or 'failed'."""
+
+    status: str
+    rows: str
+    stage: str | None
+    why: str
+    checks: tuple[str, ...] = ()
+    traceback: str | None = None
+
+
+def headline(record: RunRecord) -> str:
+    """The result in one or two sentences: how many rows ended how, and which was fastest at the largest workload."""
+    statuses = Counter(row.outcome.status for row in record.rows)
+    wrong = sum(isinstance(row.outcome, Failed) and row.outcome.stage == "verify" for row in record.rows)
+    parts = [f"{statuses['measured']} of {len(record.rows)} rows verified and measured"]
+    if statuses["skipped"]:
+        parts.append(f"{statuses['skipped']} skipped")
+    if statuses["failed"]:
+        parts.append(f"{statuses['failed']} FAILED" + (f" ({wrong} did not pass verification)" if wrong else ""))
+    ended = "" if record.status == "complete" else f" The run was {record.status}; these are the results so far."
+    return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}{_fastest(record)}"
+
+
+def device_text(record: RunRecord) -> str:
+    """The device that did the work, by name."""
+    environment = record.environment
+    if record.device.startswith("cuda") and environment.gpus:
+        names = Counter(gpu.name for gpu in environment.gpus)
+        return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in names.items())
+    return f"{environment.cpu.model} ({environment.cpu.threads} threads)"
+
+
+def _fastest(record: RunRecord) -> str:
+    """Names the fastest row of the largest workload, when another one than the baseline."""
+    own = [table for table in workload_tables(record) if table.sections[0].title is None]
+    # Along a range every length may have as many tokens: then the last one is the longest.
+    table = max(reversed(own), key=lambda table: table.tokens, default=None)
+    ranking = table.sections[0].ranking if table else None
+    if ranking is None or ranking.fastest is ranking.baseline:
+        return ""
+    gain = figures.ratio(speedup(ranking.baseline_ns, ranking.fastest_ns))
+    return (
+        f" Fastest at {ranking.fastest.case.workload.label()}: {row_name(ranking.fastest)},"
+        f" {figures.latency(ranking.fastest_ns)}, {gain} the speed of {row_name(ranking.baseline)}."
+    )
+
+
+def unmeasured(record: RunRecord) -> tuple[Unmeasured, ...]:
+    """Failed rows first, then skipped ones; rows that share a reason are gathered."""
+    found: dict[Unmeasured, dict[str, list[str]]] = {}
+    for row in record.rows:
+        if isinstance(row.outcome, Skipped | Failed):
+            workloads = found.setdefault(_reason(row.outcome), {}).setdefault(row_name(row), [])
+            workloads.append(row.case.workload.label())
+    entries = [
+        replace(reason, rows=", ".join(f"{name} ({_gathered(labels)})" for name, labels in names.items()))
+        for reason, names in found.items()
+    ]
+    return tuple(sorted(entries, key=lambda entry: entry.status != "failed"))
+
+
+def _reason(outcome: Skipped | Failed) -> Unmeasured:
+    """Why there is no time, without the rows."""
+    if isinstance(outcome, Skipped):
+        return Unmeasured(status="skipped", rows="", stage=None, why=outcome.why)
+    broken = [check for check in outcome.verification.checks if not check.passed] if outcome.verification else []
+    return Unmeasured(
+        status="failed",
+        rows="",
+        stage=outcome.stage,
+        why=outcome.why,
+        checks=tuple(check_text(check) for check in broken),
+        traceback=outcome.traceback,
+    )
+
+
+def _gathered(labels: Iterable[str]) -> str:
+    """Workload labels that differ only in batch and length as one: '1x1K, 1x4K H8 D64 fp32 causal'."""
+    sizes: dict[str, list[str]] = {}
+    for label in dict.fromkeys(labels):
+        size, _, rest = label.partition(" ")
+        sizes.setdefault(rest, []).append(size)
+    return "; ".join(f"{', '.join(found)} {rest}" for rest, found in sizes.items())
+
+
+def check_text(check: Check) -> str:
+    """A failed check: its error against its tolerance, and where the error is largest."""
+    words = []
+    if check.error is not None and check.tolerance is not None:
+        words.append(f"error {check.error:.3g}, allowed {check.tolerance:.3g}")
+    if check.where:
+        words.append(f"largest at {check.where}")
+    if check.detail:
+        words.append(check.detail)
+    return f"{check.name}: {'; '.join(words) or 'failed'}"
+
+
+def notes(record: RunRecord) -> tuple[str, ...]:
+    """The warnings on measured rows, each with what was seen, the limit and what to do."""
+    texts = []
+    for row in record.rows:
+        for note in getattr(row.outcome, "notes", ()):
+            seen = ""
+            if note.observed is not None:
+                limit = "" if note.threshold is None else f", limit {note.threshold:.3g}"
+                seen = f" (seen {note.observed:.3g}{limit})"
+            hint = f"; {note.hint}" if note.hint else ""
+            texts.append(f"{row_name(row)}, {row.case.workload.label()}: {note.message}{seen}{hint}")
+    return tuple(texts)
+
+
+def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
+    """The machine and the versions, as (what, value)."""
+    environment = record.environment
+    rows = [
+        ("device", record.device),
+        ("CPU", _cpu_text(environment)),
+        *(("GPU", _join(gpu.name, gpu.memory_bytes and format_bytes(gpu.memory_bytes))) for gpu in environment.gpus),
+        ("driver", next((gpu.driver for gpu in environment.gpus if gpu.driver), None)),
+        ("system", environment.os + (", in a container" if environment.container else "")),
+        ("Python", environment.python),
+        ("packages", ", ".join(f"{name} {version}" for name, version in environment.packages.items())),
+        ("torch settings", ", ".join(f"{name}={value}" for name, value in environment.torch.items())),
+        ("plug-ins", ", ".join(" ".join(filter(None, (plugin.name, plugin.version))) for plugin in record.plugins)),
+        ("git", environment.git and environment.git.sha + (" with local changes" if environment.git.dirty else "")),
+        ("seed", str(record.seed)),
+        ("started", record.started_at),
+        ("finished", record.finished_at),
+    ]
+    return tuple((what, value) for what, value in rows if value)
+
+
+def reproduce_command(record: RunRecord) -> str:
+    """The command line that made the record."""
+    if not record.argv:
+        return shlex.join(["dilabench", "run", record.suite, "--seed", str(record.seed)])
+    program, *arguments = record.argv
+    if PurePath(program).name in {"dilabench", "__main__.py"}:
+        return shlex.join(["dilabench", *arguments])
+    return shlex.join(["dilabench", *record.argv])
+
+
+def _cpu_text(environment: Environment) -> str:
+    cpu = environment.cpu
+    memory = format_bytes(cpu.memory_bytes) if cpu.memory_bytes else None
+    return _join(cpu.model, f"{cpu.cores} cores", f"{cpu.threads} threads", memory)
+
+
+def _join(*parts: str | int | None) -> str:
+    return ", ".join(str(part) for part in parts if part)

@@ -1,0 +1,208 @@
+"""A run request: what the command line, a TOML file and presets come to, before any case is made."""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from dilabench.errors import ConfigError, unknown_name
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.units import parse_duration
+from dilabench.workload.spec import Model, WorkloadRequest, read_counts, validated
+
+TABLES = ("workload", "run")
+COMMAND_LINE_ONLY = {"suite", "overrides"}
+COMMAND_LINE_ONLY_HINT = "name the suite on the command line and put workload fields under [workload]"
+AUTO = "auto"
+ALL = "all"
+
+
+class RunRequest(Model):
+    """Everything `dilabench run` was asked for; the keys of a TOML file's [run] table but for `suite` and `overrides`.
+
+    `presets` names workloads. `overrides` are the workload fields that the user set by hand (TOML, `--set`, short
+    options): a suite that varies a field by itself (lengths, say) leaves alone what is named here.
+    """
+
+    suite: str
+    implementations: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    presets: tuple[str, ...] = ()
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timing: str = "warmup"
+    nproc: int = Field(default=1, ge=1, le=4096)
+    budget_s: float | None = Field(default=None, gt=0)
+    seed: int = Field(default=0, ge=0)
+    options: dict[str, Any] = Field(default_factory=dict)
+    pattern_cache_entries: int = Field(default=64, ge=0)
+    buffer_pool_bytes: int = Field(default=0, ge=0)
+    cuda_graph: bool = False
+    compile: bool = False
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _lengths(cls, value: Any) -> Any:
+        return read_counts(value, "length")
+
+    @field_validator("lengths")
+    @classmethod
+    def _lengths_differ(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        repeated = sorted({length for length in value if value.count(length) > 1})
+        if repeated:
+            raise ValueError(f"{list(value)} repeats {', '.join(map(str, repeated))}; give each length once")
+        return value
+
+    @field_validator("budget_s", mode="before")
+    @classmethod
+    def _budget(cls, value: Any) -> Any:
+        return parse_duration(value) if isinstance(value, str) else value
+
+
+def run_request(
+    catalogue: Catalogue,
+    *,
+    suite: str,
+    configs: Sequence[str] = (),
+    assignments: Sequence[str] = (),
+    workload: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> RunRequest:
+    """Bring together presets and TOML files (`configs`), `--set` texts and options; the later of these wins.
+
+    `workload` and `run` hold the fields given as options of their own. Raises ConfigError for an unknown name or key, a
+    wrong value, or one field given two ways that differ.
+    """
+    fields: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
+    presets: list[str] = []
+    for config in configs:
+        if _is_path(config):
+            tables = read_config(Path(config))
+            overrides.update(tables["workload"])
+            fields.update(tables["run"])
+        else:
+            presets.append(catalogue.workloads.get(config).name)
+    by_hand = _agreed(read_assignments(assignments), workload or {})
+    overrides.update(by_hand)
+    options = {**fields.get("options", {}), **(run or {}).get("options", {})}
+    fields.update(run or {}, options=options)
+    if suite in catalogue.suites:
+        fields.setdefault("timing", catalogue.suites.get(suite).timing)
+    if presets:
+        fields["presets"] = presets
+    typed = validated(WorkloadRequest, overrides)
+    request = validated(
+        RunRequest, {**fields, "suite": suite, "overrides": typed.model_dump(include=typed.model_fields_set)}
+    )
+    if request.lengths and "seq_len" in request.overrides:
+        raise ConfigError(
+            f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
+        )
+    _check_names(catalogue, request)
+    if request.budget_s is None and suite in catalogue.suites:
+        return request.model_copy(update={"budget_s": catalogue.suites.get(suite).budget_s})
+    return request
+
+
+def _is_path(config: str) -> bool:
+    return config.endswith(".toml") or "/" in config or "\\" in config
+
+
+def _agreed(assigned: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if name in assigned and str(assigned[name]) != str(value):
+            raise ConfigError(f"{name} is given twice: {value!r} and, by --set, {assigned[name]!r}; leave one out")
+    return {**assigned, **options}
+
+
+def _check_names(catalogue: Catalogue, request: RunRequest) -> None:
+    """Refuse unknown names here, whether or not the suite would come to look at them."""
+    for name in request.implementations:
+        if name not in {AUTO, ALL}:
+            catalogue.implementations.get(name)
+    for name in request.backends:
+        if name not in {AUTO, ALL}:
+            if name not in catalogue.backends:
+                raise unknown_name("backend", name, [*catalogue.backends.names, AUTO, ALL])
+            catalogue.backends.get(name)
+    for name in request.presets:
+        catalogue.workloads.get(name)
+
+
+def workload_request(catalogue: Catalogue, preset: str | None, overrides: Mapping[str, Any]) -> WorkloadRequest:
+    """The request of a preset (or the defaults) with the overrides on top.
+
+    Raises ConfigError for an unknown preset, a set where one workload is needed, an unknown key or a wrong value.
+    """
+    fields: dict[str, Any] = {}
+    if preset is not None:
+        descriptor = catalogue.workloads.get(preset)
+        if descriptor.members:
+            raise ConfigError(f"{preset!r} is a set of workloads ({', '.join(descriptor.members)}); name one of them")
+        fields.update(descriptor.fields)
+    fields.update(overrides)
+    return validated(WorkloadRequest, fields)
+
+
+def preset_names(catalogue: Catalogue, names: Iterable[str]) -> tuple[str, ...]:
+    """The presets with sets replaced by their members, in order, each once."""
+    flat: list[str] = []
+    for name in names:
+        descriptor = catalogue.workloads.get(name)
+        flat.extend(descriptor.members or (descriptor.name,))
+    return tuple(dict.fromkeys(flat))
+
+
+def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """Turn `--set key=value` texts into fields; values are read as TOML where they are TOML, else kept as text."""
+    fields: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {assignment!r} has no 'key='; write for example --set seq_len=4096")
+        fields[key.strip().replace("-", "_")] = _read_value(value.strip())
+    return fields
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def read_config(path: Path) -> dict[str, dict[str, Any]]:
+    """The [workload] and [run] tables of a TOML file, checked one by one so that a mistake names the file.
+
+    Raises ConfigError when it cannot be read or parsed, or has an unknown table, an unknown key or a wrong value.
+    """
+    document = read_toml(path)
+    for name, table in document.items():
+        if name not in TABLES or not isinstance(table, dict):
+            raise ConfigError(f"config file {str(path)!r}: {unknown_name('table', name, TABLES).args[0]}")
+    tables = {name: document.get(name, {}) for name in TABLES}
+    if "budget" in tables["run"]:
+        tables["run"]["budget_s"] = tables["run"].pop("budget")
+    for name in COMMAND_LINE_ONLY & tables["run"].keys():
+        raise ConfigError(f"config file {str(path)!r}: [run] cannot hold {name!r}; {COMMAND_LINE_ONLY_HINT}")
+    try:
+        validated(WorkloadRequest, tables["workload"])
+        validated(RunRequest, {**tables["run"], "suite": ""})
+    except ConfigError as error:
+        raise ConfigError(f"config file {str(path)!r}: {error}") from None
+    return tables
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError when it cannot be read or parsed, with the place."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from None

@@ -1,0 +1,1 @@
+"""From estimates to verdicts: slower, faster, same or inconclusive."""

@@ -1,0 +1,1 @@
+"""Suite `backends`: which dense kernel a device wants."""

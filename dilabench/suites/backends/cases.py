@@ -1,0 +1,23 @@
+"""Suite `backends`: which dense kernel is fastest here, for full and for dilated attention, and in which dtype?"""
+
+from dilabench.record import PlannedCase
+from dilabench.request import ALL, RunRequest
+from dilabench.suites.planner import Planner, refuse_unknown_options
+
+IMPLEMENTATIONS = ("dense", "strided")
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
+# Plain PyTorch over all pairs is one of the backends; a CPU should not need minutes for it.
+LENGTH = {"cpu": 2048, "cuda": 8192}
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Full and dilated attention of one shape over every backend, in the dtypes that this device is used with.
+
+    A dtype, backends or implementations that are named are the only ones.
+    """
+    refuse_unknown_options(request, ())
+    planner = planner.asking(backends=request.backends or (ALL,))
+    device = planner.machine.device
+    defaults = [{"seq_len": LENGTH[device], "dtype": dtype} for dtype in DTYPES[device]]
+    workloads = planner.workload_requests(defaults)
+    return planner.compare(workloads, planner.implementations(IMPLEMENTATIONS))

@@ -1,0 +1,228 @@
+"""Suite `backends`: which dense kernel and which dtype this device wants, from its own times."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dilabench.compare.within import compare_within
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.record import KernelUse, Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import BarPlot, Bars, Section
+from dilabench.report.rows import YARDSTICK, location, pattern_text
+from dilabench.report.summary import device_text
+from dilabench.request import RunRequest
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Code
+from dilabench.stats.samples.interval import Interval
+from dilabench.suites.planner import Planner
+from dilabench.units import format_count
+
+NS_PER_MS = 1e6
+# Beside one that is hardly faster, bfloat16 is wanted for its range (no loss scaling).
+WIDE_RANGE = "bfloat16"
+HARDLY = 1.03
+MAX_KERNEL_NAME = 60
+OPERATOR = "aten::"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The backends of one implementation on one workload, fastest first.
+
+    `ratios` are times against the fastest one's; `tied` names those of which nobody can say that they are slower.
+    """
+
+    rows: tuple[Row, ...]
+    ratios: tuple[float, ...]
+    tied: frozenset[str]
+
+    @property
+    def best(self) -> Row:
+        """The fastest row."""
+        return self.rows[0]
+
+    @property
+    def best_ns(self) -> float:
+        """Its median."""
+        found = location(self.best)
+        assert found is not None
+        return found.median_ns
+
+    def order_text(self) -> str:
+        """'flash3, sdpa-cudnn (1.02x, tied), math (31x)': times as multiples of the fastest one's."""
+        texts = [str(self.best.case.backend)]
+        for row, ratio in zip(self.rows[1:], self.ratios[1:], strict=True):
+            tied = ", tied" if row.case.backend in self.tied else ""
+            texts.append(f"{row.case.backend} ({figures.ratio(ratio)}{tied})")
+        return ", ".join(texts)
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """The recommendation, then the kernels that ran; nothing where no row with a backend was measured."""
+    standings = standings_of(record)
+    if not standings:
+        return ()
+    return (_recommendation(record, standings), _kernels(standings))
+
+
+def standings_of(record: RunRecord) -> tuple[Standing, ...]:
+    """One standing per workload and implementation that ran over backends, in the order of the record."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in record.rows:
+        if row.case.backend is not None and isinstance(row.outcome, Measured) and location(row):
+            key = (row.case.group_id, row.case.implementation, row.case.optimizations.model_dump_json())
+            groups.setdefault(key, []).append(row)
+    return tuple(_standing(record, rows) for rows in groups.values())
+
+
+def _standing(record: RunRecord, rows: Sequence[Row]) -> Standing:
+    medians = {row.case.case_id: found.median_ns for row in rows if (found := location(row))}
+    ordered = sorted(rows, key=lambda row: medians[row.case.case_id])
+    best = ordered[0].case
+    ids = set(medians)
+    comparison = compare_within(
+        [record],
+        policy=Policy.for_device(record.device),
+        by="backend",
+        base=best.backend,
+        select=lambda case: case.case_id in ids,
+    )
+    slower = {cell.candidate.backend for cell in comparison.cells if cell.verdict.code is Code.SLOWER}
+    return Standing(
+        rows=tuple(ordered),
+        ratios=tuple(medians[row.case.case_id] / medians[best.case_id] for row in ordered),
+        tied=frozenset(str(row.case.backend) for row in ordered[1:] if row.case.backend not in slower),
+    )
+
+
+def _recommendation(record: RunRecord, standings: Sequence[Standing]) -> Section:
+    subjects: dict[str, list[Standing]] = {}
+    for standing in standings:
+        subjects.setdefault(_subject(standing.best), []).append(standing)
+    claims, table = [], []
+    for subject, found in subjects.items():
+        chosen = recommended(found)
+        claims.append(f"{subject}: {chosen.best.case.backend} in {chosen.best.case.workload.dtype}")
+        for standing in found:
+            mark = "*" if standing is chosen and len(found) > 1 else ""
+            dtype = f"{standing.best.case.workload.dtype}{mark}"
+            best = figures.latency(standing.best_ns)
+            table.append((subject, dtype, best, standing.order_text(), _auto_text(record, standing)))
+    several = any(len(found) > 1 for found in subjects.values())
+    star = f" (* the dtype to use: the fastest, or {WIDE_RANGE} within 3 % of it)" if several else ""
+    return Section(
+        title="Recommendation for this device",
+        sentence=f"Measured on {device_text(record)}: {'; '.join(claims)}{star}.",
+        columns=("attention", "dtype", "best", "backends, fastest first", "auto"),
+        rows=tuple(table),
+        numeric=frozenset({"best"}),
+        plots=(_plot(standings),),
+    )
+
+
+def recommended(standings: Sequence[Standing]) -> Standing:
+    """Of one subject in several dtypes: the fastest, or bfloat16 where it is hardly slower."""
+    fastest = min(standings, key=lambda one: one.best_ns)
+    wide = [
+        one
+        for one in standings
+        if one.best.case.workload.dtype == WIDE_RANGE and one.best_ns <= HARDLY * fastest.best_ns
+    ]
+    return next(iter(wide), fastest)
+
+
+def _subject(row: Row) -> str:
+    """What is computed, without the dtype: 'dense, 4x8K, both'."""
+    workload = row.case.workload
+    mode = "" if workload.mode == "forward" else f", {workload.mode}"
+    shape = f"{workload.batch_size}x{format_count(workload.seq_len)}"
+    name = row.case.implementation
+    pattern = "" if name == workload.pattern.kind else f" on {pattern_text(workload.pattern)}"
+    return f"{name}{pattern}, {shape}{mode}"
+
+
+def _auto_text(record: RunRecord, standing: Standing) -> str:
+    """What `auto` stands for among these backends, and what that costs."""
+    machine = Machine(device="cuda" if record.device.startswith("cuda") else "cpu", gpus=record.environment.gpus)
+    preference = Planner(Catalogue(), machine, RunRequest(suite=record.suite)).preference()
+    names = [str(row.case.backend) for row in standing.rows]
+    choice = next((name for name in preference if name in names), None)
+    if choice is None:
+        return "none of these"
+    if choice == names[0] or choice in standing.tied:
+        return f"{choice}: right"
+    return f"{choice}: {figures.ratio(standing.ratios[names.index(choice)])} the time of {names[0]}"
+
+
+def _kernels(standings: Sequence[Standing]) -> Section:
+    rows = [row for standing in standings for row in standing.rows]
+    columns = ("implementation", "backend", "dtype", "longest kernel", "share of time", "launches", "kernels in all")
+    return Section(
+        title="Kernels that really ran",
+        sentence="From the profile of one call per row: what a backend's name stood for on this device.",
+        columns=columns,
+        rows=tuple(tuple(_kernel_row(row)) for row in rows),
+        numeric=frozenset(columns[4:]),
+    )
+
+
+def _kernel_row(row: Row) -> Iterator[str]:
+    assert isinstance(row.outcome, Measured)
+    kernels = row.outcome.kernels
+    yield row.case.implementation
+    yield str(row.case.backend)
+    yield row.case.workload.dtype
+    if not kernels:
+        yield from (figures.ABSENT,) * 4
+        return
+    # On a CPU the profile also names what only wraps operators.
+    operators = [use for use in kernels if use.name.startswith(OPERATOR)] or list(kernels)
+    longest = max(operators, key=lambda use: use.duration_ns)
+    total = sum(use.duration_ns for use in kernels)
+    yield short_name(longest)
+    yield f"{longest.duration_ns / total:.0%}" if total else figures.ABSENT
+    yield str(longest.count)
+    yield str(sum(use.count for use in kernels))
+
+
+def short_name(kernel: KernelUse) -> str:
+    """A kernel's name without its arguments, cut to what a table can hold."""
+    name = kernel.name.removeprefix("void ").removeprefix(OPERATOR).partition("(")[0]
+    return name if len(name) <= MAX_KERNEL_NAME else f"{name[: MAX_KERNEL_NAME - 1]}…"
+
+
+def _plot(standings: Sequence[Standing]) -> BarPlot:
+    """Latency by backend; a group of bars per workload and implementation."""
+    names = list(dict.fromkeys(str(row.case.backend) for standing in standings for row in standing.rows))
+    categories = [f"{_short_subject(standing.best)} {standing.best.case.workload.dtype}" for standing in standings]
+    bars = []
+    for name in names:
+        found = [_at(standing, name) for standing in standings]
+        bars.append(
+            Bars(
+                label=name,
+                values=tuple(None if one is None else one[0] / NS_PER_MS for one in found),
+                low=tuple(one[1].low / NS_PER_MS if one and one[1] else None for one in found),
+                high=tuple(one[1].high / NS_PER_MS if one and one[1] else None for one in found),
+            )
+        )
+    return BarPlot(
+        name="backends",
+        title="Latency of one call by backend, with 95 % intervals",
+        value_label="latency (ms)",
+        categories=tuple(categories),
+        bars=tuple(bars),
+        log=True,
+    )
+
+
+def _short_subject(row: Row) -> str:
+    return row.case.implementation if row.planned.labels.get("role") != YARDSTICK else "dense"
+
+
+def _at(standing: Standing, backend: str) -> tuple[float, Interval | None] | None:
+    for row in standing.rows:
+        if row.case.backend == backend and (found := location(row)):
+            return found.median_ns, found.interval
+    return None

@@ -1,0 +1,1 @@
+"""Suite `billion`: 2^30 tokens, really computed."""

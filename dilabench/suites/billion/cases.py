@@ -1,0 +1,142 @@
+"""Suite `billion`: 2^30 tokens on what is there, really computed: resident on one device or over ranks where they fit,
+else streamed in pieces."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dilabench.errors import ConfigError, unknown_name
+from dilabench.plugins.descriptors import Implementation
+from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.record import PlannedCase
+from dilabench.request import RunRequest
+from dilabench.suites.measured_alone import alone_labels
+from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.ring.cases import ranks_here
+from dilabench.suites.room import rank_memory_bytes
+from dilabench.units import format_count, parse_count
+from dilabench.workload.cuts import cut_length, why_uncut
+from dilabench.workload.spec import WorkloadRequest
+
+BILLION = 2**30
+OPTIONS = ("tokens", "form", "memory_limit")
+IMPLEMENTATIONS = {"cuda": ("fused", "fused-sharded"), "cpu": ("strided", "ring-allgather")}
+# One head of 64 is what four H200 hold at once (kernels.md §6).
+SHAPE = {"batch_size": 1, "num_heads": 1, "head_dim": 64}
+AUTO = "auto"
+# Of a host's memory others use a part, of a GPU's only the context and the communicators.
+RESIDENT_SHARE = {"cuda": 0.95, "cpu": 0.5}
+PIECE_SHARE = 0.25
+# Long enough to fill a device, short enough that a piece lasts seconds at most.
+LONGEST_PIECE = {"cuda": 2**25, "cpu": 2**17}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be computed: so many tokens of a workload, within so much memory.
+
+    implementation: the one asked for; None leaves it to the form.
+    """
+
+    planner: Planner
+    implementation: Implementation | None
+    asked: WorkloadRequest
+    tokens: int
+    memory_limit_bytes: int | None
+
+    @property
+    def device(self) -> str:
+        """The kind of device: 'cpu' or 'cuda'."""
+        return self.planner.machine.device
+
+    def plan(self, length: int, form: str, ranks: int = 1, **changes: int) -> tuple[PlannedCase, ...]:
+        """The case at a length; its labels say the form and which part of a billion it is."""
+        part = f"{format_count(self.tokens)} tokens, {self.tokens / BILLION:.3g} of 2^30"
+        labels = alone_labels(self.memory_limit_bytes, form=form, part=part)
+        asked = self.asked.model_copy(update={"seq_len": length})
+        single, over_ranks = IMPLEMENTATIONS[self.device]
+        default = self.planner.catalogue.implementations.get(over_ranks if ranks > 1 else single)
+        return self.planner.asking(nproc=ranks).plan(self.implementation or default, asked, labels, **changes)
+
+    def fits(self, length: int, share: float, ranks: int = 1) -> bool:
+        """Whether every backend's plan at this length takes at most a share of a rank's memory.
+
+        Without a formula it does not.
+        """
+        capacity = self.memory_limit_bytes or rank_memory_bytes(self.planner.machine, ranks) or 0
+        plans = [plan_per_rank(one.case, self.device) for one in self.plan(length, "", ranks)]
+        return all(plan is not None and plan.peak_bytes <= share * capacity for plan in plans)
+
+
+Form = Callable[[Order], tuple[PlannedCase, ...]]
+
+
+def resident(order: Order) -> tuple[PlannedCase, ...]:
+    """All tokens as one sequence in the memory of one device."""
+    return order.plan(order.tokens, "resident: one sequence in memory")
+
+
+def over_ranks(order: Order) -> tuple[PlannedCase, ...]:
+    """All tokens as one sequence in the memories of several devices, a part of it in each."""
+    ranks = _ranks(order.planner)
+    return order.plan(order.tokens, f"resident over {ranks} ranks: one sequence", ranks)
+
+
+def streamed(order: Order) -> tuple[PlannedCase, ...]:
+    """Pieces of whole segments, one after another, each a sequence of its own: tokens processed, never one sequence."""
+    whole = order.asked.model_copy(update={"seq_len": order.tokens}).resolve(order.planner.machine.auto_dtype)
+    cut = cut_length(whole)
+    if cut is None:
+        length = order.tokens
+        return tuple(one.model_copy(update={"skip": why_uncut(whole)}) for one in order.plan(length, "streamed"))
+    length = cut
+    longest = min(order.tokens, max(cut, LONGEST_PIECE[order.device]))
+    while 2 * length <= longest and order.fits(2 * length, PIECE_SHARE):
+        length *= 2
+    return order.plan(length, f"streamed, {format_count(order.tokens)} tokens processed", stream_tokens=order.tokens)
+
+
+FORMS: Mapping[str, Form] = {"resident": resident, "ranks": over_ranks, "streamed": streamed}
+ON_ONE_DEVICE = ("resident", "streamed")
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """One row per implementation, in the form asked for or the first that fits."""
+    refuse_unknown_options(request, OPTIONS)
+    tokens = parse_count(request.options.get("tokens", BILLION), "tokens")
+    name = str(request.options.get("form", AUTO))
+    if name not in {AUTO, *FORMS}:
+        raise unknown_name("form", name, [AUTO, *FORMS])
+    if name in ON_ONE_DEVICE and request.nproc > 1:
+        raise ConfigError(
+            f"form {name!r} is for one device, but --nproc {request.nproc} asks for ranks; use --form ranks or auto, "
+            "or leave --nproc out"
+        )
+    limit = request.options.get("memory_limit")
+    planned: list[PlannedCase] = []
+    for asked in planner.workload_requests([SHAPE]):
+        for implementation in planner.implementations(()) or (None,):
+            order = Order(
+                planner=planner,
+                implementation=implementation,
+                asked=asked,
+                tokens=tokens,
+                memory_limit_bytes=None if limit is None else parse_count(limit, "memory_limit"),
+            )
+            planned += _first_that_fits(order) if name == AUTO else FORMS[name](order)
+    return tuple(planned)
+
+
+def _first_that_fits(order: Order) -> tuple[PlannedCase, ...]:
+    """One sequence on one device, else over ranks, else a stream; with `--nproc` over ranks, else a stream."""
+    planner, share = order.planner, RESIDENT_SHARE[order.device]
+    if planner.request.nproc == 1 and order.fits(order.tokens, share):
+        return resident(order)
+    several_gpus = order.device == "cuda" and len(planner.machine.gpus) > 1
+    if (planner.request.nproc > 1 or several_gpus) and order.fits(order.tokens, share, _ranks(planner)):
+        return over_ranks(order)
+    return streamed(order)
+
+
+def _ranks(planner: Planner) -> int:
+    """As many as were asked for, else one per GPU."""
+    return planner.request.nproc if planner.request.nproc > 1 else ranks_here(planner)

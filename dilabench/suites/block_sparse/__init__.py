@@ -1,0 +1,1 @@
+"""Suite `block-sparse`: time and memory against density."""

@@ -1,0 +1,47 @@
+"""Suite `block-sparse`: do time and memory fall with the share of blocks computed, and where does that begin to pay?"""
+
+from dilabench.record import PlannedCase
+from dilabench.request import RunRequest
+from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
+from dilabench.workload.spec import WorkloadRequest
+
+IMPLEMENTATIONS = ("dense", "block-sparse", "block-sparse-flex", "block-sparse-flash4", "block-sparse-ring")
+SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.98)
+BLOCK_SIZES = {"cpu": (128,), "cuda": (64, 128, 256)}
+SHAPE = {
+    "cpu": {"batch_size": 1, "seq_len": 8192, "num_heads": 4, "head_dim": 64},
+    "cuda": {"batch_size": 1, "seq_len": 32768, "num_heads": 16, "head_dim": 128},
+}
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Every sparsity and block size of one shape, with full attention through a flash kernel as the yardstick.
+
+    A sparsity, block size or mask file that is named is the only one. Shapes with branches get the mask laid over each
+    branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
+    """
+    refuse_unknown_options(request, ())
+    device = planner.machine.device
+    implementations = planner.implementations(IMPLEMENTATIONS)
+    cases: list[PlannedCase] = []
+    for base in planner.workload_requests([SHAPE[device]]):
+        masked = base.model_copy(update={"pattern": "block_sparse"})
+        for implementation in implementations:
+            on_one = implementation.supports.max_world_size == 1
+            there = planner.asking(nproc=1) if on_one else planner
+            if implementation.supports.patterns == {"dense"}:
+                cases += there.plan(implementation, as_dense(base), {"role": "yardstick"})
+                continue
+            for point in _points(masked, BLOCK_SIZES[device]):
+                cases += there.plan(implementation, point)
+    return tuple(cases)
+
+
+def _points(base: WorkloadRequest, block_sizes: tuple[int, ...]) -> list[WorkloadRequest]:
+    """The request with every block size and sparsity that it does not name itself."""
+    named = base.model_fields_set
+    sizes = (base.block_size,) if "block_size" in named or base.mask_file else block_sizes
+    sparsities = (base.sparsity,) if "sparsity" in named or base.mask_file else SPARSITIES
+    return [
+        base.model_copy(update={"block_size": size, "sparsity": sparsity}) for size in sizes for sparsity in sparsities
+    ]

@@ -1,0 +1,161 @@
+"""Suite `block-sparse`: time against the share of blocks computed, and the density below which skipping blocks pays."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Curve, CurvePlot, Point, Section
+from dilabench.report.rows import YARDSTICK, location
+from dilabench.stats.samples.derive import tflops_per_second
+from dilabench.units import format_bytes
+from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.workload.work import flops, sparsity_of
+
+COLUMNS = ("implementation", "block", "sparsity", "reached", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A measured row at one density, the share of visible blocks that is computed.
+
+    `dense_ns` is the fastest yardstick of its shape, None where there is none.
+    """
+
+    row: Row
+    density: float
+    median_ns: float
+    dense_ns: float | None
+
+    @property
+    def pattern(self) -> BlockSparsePattern:
+        """The row's pattern."""
+        pattern = self.row.case.workload.pattern
+        assert isinstance(pattern, BlockSparsePattern)
+        return pattern
+
+    @property
+    def speedup(self) -> float | None:
+        """Dense time / this time."""
+        return None if self.dense_ns is None else self.dense_ns / self.median_ns
+
+    @property
+    def who(self) -> str:
+        """The implementation, with its ranks where it has several."""
+        case = self.row.case
+        return case.implementation if case.world_size == 1 else f"{case.implementation} on {case.world_size} ranks"
+
+    @property
+    def name(self) -> str:
+        """What a curve is called: implementation and block size."""
+        return f"{self.who} block {self.pattern.block_size}"
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """One section per shape: the figures per density, and the break-even density of each implementation."""
+    shapes: dict[str, list[Step]] = {}
+    for step in steps_of(record):
+        shapes.setdefault(step.row.case.workload.label() + step.row.case.workload.mode, []).append(step)
+    return tuple(_section(steps) for steps in shapes.values())
+
+
+def steps_of(record: RunRecord) -> tuple[Step, ...]:
+    """Every measured block-sparse row, in the order of the record."""
+    dense: dict[str, float] = {}
+    for row in record.rows:
+        found = location(row)
+        if found and row.planned.labels.get("role") == YARDSTICK:
+            dense[_shape(row)] = min(found.median_ns, dense.get(_shape(row), found.median_ns))
+    sparsity: dict[Workload, float] = {}
+    steps: list[Step] = []
+    for row in record.rows:
+        workload = row.case.workload.replace(mode="forward")
+        if not isinstance(workload.pattern, BlockSparsePattern) or (found := location(row)) is None:
+            continue
+        if workload not in sparsity:
+            # A mask is made, or read from its file, once.
+            sparsity[workload] = sparsity_of(workload)
+        dense_ns = dense.get(_shape(row))
+        steps.append(Step(row=row, density=1 - sparsity[workload], median_ns=found.median_ns, dense_ns=dense_ns))
+    return tuple(steps)
+
+
+def break_even(points: Sequence[tuple[float, float]]) -> float | None:
+    """The density at which the speed-up is 1, on a line between the measured points beside it.
+
+    `points`: (density, speed-up). None where no two neighbours lie on different sides of 1. Times are about linear in
+    density, so the line is drawn through 1 / speed-up.
+    """
+    for (low, fast), (high, slow) in pairwise(sorted(points)):
+        if fast >= 1 > slow:
+            share = (1 - 1 / fast) / (1 / slow - 1 / fast)
+            return low + share * (high - low)
+    return None
+
+
+def _shape(row: Row) -> str:
+    """Equal for rows that differ only in their pattern, or in the ranks that they run on."""
+    dense = row.case.workload.replace(pattern={"kind": "dense"})
+    return row.case.model_copy(update={"workload": dense, "world_size": 1}).group_id
+
+
+def _section(steps: Sequence[Step]) -> Section:
+    workload = steps[0].row.case.workload
+    curves: dict[str, list[Step]] = {}
+    for step in steps:
+        curves.setdefault(step.name, []).append(step)
+    return Section(
+        title=f"Block-sparse {workload.mode}, {workload.label()}",
+        sentence=" ".join(_verdict(name, members) for name, members in curves.items()),
+        columns=COLUMNS,
+        rows=tuple(_figures(step) for step in steps),
+        numeric=frozenset(COLUMNS[1:]),
+        plots=tuple(_plots(curves)),
+    )
+
+
+def _verdict(name: str, steps: Sequence[Step]) -> str:
+    points = [(step.density, step.speedup) for step in steps if step.speedup is not None]
+    if not points:
+        return f"{name}: no dense row was measured to compare with."
+    even = break_even(points)
+    if even is not None:
+        return f"{name} breaks even with dense attention at a density of about {even:.0%}."
+    densest, speedup = max(points)
+    if speedup >= 1:
+        return f"{name} beats dense attention at every density measured, up to {densest:.0%}."
+    return f"{name} is slower than dense attention at every density measured, down to {min(points)[0]:.0%}."
+
+
+def _figures(step: Step) -> tuple[str, ...]:
+    outcome = step.row.outcome
+    assert isinstance(outcome, Measured)
+    rate = tflops_per_second(flops(step.row.case.workload), step.median_ns)
+    return (
+        step.who,
+        str(step.pattern.block_size),
+        f"{step.pattern.sparsity:.1%}" if step.pattern.mask != "custom" else "from file",
+        f"{1 - step.density:.1%}",
+        figures.latency(step.median_ns),
+        figures.ABSENT if step.dense_ns is None else f"{step.median_ns / step.dense_ns:.1%}",
+        figures.ABSENT if step.speedup is None else figures.ratio(step.speedup),
+        figures.significant(rate, 3),
+        format_bytes(outcome.memory.peak_bytes) if outcome.memory else figures.ABSENT,
+    )
+
+
+def _plots(curves: dict[str, list[Step]]) -> Iterable[CurvePlot]:
+    drawn = [
+        Curve(label=name, points=tuple(Point(100 * step.density, step.speedup) for step in by_density if step.speedup))
+        for name, steps in curves.items()
+        if len(by_density := sorted(steps, key=lambda step: step.density)) > 1
+    ]
+    if any(curve.points for curve in drawn):
+        yield CurvePlot(
+            name="density",
+            title="Speed-up over dense attention",
+            y_label="dense time / time",
+            x_label="visible blocks computed (%)",
+            curves=tuple(curve for curve in drawn if curve.points),
+        )

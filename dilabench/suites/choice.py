@@ -1,0 +1,153 @@
+"""Which implementation and backend is fastest for a workload, as measured: what `-i auto` means.
+
+`dilabench tune` writes a file of measured cells for this machine (GPU, torch, Triton and kernel sources in its name);
+the package ships one for each GPU that it was tuned on. Without any, a rule that held everywhere we measured decides.
+"""
+
+import hashlib
+import importlib.metadata
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Catalogue
+from dilabench.record import Case
+from dilabench.workload.spec import Model, Workload
+from dilabench.workload.work import attended_pairs
+
+CACHE_VARIABLE = "DILABENCH_CACHE"
+PACKAGE = Path(__file__).parents[1]
+SHIPPED = PACKAGE / "tuned"
+KERNELS = PACKAGE / "kernels"
+
+# Best first where nothing was measured.
+RULE = {"dilated": ("fused", "strided"), "dense": ("dense",), "block_sparse": ("block-sparse",)}
+
+
+class TunedCell(Model):
+    """The fastest verified row of one workload, and how far ahead of the next it was."""
+
+    workload: Workload
+    implementation: str
+    backend: str | None = None
+    median_ns: int
+    runner_up: str | None = None
+    runner_up_ns: int | None = None
+
+
+class TuneFile(Model):
+    """What was measured on one kind of machine."""
+
+    schema_version: str = "1.0"
+    device: str
+    packages: dict[str, str] = Field(default_factory=dict)
+    run_id: str | None = None
+    cells: tuple[TunedCell, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An implementation and backend, and what the choice rests on: 'tuned', 'shipped' or 'rule'."""
+
+    implementation: str
+    backend: str | None
+    source: str
+
+
+def choose(catalogue: Catalogue, machine: Machine, workload: Workload) -> Choice:
+    """The fastest known for the workload that can run here; measured on the nearest cell that is alike.
+
+    Raises ConfigError when nothing can compute it on this machine.
+    """
+    for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
+        for cell in _alike(read_tune_file(path), workload):
+            if _usable(catalogue, machine, cell.implementation, cell.backend, workload):
+                return Choice(cell.implementation, cell.backend, source)
+    for name in RULE[workload.pattern.kind]:
+        if name in catalogue.implementations and _usable(catalogue, machine, name, None, workload):
+            return Choice(name, None, "rule")
+    raise ConfigError(f"nothing here can compute {workload.label()}; `dilabench list --why` says why")
+
+
+def _usable(catalogue: Catalogue, machine: Machine, name: str, backend: str | None, workload: Workload) -> bool:
+    if name not in catalogue.implementations or (backend is not None and backend not in catalogue.backends):
+        return False
+    return not catalogue.reasons_against(Case(implementation=name, backend=backend, workload=workload), machine)
+
+
+def _alike(file: TuneFile | None, workload: Workload) -> Iterator[TunedCell]:
+    """Cells of the same kind of work, the nearest in size first."""
+    if file is None:
+        return iter(())
+    cells = [cell for cell in file.cells if _kind(cell.workload) == _kind(workload)]
+    return iter(sorted(cells, key=lambda cell: _distance(cell.workload, workload)))
+
+
+def _kind(workload: Workload) -> tuple[object, ...]:
+    forward_only = workload.mode == "forward"
+    return workload.pattern.kind, workload.causal, forward_only, workload.head_dim, workload.dtype
+
+
+def _distance(a: Workload, b: Workload) -> float:
+    """How many doublings apart two workloads are, in tokens x heads and in keys per query."""
+    sizes = ((one.tokens * one.num_heads, attended_pairs(one) / (one.tokens * one.num_heads)) for one in (a, b))
+    return sum(abs(math.log2(max(x, 1e-9) / max(y, 1e-9))) for x, y in zip(*sizes, strict=True))
+
+
+def read_tune_file(path: Path) -> TuneFile | None:
+    """The file, or None when there is none. Raises ConfigError when it cannot be understood."""
+    try:
+        return TuneFile.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"tune file {str(path)!r} cannot be read ({error}); delete it and tune again") from None
+
+
+def shipped_path(machine: Machine) -> Path:
+    """Where the package's own measurements for this kind of device would be."""
+    return SHIPPED / f"{_slug(device_name(machine))}.json"
+
+
+def tune_path(machine: Machine) -> Path:
+    """This machine's file: another GPU, torch, Triton or kernel source means another file."""
+    base = os.environ.get(CACHE_VARIABLE)
+    folder = Path(base) if base else Path.home() / ".cache" / "dilabench"
+    versions = [f"{name}{version}" for name, version in package_versions().items()]
+    parts = [_slug(device_name(machine)), f"sm{machine.compute_capability}", *versions, kernel_hash()]
+    return folder / "tune" / ("-".join(parts) + ".json")
+
+
+def device_name(machine: Machine) -> str:
+    """The GPU's name, or 'cpu'."""
+    return machine.gpus[0].name if machine.device == "cuda" else "cpu"
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages whose kernels are compared."""
+    found = {}
+    for name in ("torch", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def kernel_hash() -> str:
+    """Eight hex digits over the sources of our kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(KERNELS.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -1,0 +1,1 @@
+"""Suite `distributed`: scaling over ranks."""

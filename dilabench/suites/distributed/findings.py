@@ -1,0 +1,227 @@
+"""Suite `distributed`: which implementation wins at which length, and how each scales with the number of ranks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Curve, CurvePlot, Point, Section
+from dilabench.stats.samples.derive import speedup, tflops_per_second, tokens_per_second
+from dilabench.suites.findings.beside_one_device import Comparison, comparisons, median_ns
+from dilabench.suites.findings.crossings import crossover_section
+from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
+from dilabench.suites.ring import findings as parallel
+from dilabench.suites.ring.findings import namer, section, workload_text
+from dilabench.units import format_bytes, format_count
+from dilabench.workload.work import flops
+
+MIB = 2**20
+WINNERS = ("workload", "ranks", "fastest", "total", "tok/s", "next", "peak per rank", "least memory")
+STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
+WEAK_MEANING = (
+    "Weak scaling: as many tokens on each rank. Longer sequences are more work per token wherever attention reaches "
+    "across ranks, so the efficiency is useful FLOP/s per rank against those of one device at its own length."
+)
+MEMORY_MEANING = "Peak memory of the rank that needs most, in one call."
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """What suite `ring` says, the winner per length, crossovers, strong and weak scaling, memory; else nothing."""
+    found = comparisons(record)
+    if not found:
+        return ()
+    name = namer(found)
+    return (
+        *parallel.analyse(record),
+        _winners(found, name),
+        *_crossovers(record),
+        *_scaling("Strong scaling", STRONG_MEANING, _strong(found, name), _speedup_text, _speedup_plot),
+        *_scaling("Weak scaling", WEAK_MEANING, _weak(found, name), _rate_text, _rate_plot),
+        *_scaling("Memory over ranks", MEMORY_MEANING, _strong(found, name), _peak_text, _peak_plot),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scaling:
+    """One implementation over ranks, beside the single device that it starts from."""
+
+    workload: str
+    implementation: str
+    single: Row
+    by_ranks: Mapping[int, Row]
+
+
+def _winners(found: Sequence[Comparison], name: Callable[[Row], str]) -> Section:
+    """The fastest per workload and number of ranks."""
+    cells: dict[tuple[str, int], list[Row]] = {}
+    for one in found:
+        cells.setdefault((workload_text(one.row), one.row.case.world_size), []).append(one.row)
+    most = max(ranks for _, ranks in cells)
+    wins = [
+        f"{name(min(rows, key=median_ns))} at {format_count(rows[0].case.workload.seq_len)} "
+        f"({rows[0].case.workload.pattern.kind})"
+        for (_, ranks), rows in cells.items()
+        if ranks == most
+    ]
+    sentence = f"Fastest on {most} ranks: {', '.join(wins)}."
+    rows = (_winner(text, ranks, rows, name) for (text, ranks), rows in cells.items())
+    return section("Fastest at each length", sentence, WINNERS, rows)
+
+
+def _winner(workload: str, ranks: int, rows: Sequence[Row], name: Callable[[Row], str]) -> Iterator[str]:
+    best, *others = sorted(rows, key=median_ns)
+    weighed = [(peak, name(row)) for row in rows if (peak := _peak(row)) is not None]
+    yield from (workload, str(ranks), name(best), figures.latency(median_ns(best)))
+    yield figures.decimal(tokens_per_second(best.case.workload.tokens, median_ns(best)))
+    lead = f"{name(others[0])}, {figures.ratio(speedup(median_ns(others[0]), median_ns(best)))}" if others else ""
+    yield lead or figures.ABSENT
+    yield _peak_text(best, best)
+    yield f"{min(weighed)[1]}, {format_bytes(min(weighed)[0])}" if weighed else figures.ABSENT
+
+
+def _crossovers(record: RunRecord) -> Iterator[Section]:
+    """Of the implementations on each number of ranks."""
+    for ranks in sorted({row.case.world_size for row in record.rows} - {1}):
+        rows = tuple(row for row in record.rows if row.case.world_size == ranks)
+        crossings = crossover_section(series_of(record.model_copy(update={"rows": rows})))
+        if crossings is not None:
+            yield replace(crossings, title=f"{crossings.title} on {ranks} ranks")
+
+
+def _strong(found: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scaling]:
+    """The same workload on one device and on ranks."""
+    groups: dict[tuple[str, str], list[Comparison]] = {}
+    for one in found:
+        groups.setdefault((workload_text(one.row), name(one.row)), []).append(one)
+    return [
+        _Scaling(
+            workload=workload,
+            implementation=implementation,
+            single=members[0].single_row,
+            by_ranks={one.row.case.world_size: one.row for one in members},
+        )
+        for (workload, implementation), members in groups.items()
+    ]
+
+
+def _weak(found: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scaling]:
+    """Workloads that differ in length alone, with as many tokens per rank as one device was measured with."""
+    singles = {(_shape(one.single_row), one.single_row.case.workload.seq_len): one.single_row for one in found}
+    groups: dict[tuple[str, int, str], dict[int, Row]] = {}
+    for one in found:
+        length, rest = divmod(one.row.case.workload.seq_len, one.row.case.world_size)
+        if not rest and (_shape(one.row), length) in singles:
+            key = _shape(one.row), length, name(one.row)
+            groups.setdefault(key, {})[one.row.case.world_size] = one.row
+    return [
+        _Scaling(
+            workload=f"{workload_text(singles[shape, length])} per rank",
+            implementation=implementation,
+            single=singles[shape, length],
+            by_ranks=rows,
+        )
+        for (shape, length, implementation), rows in groups.items()
+    ]
+
+
+def _shape(row: Row) -> str:
+    """Equal for rows that differ in length alone."""
+    takes = row.planned.labels.get("takes", "heads")
+    return row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE) + takes
+
+
+Text = Callable[[Row, Row], str]
+
+
+def _scaling(
+    title: str,
+    sentence: str,
+    scalings: Sequence[_Scaling],
+    text: Text,
+    plot: Callable[[str, Sequence[_Scaling]], CurvePlot],
+) -> Iterator[Section]:
+    """A line per workload and implementation, a column per number of ranks, a plot per workload."""
+    if not scalings:
+        return
+    counts = sorted({ranks for one in scalings for ranks in one.by_ranks})
+    columns = ("workload", "implementation", "1 device", *(f"{ranks} ranks" for ranks in counts))
+    rows = (
+        (
+            one.workload,
+            one.implementation,
+            text(one.single, one.single),
+            *(text(one.by_ranks[n], one.single) if n in one.by_ranks else figures.ABSENT for n in counts),
+        )
+        for one in scalings
+    )
+    by_workload: dict[str, list[_Scaling]] = {}
+    for one in scalings:
+        by_workload.setdefault(one.workload, []).append(one)
+    name = title.lower().replace(" ", "-")
+    plots = (
+        replace(plot(workload, several), name=f"{name}-{index}")
+        for index, (workload, several) in enumerate(by_workload.items(), 1)
+    )
+    drawn = tuple(one for one in plots if max(len(curve.points) for curve in one.curves) > 1)
+    yield replace(section(title, sentence, columns, rows), plots=drawn)
+
+
+def _speedup_text(row: Row, single: Row) -> str:
+    time = figures.latency(median_ns(row))
+    if row is single:
+        return time
+    gain = speedup(median_ns(single), median_ns(row))
+    return f"{time} ({figures.ratio(gain)}, {gain / row.case.world_size:.0%})"
+
+
+def _speedup_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
+    most = max(ranks for one in several for ranks in one.by_ranks)
+    ideal = Curve(label="as many times one device", points=(Point(1, 1), Point(most, most)))
+    curves = _curves(several, lambda row, single: speedup(median_ns(single), median_ns(row)))
+    return _plot(f"Strong scaling: {workload}", "speed-up over one device", (*curves, ideal))
+
+
+def _rate(row: Row) -> float:
+    """Useful TFLOP/s per rank."""
+    return tflops_per_second(flops(row.case.workload), median_ns(row)) / row.case.world_size
+
+
+def _rate_text(row: Row, single: Row) -> str:
+    workload, time_ns = row.case.workload, median_ns(row)
+    texts = figures.latency(time_ns), f"{figures.decimal(tokens_per_second(workload.tokens, time_ns))} tok/s"
+    share = "" if row is single else f" ({_rate(row) / _rate(single):.0%})"
+    return f"{', '.join(texts)}{share}"
+
+
+def _rate_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
+    curves = _curves(several, lambda row, _: _rate(row))
+    return _plot(f"Weak scaling: {workload}", "useful TFLOP/s per rank", curves)
+
+
+def _peak(row: Row) -> int | None:
+    outcome = row.outcome
+    return outcome.memory.peak_bytes if isinstance(outcome, Measured) and outcome.memory else None
+
+
+def _peak_text(row: Row, _single: Row) -> str:
+    peak = _peak(row)
+    return figures.ABSENT if peak is None else format_bytes(peak)
+
+
+def _peak_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
+    curves = _curves(several, lambda row, _: (_peak(row) or 0) / MIB)
+    return _plot(f"Memory: {workload}", "peak memory per rank (MiB)", curves)
+
+
+def _curves(several: Sequence[_Scaling], value: Callable[[Row, Row], float]) -> tuple[Curve, ...]:
+    """A value over ranks per implementation, beginning at the single device; what was not measured is left out."""
+    curves = []
+    for one in several:
+        values = [(ranks, value(row, one.single)) for ranks, row in [(1, one.single), *sorted(one.by_ranks.items())]]
+        points = tuple(Point(ranks, found) for ranks, found in values if found)
+        curves.append(Curve(label=one.implementation, points=points))
+    return tuple(curves)
+
+
+def _plot(title: str, y_label: str, curves: tuple[Curve, ...]) -> CurvePlot:
+    return CurvePlot(name="", title=title, y_label=y_label, curves=curves, x_label="ranks")

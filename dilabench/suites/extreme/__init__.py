@@ -1,0 +1,1 @@
+"""Suite `extreme`: the longest sequence that runs."""

@@ -1,0 +1,213 @@
+"""Suite `extreme`: how long can a sequence get? Real runs, doubled until one does not fit, then bisected; on a GPU the
+formulas say where to look first."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import Case, Measured, PlannedCase, Row
+from dilabench.request import RunRequest
+from dilabench.suites.extreme.foresight import Foresight, between
+from dilabench.suites.measured_alone import alone_labels, did_not_fit
+from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
+from dilabench.suites.room import memory_bytes
+from dilabench.units import parse_count
+from dilabench.workload.cuts import cut_length, why_uncut
+from dilabench.workload.spec import WorkloadRequest
+
+OPTIONS = ("max_seq_length", "memory_limit", "gradient_checkpointing", "chunked", "offload")
+IMPLEMENTATIONS = ("dense", "gather", "strided", "fused")
+MODES = ("forward", "both")
+MAX_SEQ_LENGTH = 2**20
+LONGEST = 2**40
+FIRST_LENGTH = 2**13
+SHORTEST = 2**8
+# A search ends when the shortest length that did not fit is within this part of the longest that did.
+RESOLUTION = 32
+# What a process needs on a CPU is known less closely than on a GPU: a leap goes where plenty should be left.
+SHARE_ON_CPU = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to go further, with its label: fields of Optimizations that are switched on for a row."""
+
+    label: str
+    changes: dict[str, Any]
+    chunked: bool = False
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """The first length of every implementation, mode and way; the rest follows from how it ends."""
+    refuse_unknown_options(request, OPTIONS)
+    longest = _longest(request)
+    shape = {"batch_size": 1, "seq_len": min(FIRST_LENGTH, longest)}
+    planned: list[PlannedCase] = []
+    for asked in planner.workload_requests([shape]):
+        modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
+        for implementation in planner.implementations(IMPLEMENTATIONS):
+            for mode in modes:
+                for way in ways(request):
+                    first = _first_length(asked.model_copy(update={"mode": mode}), way, planner)
+                    planned += _probe(planner, implementation, first, way)
+    return tuple(planned)
+
+
+def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> WorkloadRequest:
+    """Chunks need a sequence that can be cut."""
+    workload = asked.model_copy(update={"seq_len": LONGEST}).resolve(planner.machine.auto_dtype)
+    cut = cut_length(workload) if way.chunked else None
+    return asked if cut is None else asked.model_copy(update={"seq_len": max(asked.seq_len, 2 * cut)})
+
+
+def ways(request: RunRequest) -> tuple[Way, ...]:
+    """As it is, and what was asked for besides; each is a row of its own."""
+    found = [Way(label="as it is", changes={})]
+    if request.options.get("gradient_checkpointing"):
+        found.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
+    if request.options.get("chunked"):
+        found.append(Way(label="chunked queries", changes={}, chunked=True))
+    if request.options.get("offload"):
+        found.append(Way(label="chunked queries, inputs on the host", changes={"offload_inputs": True}, chunked=True))
+    return tuple(found)
+
+
+def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """The next length of every search that is not over."""
+    planned: list[PlannedCase] = []
+    for search in searches(rows):
+        length = search.next_length(_longest(request))
+        if length is not None:
+            planned += search.at(_foreseen(search, length, planner, request), planner, request)
+    return tuple(planned)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The rows of one implementation, backend, mode and way."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def fitting(self) -> tuple[Row, ...]:
+        """Those that ran and were right."""
+        return tuple(row for row in self.rows if isinstance(row.outcome, Measured))
+
+    @property
+    def longest(self) -> int:
+        """The longest length that ran, 0 when none did."""
+        return max((row.case.workload.seq_len for row in self.fitting), default=0)
+
+    @property
+    def too_long(self) -> int | None:
+        """The shortest length for which memory ran out."""
+        return min((row.case.workload.seq_len for row in self.rows if did_not_fit(row)), default=None)
+
+    @property
+    def interrupted(self) -> Row | None:
+        """A row that ended in another way: wrong, out of time, not supported. The search stops there."""
+        return next((row for row in self.rows if row not in self.fitting and not did_not_fit(row)), None)
+
+    def next_length(self, longest_wanted: int) -> int | None:
+        """The next length to try, None when the search is over.
+
+        Lengths are doubled until one does not fit, and halved while none does; then the gap is halved, in steps of a
+        power of two that is `RESOLUTION` times smaller than the length.
+        """
+        low, high = self.longest, self.too_long
+        if self.interrupted is not None:
+            return None
+        if high is None:
+            return None if low >= longest_wanted else min(2 * low, longest_wanted)
+        if low == 0:
+            return high // 2 if high // 2 >= SHORTEST else None
+        return between(low, high, self.step(low))
+
+    @staticmethod
+    def step(length: int) -> int:
+        """The step of the bisection."""
+        return max(1, 1 << max(0, length.bit_length() - 1 - (RESOLUTION.bit_length() - 1)))
+
+    def at(self, length: int, planner: Planner, request: RunRequest) -> tuple[PlannedCase, ...]:
+        """The same case at another length."""
+        row = self.rows[0]
+        asked = row.planned.requested_workload
+        assert asked is not None
+        implementation = planner.catalogue.implementations.get(row.case.implementation)
+        way = next(way for way in ways(request) if way.label == row.planned.labels["way"])
+        planned = _probe(planner, implementation, asked.model_copy(update={"seq_len": length}), way)
+        return tuple(one for one in planned if one.case.backend == row.case.backend)
+
+
+def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
+    """The length to try instead, where formulas know better than doubling and halving."""
+    machine, longest = planner.machine, _longest(request)
+    limit = request.options.get("memory_limit")
+    available = memory_bytes(machine) if limit is None else parse_count(limit, "memory_limit")
+    if available is None or search.longest == 0:
+        return length
+    on_cpu = machine.device == "cpu"
+
+    def cases_at(tokens: int) -> list[Case]:
+        return [one.case for one in search.at(tokens, planner, request) if not one.skip]
+
+    foresight = Foresight(cases_at, machine, int(available * (SHARE_ON_CPU if on_cpu else 1)), search.step)
+    if on_cpu:
+        return length if search.too_long else foresight.leap(length, longest)
+    too_long = [row.case.workload.seq_len for row in search.rows if did_not_fit(row)]
+    if not foresight.agrees([row.case.workload.seq_len for row in search.fitting], too_long):
+        return length
+    return foresight.better(search.longest, search.too_long, longest, length)
+
+
+def searches(rows: Sequence[Row]) -> tuple[Search, ...]:
+    """The rows by search, the rows of this suite first.
+
+    A row of another suite that happens to be of the same case counts as well: a case runs once.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: "way" not in row.planned.labels):
+        key = _search_key(row.case)
+        if "way" in row.planned.labels or key in found:
+            found.setdefault(key, []).append(row)
+    return tuple(Search(tuple(members)) for members in found.values())
+
+
+def _search_key(case: Case) -> str:
+    workload = case.workload.model_dump_json(exclude={"seq_len"})
+    chunked = str(case.optimizations.query_chunk > 0)
+    return "|".join(
+        [case.model_dump_json(exclude={"workload": True, "optimizations": {"query_chunk"}}), workload, chunked]
+    )
+
+
+def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way) -> Iterator[PlannedCase]:
+    """The case of one length, measured alone; with a reason to skip it where the way does not go there."""
+    if implementation.supports.patterns == {"dense"}:
+        asked = as_dense(asked)
+    limit = planner.request.options.get("memory_limit")
+    labels = alone_labels(None if limit is None else parse_count(limit, "memory_limit"), way=way.label)
+    workload = asked.resolve(planner.machine.auto_dtype)
+    cut = cut_length(workload)
+    changes = {**way.changes, **({"query_chunk": cut or 0} if way.chunked else {})}
+    for one in planner.plan(implementation, asked, labels, **changes):
+        reason = _reason_against(one, implementation, way, planner.machine.device)
+        yield one if reason is None or one.skip else one.model_copy(update={"skip": reason})
+
+
+def _reason_against(one: PlannedCase, implementation: Implementation, way: Way, device: str) -> str | None:
+    workload = one.case.workload
+    if implementation.takes != "heads":
+        return f"extreme searches attention on heads; {implementation.name} takes {implementation.takes}"
+    if way.changes.get("gradient_checkpointing") and workload.mode == "forward":
+        return "gradient checkpointing saves nothing in a forward pass"
+    if way.changes.get("offload_inputs") and device == "cpu":
+        return "inputs are in host memory already"
+    if way.chunked and cut_length(workload) is None:
+        return why_uncut(workload)
+    return None
+
+
+def _longest(request: RunRequest) -> int:
+    return parse_count(request.options.get("max_seq_length", MAX_SEQ_LENGTH), "max_seq_length")

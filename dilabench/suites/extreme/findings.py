@@ -1,0 +1,121 @@
+"""Suite `extreme`: the longest sequence of each implementation, what it took, and what the formula says."""
+
+from collections.abc import Sequence
+
+from dilabench.predict.memory import plan_memory
+from dilabench.record import Measured, Row, RunRecord, Skipped
+from dilabench.report import figures
+from dilabench.report.findings import Curve, CurvePlot, Point, Section
+from dilabench.report.rows import implementation_text, location
+from dilabench.stats.samples.derive import tokens_per_second
+from dilabench.suites.extreme.cases import Search, searches
+from dilabench.units import format_count
+
+COLUMNS = (
+    "implementation",
+    "mode",
+    "way",
+    "longest that ran",
+    "too long",
+    "tok/s there",
+    "bytes/token",
+    "slope, bytes/token",
+    "formula, bytes/token",
+    "search ended",
+)
+NUMERIC = frozenset(COLUMNS[3:9])
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """One line per search; the slope is that of a straight line through the measured peaks over length."""
+    found = searches(record.rows)
+    if not found:
+        return ()
+    best = max((search for search in found if search.fitting), key=lambda search: search.longest, default=None)
+    sentence = "No length fitted."
+    if best is not None:
+        row = best.rows[0]
+        text = f"{implementation_text(row.case)} ({row.case.workload.mode}, {_way(best)})"
+        sentence = (
+            f"Longest sequence that ran and was right on sampled rows: {format_count(best.longest)} tokens, {text}."
+        )
+    section = Section(
+        title="Longest sequences",
+        sentence=sentence,
+        columns=COLUMNS,
+        rows=tuple(_line(search, record.device) for search in found),
+        numeric=NUMERIC,
+        plots=tuple(_plots(found)),
+    )
+    return (section,)
+
+
+def _line(search: Search, device: str) -> tuple[str, ...]:
+    row = search.rows[0]
+    name = implementation_text(row.case) + (f" over {row.case.backend}" if row.case.backend else "")
+    head = (name, row.case.workload.mode, _way(search))
+    too_long = figures.ABSENT if search.too_long is None else format_count(search.too_long)
+    if not search.fitting:
+        return (*head, figures.ABSENT, too_long, *[figures.ABSENT] * 4, _ending(search))
+    at = max(search.fitting, key=lambda row: row.case.workload.seq_len)
+    tokens, peak, where = at.case.workload.tokens, _peak(at), location(at)
+    plan = plan_memory(at.case, device)
+    slope = _slope(search.fitting)
+    return (
+        *head,
+        format_count(search.longest),
+        too_long,
+        figures.decimal(tokens_per_second(tokens, where.median_ns)) if where else figures.ABSENT,
+        figures.ABSENT if peak is None else figures.significant(peak / tokens, 4),
+        figures.ABSENT if slope is None else figures.significant(slope, 4),
+        figures.ABSENT if plan is None else figures.significant(plan.peak_bytes / tokens, 4),
+        _ending(search),
+    )
+
+
+def _ending(search: Search) -> str:
+    stopped = search.interrupted
+    if stopped is not None:
+        outcome = stopped.outcome
+        why = outcome.why if isinstance(outcome, Skipped) else f"{stopped.outcome.status}"
+        return f"at {format_count(stopped.case.workload.seq_len)}: {why}"
+    if search.too_long is None:
+        return "at --max-seq-length: it may go further"
+    return f"between the two, to {format_count(search.step(max(1, search.longest)))} tokens"
+
+
+def _way(search: Search) -> str:
+    return search.rows[0].planned.labels["way"]
+
+
+def _peak(row: Row) -> int | None:
+    return row.outcome.memory.peak_bytes if isinstance(row.outcome, Measured) and row.outcome.memory else None
+
+
+def _slope(rows: Sequence[Row]) -> float | None:
+    """Least squares of peak bytes over tokens: what a further token costs, constants left out."""
+    points = [(row.case.workload.tokens, peak) for row in rows if (peak := _peak(row)) is not None]
+    if len({tokens for tokens, _ in points}) < 2:
+        return None
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
+
+
+def _plots(found: Sequence[Search]) -> list[CurvePlot]:
+    curves = []
+    for search in found:
+        rows = sorted(search.fitting, key=lambda row: row.case.workload.seq_len)
+        points = [Point(row.case.workload.seq_len, peak / 2**20) for row in rows if (peak := _peak(row))]
+        if len(points) > 1:
+            row = search.rows[0]
+            label = f"{implementation_text(row.case)} {row.case.workload.mode}, {_way(search)}"
+            curves.append(Curve(label=label, points=tuple(points)))
+    if not curves:
+        return []
+    return [
+        CurvePlot(
+            name="longest_memory", title="Peak memory over length", y_label="peak memory (MiB)", curves=tuple(curves)
+        )
+    ]

@@ -1,0 +1,79 @@
+"""Where a search for the longest sequence should look next, by the formulas of memory and time.
+
+On a GPU the formulas are right within a few percent, so that two real runs, at the longest length that should fit and
+one step above it, take the place of a bisection. A formula that a run has contradicted is not asked again.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+from dilabench.machine import Machine
+from dilabench.predict.memory import plan_memory
+from dilabench.predict.time import plan_time
+from dilabench.record import Case
+
+# Nobody waits for a call that takes longer only because it would fit: there lengths are doubled as ever.
+PATIENCE_S = 5.0
+
+
+def between(low: int, high: int, step: int) -> int | None:
+    """The next length of a bisection, a multiple of the step; None where none lies between or a step is all there is.
+
+    The middle; where the gap is wide, as after a leap that was too long, lengths differ by factors.
+    """
+    middle = (isqrt(low * high) if high > 4 * low else (low + high) // 2) // step * step
+    return middle if low < middle < high and high - low > step else None
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """cases_at: what would run at a length. available: bytes that a case may take. step: of the search, at a length."""
+
+    cases_at: Callable[[int], Sequence[Case]]
+    machine: Machine
+    available: int
+    step: Callable[[int], int]
+
+    def fits(self, length: int) -> bool:
+        """Whether it should fit; no where there is no formula."""
+        plans = [plan_memory(case, self.machine.device) for case in self.cases_at(length)]
+        return bool(plans) and all(plan is not None and plan.peak_bytes <= self.available for plan in plans)
+
+    def agrees(self, fitting: Iterable[int], too_long: Iterable[int]) -> bool:
+        """Whether it would have said of these lengths what was seen of them."""
+        return all(self.fits(length) for length in fitting) and not any(self.fits(length) for length in too_long)
+
+    def leap(self, length: int, longest: int) -> int:
+        """`length` doubled, up to the longest one wanted, for as long as it should fit."""
+        while length < longest and self._possible(min(2 * length, longest)):
+            length = min(2 * length, longest)
+        return length
+
+    def better(self, low: int, too_long: int | None, longest: int, length: int) -> int:
+        """What to try instead of `length`: above `low`, which ran, below what was too long, up to the longest asked."""
+        high = longest if too_long is None else min(too_long, longest)
+        if too_long is None and self._possible(longest):
+            return longest
+        found = self._longest_possible(low, high)
+        if found > low:
+            return found
+        above = low + self.step(low)
+        return above if above < high and not self.fits(above) else length
+
+    def _longest_possible(self, low: int, high: int) -> int:
+        """The longest length from `low` on and below `high`, to a step."""
+        while 2 * low < high and self._possible(2 * low):
+            low *= 2
+        high = min(2 * low, high)
+        while (middle := between(low, high, self.step(low))) is not None:
+            low, high = (middle, high) if self._possible(middle) else (low, middle)
+        return low
+
+    def _possible(self, length: int) -> bool:
+        return self.fits(length) and self._quick(length)
+
+    def _quick(self, length: int) -> bool:
+        cores = os.cpu_count() or 1
+        return all(plan_time(case, self.machine, cores).seconds <= PATIENCE_S for case in self.cases_at(length))

@@ -1,0 +1,1 @@
+"""What the findings of several suites share."""

@@ -1,0 +1,91 @@
+"""Parallel rows beside the single-device rows of the same workload."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.report.rows import location
+from dilabench.stats.samples.derive import speedup
+
+SINGLE = "single"
+MODES = ("forward", "backward", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A parallel implementation on one workload, and the single device: rows by mode, one mode shared at least."""
+
+    parallel: dict[str, Row]
+    single: dict[str, Row]
+
+    @property
+    def row(self) -> Row:
+        """The row that efficiency is taken from: forward and backward together where that was measured."""
+        return self.parallel[self._mode]
+
+    @property
+    def single_row(self) -> Row:
+        """The single device's row in the same mode."""
+        return self.single[self._mode]
+
+    @property
+    def efficiency(self) -> float:
+        """T_single / (P · T_parallel)."""
+        return self.gain / self.row.case.world_size
+
+    @property
+    def gain(self) -> float:
+        """T_single / T_parallel."""
+        return speedup(median_ns(self.single_row), median_ns(self.row))
+
+    def gain_in(self, mode: str) -> float | None:
+        """The same in one mode, where both were measured in it."""
+        if mode not in self.parallel or mode not in self.single:
+            return None
+        return speedup(median_ns(self.single[mode]), median_ns(self.parallel[mode]))
+
+    @property
+    def _mode(self) -> str:
+        return next(mode for mode in reversed(MODES) if mode in self.parallel and mode in self.single)
+
+
+def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
+    """Every parallel implementation per workload (whatever the mode) and number of ranks, in the record's order.
+
+    The single device is the one with the same backend where several were measured.
+    """
+    singles: dict[tuple[str, str], list[Row]] = {}
+    parallels: dict[str, list[Row]] = {}
+    for row in record.rows:
+        if not isinstance(row.outcome, Measured) or location(row) is None:
+            continue
+        if row.planned.labels.get("role") == SINGLE:
+            singles.setdefault(_function(row), []).append(row)
+        else:
+            others = row.case.model_dump_json(exclude={"workload"})
+            parallels.setdefault("|".join((*_function(row), others)), []).append(row)
+    found = (
+        Comparison(
+            {row.case.workload.mode: row for row in rows},
+            _same_backend(singles.get(_function(rows[0]), ()), rows[0].case.backend),
+        )
+        for rows in parallels.values()
+    )
+    return tuple(one for one in found if one.parallel.keys() & one.single.keys())
+
+
+def median_ns(row: Row) -> float:
+    """The median of a measured row."""
+    found = location(row)
+    assert found is not None
+    return found.median_ns
+
+
+def _function(row: Row) -> tuple[str, str]:
+    """Equal for rows that compute the same function, whatever their mode."""
+    return row.case.workload.replace(mode="both").model_dump_json(), row.planned.labels.get("takes", "heads")
+
+
+def _same_backend(rows: Sequence[Row], backend: str | None) -> dict[str, Row]:
+    alike = [row for row in rows if row.case.backend == backend] or rows
+    return {row.case.workload.mode: row for row in alike}

@@ -1,0 +1,95 @@
+"""What a call over ranks spends on communication that its computation does not hide, from a row's diagnostics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from dilabench.distributed.model import ideal_efficiency, joined_bytes, load_balance, overlapping_share, received_bytes
+from dilabench.record import Diagnostic, Measured, Row
+from dilabench.report.rows import first_timing
+from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.location import locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposure:
+    """Medians of the parts of a call; None for a part that was not timed.
+
+    exposed = the whole call - computation alone, turn by turn; noise may take it below zero.
+    """
+
+    computation_ns: float | None
+    communication_ns: float | None
+    exposed_ns: float | None
+    interval: Interval | None
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the communication alone that is hidden behind computation, in [0, 1]."""
+        if self.exposed_ns is None or self.communication_ns is None:
+            return None
+        return 1 - min(1.0, max(0.0, self.exposed_ns / self.communication_ns))
+
+
+def exposure(row: Row) -> Exposure:
+    """From the row's diagnostics; without them, nothing is known."""
+    assert isinstance(row.outcome, Measured)
+    parts: dict[str, Diagnostic] = {one.part: one for one in row.outcome.diagnostics}
+    medians = {name: locate(part.samples_ns).median_ns for name, part in parts.items()}
+    exposed: tuple[float | None, Interval | None] = (None, None)
+    if "whole" in parts and "computation" in parts:
+        exposed = _difference(parts["whole"].samples_ns, parts["computation"].samples_ns)
+    return Exposure(
+        computation_ns=medians.get("computation"),
+        communication_ns=medians.get("communication"),
+        exposed_ns=exposed[0],
+        interval=exposed[1],
+    )
+
+
+def expected_bytes(row: Row) -> int | None:
+    """Bytes that one call brings the rank with most, by formula; None where there is none."""
+    case = row.case
+    received = received_bytes(case.workload, case.implementation, case.world_size)
+    joined = joined_bytes(case.workload, case.world_size) if case.optimizations.sharding_inside else 0
+    return None if received is None or joined is None else received + joined
+
+
+def ideal(row: Row, single_ns: float) -> float | None:
+    """Ideal efficiency of a parallel row beside one device's time; None where a part of the formula is unknown.
+
+    T_comp = T_single / P is the work at the single device's measured rate F. V is what the formula says the rank with
+    most receives (without a formula the counted bytes), B the counted bytes over the time of communication alone.
+    """
+    case, found = row.case, exposure(row)
+    assert isinstance(row.outcome, Measured)
+    facts = case.workload, case.implementation, case.world_size
+    balance, meanwhile = load_balance(*facts), overlapping_share(*facts)
+    counted = row.outcome.counters.get("received_bytes", 0)
+    if balance is None or meanwhile is None or found.communication_ns is None or not counted:
+        return None
+    computation_ns = single_ns / case.world_size
+    transfer_ns = found.communication_ns * (expected_bytes(row) or counted) / counted
+    return ideal_efficiency(balance, computation_ns, transfer_ns, meanwhile * computation_ns)
+
+
+def rank_medians_ns(row: Row) -> tuple[float, ...]:
+    """Each rank's own median, in the order of ranks; empty for a record that does not tell."""
+    timing = first_timing(row)
+    ranks: list[list[int]] = []
+    for slot in timing.slots if timing else ():
+        ranks = ranks or [[] for _ in slot.rank_samples_ns]
+        for own, samples in zip(ranks, slot.rank_samples_ns, strict=True):
+            own.extend(samples)
+    return tuple(median(samples) for samples in ranks)
+
+
+def _difference(whole: Sequence[int], part: Sequence[int]) -> tuple[float, Interval | None]:
+    """Median of the differences turn by turn, with its interval."""
+    # Locations are those of positive times; they move with their sample.
+    shift = max(part)
+    found = locate([one - other + shift for one, other in zip(whole, part, strict=True)])
+    interval = found.interval
+    if interval is not None:
+        interval = Interval(interval.low - shift, interval.high - shift, interval.confidence)
+    return found.median_ns - shift, interval

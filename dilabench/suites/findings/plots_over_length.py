@@ -1,0 +1,72 @@
+"""Latency, tokens per second and peak memory over length, as plots of any record with more than one length."""
+
+from collections.abc import Sequence
+
+from dilabench.record import Measured
+from dilabench.report.findings import Curve, CurvePlot, Point
+from dilabench.stats.samples.derive import tokens_per_second
+from dilabench.suites.findings.series import Series
+
+NS_PER_MS = 1e6
+MIB = 2**20
+
+
+def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
+    """The three plots; a plot without a curve of at least two points is left out."""
+    plots = (
+        CurvePlot(
+            name="latency",
+            title="Latency of one call, with 95 % intervals",
+            y_label="latency (ms)",
+            curves=tuple(Curve(label=one.label, points=_latencies(one)) for one in series),
+        ),
+        CurvePlot(
+            name="throughput",
+            title="Throughput, with 95 % intervals",
+            y_label="throughput (tokens/s)",
+            curves=tuple(Curve(label=one.label, points=_throughputs(one)) for one in series),
+        ),
+        CurvePlot(
+            name="memory",
+            title="Peak memory of one call",
+            y_label="peak memory (MiB)",
+            curves=tuple(Curve(label=one.label, points=_peaks(one)) for one in series),
+        ),
+    )
+    return tuple(plot for plot in map(_drawable, plots) if plot.curves)
+
+
+def _drawable(plot: CurvePlot) -> CurvePlot:
+    if max((len(curve.points) for curve in plot.curves), default=0) < 2:
+        curves: tuple[Curve, ...] = ()
+    else:
+        curves = tuple(curve for curve in plot.curves if curve.points)
+    return CurvePlot(name=plot.name, title=plot.title, y_label=plot.y_label, curves=curves)
+
+
+def _latencies(series: Series) -> tuple[Point, ...]:
+    points = []
+    for row, found in series.measured:
+        ends = (found.interval.low / NS_PER_MS, found.interval.high / NS_PER_MS) if found.interval else (None, None)
+        points.append(Point(row.case.workload.seq_len, found.median_ns / NS_PER_MS, *ends))
+    return tuple(points)
+
+
+def _throughputs(series: Series) -> tuple[Point, ...]:
+    points = []
+    for row, found in series.measured:
+        tokens = row.case.workload.tokens
+        ends: tuple[float, float] | tuple[None, None] = (None, None)
+        if found.interval is not None:
+            # The longest time is the lowest rate.
+            ends = (tokens_per_second(tokens, found.interval.high), tokens_per_second(tokens, found.interval.low))
+        points.append(Point(row.case.workload.seq_len, tokens_per_second(tokens, found.median_ns), *ends))
+    return tuple(points)
+
+
+def _peaks(series: Series) -> tuple[Point, ...]:
+    return tuple(
+        Point(row.case.workload.seq_len, row.outcome.memory.peak_bytes / MIB)
+        for row, _ in series.measured
+        if isinstance(row.outcome, Measured) and row.outcome.memory
+    )

@@ -1,0 +1,96 @@
+"""Rows of a record by what they are: the measured rows of one way to compute, by rising length, under one name."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dilabench.record import Case, Row, RunRecord
+from dilabench.report.rows import YARDSTICK, location, pattern_text, row_name
+from dilabench.stats.samples.location import Location
+from dilabench.workload.spec import Workload
+
+VARIES_ALONG_A_RANGE = {"seq_len", "batch_size", "cu_seqlens"}
+
+# What tells rows of one name apart, in the order in which it is added to the name.
+TOLD_APART_BY: tuple[Callable[[Workload], str], ...] = (
+    lambda workload: workload.dtype,
+    lambda workload: workload.mode,
+    lambda workload: pattern_text(workload.pattern),
+    lambda workload: f"H{workload.num_heads}/{workload.num_kv_heads} D{workload.head_dim}",
+    lambda workload: "causal" if workload.causal else "not causal",
+    lambda workload: f"batch {workload.batch_size}",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """All rows of a record that differ in length alone, by rising length; `label` names them and no others.
+
+    `rivals` is equal for series that compute the same function of the same inputs, so that they may be compared.
+    """
+
+    label: str
+    rivals: str
+    rows: tuple[Row, ...]
+
+    @property
+    def measured(self) -> tuple[tuple[Row, Location], ...]:
+        """The rows that have a time, with where it lies."""
+        return tuple((row, found) for row in self.rows if (found := location(row)))
+
+
+def series_of(record: RunRecord) -> tuple[Series, ...]:
+    """The series of a record, in its order."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in record.rows:
+        groups.setdefault(_identity(row), []).append(row)
+    ordered = [sorted(rows, key=lambda row: row.case.workload.seq_len) for rows in groups.values()]
+    labels = _labels([rows[0] for rows in ordered])
+    return tuple(
+        Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows))
+        for label, rows in zip(labels, ordered, strict=True)
+    )
+
+
+def _identity(row: Row) -> tuple[str, ...]:
+    fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
+    others = row.case.model_dump_json(exclude={"workload"})
+    return fixed, others, _batch(row), row.planned.labels.get("role", "")
+
+
+def _rivals(row: Row) -> str:
+    fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
+    labels = row.planned.labels
+    # A yardstick is compared with nothing, not even with the other yardsticks of its record.
+    alone = row.case.case_id if labels.get("role") == YARDSTICK else ""
+    return "|".join((fixed, _batch(row), labels.get("takes", "heads"), str(row.case.world_size), alone))
+
+
+def _batch(row: Row) -> str:
+    """The batch size as it was asked for: 'auto' varies along a range and belongs to one series nevertheless."""
+    asked = row.planned.requested_workload
+    return str(asked.batch_size if asked else row.case.workload.batch_size)
+
+
+def batch_text(row: Row) -> str:
+    """The batch size that ran, with a star where it was chosen by `auto`."""
+    return f"{row.case.workload.batch_size}{'*' if _batch(row) == 'auto' else ''}"
+
+
+def _labels(firsts: Sequence[Row]) -> list[str]:
+    """One name per series; names that several share get what tells them apart."""
+    labels = [row_name(row) for row in firsts]
+    for tell in TOLD_APART_BY:
+        shared = {label for label, count in Counter(labels).items() if count > 1}
+        marks = [tell(row.case.workload) for row in firsts]
+        for name in shared:
+            members = [index for index, label in enumerate(labels) if label == name]
+            if len({marks[index] for index in members}) > 1:
+                for index in members:
+                    labels[index] = f"{name} {marks[index]}"
+    return labels
+
+
+def ns_per_sequence(case: Case, time_ns: float) -> float:
+    """The time of a call, shared among the sequences of its batch."""
+    return time_ns / case.workload.batch_size

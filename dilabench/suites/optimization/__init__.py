@@ -1,0 +1,1 @@
+"""Suite `optimization`: what each optimization brings."""

@@ -1,0 +1,196 @@
+"""Suite `optimization`: where pattern cache, buffer pool, CUDA graph and torch.compile help, and where they cost."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dilabench.compare.comparison import ComparedCell
+from dilabench.compare.within import compare_within
+from dilabench.record import Case, Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import BarPlot, Bars, Section
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Code
+from dilabench.suites.optimization.variants import NONE, VARIANT_LABEL
+from dilabench.units import format_bytes, format_count
+
+WORDS = {Code.FASTER: "helps", Code.SLOWER: "COSTS", Code.SAME: "no difference", Code.INCONCLUSIVE: "not proven"}
+COLUMNS = ("implementation", "length", "switched on", "speed-up", "95 % CI", "verdict", "peak saved", "cache hits")
+POOL_COLUMNS = ("implementation", "length", "switched on", "requests", "reused", "peak of the pool", "held after")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """One variant against the same implementation with everything off. Times are paired; memory is exact."""
+
+    row: Row
+    variant: str
+    cell: ComparedCell
+
+    @property
+    def speedup(self) -> float:
+        """Time without / time with: below one the optimization costs."""
+        return 1 / self.cell.verdict.numbers.ratio
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of the speed-up."""
+        low, high = self.cell.verdict.numbers.ratio_low, self.cell.verdict.numbers.ratio_high
+        return None if low is None or high is None else (1 / high, 1 / low)
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Peak without - peak with; what an optimization keeps between calls counts into its peak."""
+        memory = self.cell.memory
+        return None if memory is None else memory.baseline_bytes - memory.candidate_bytes
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the optimizations counted while the row was timed."""
+        return self.row.outcome.counters if isinstance(self.row.outcome, Measured) else {}
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """What each switch brings, alone and together, then what the pool did."""
+    gains = gains_of(record)
+    if not gains:
+        return ()
+    pools = [gain for gain in gains if gain.counters.get("buffer_pool_requests") is not None]
+    return (_effects(gains), *([_pools(pools)] if pools else []))
+
+
+def gains_of(record: RunRecord) -> tuple[Gain, ...]:
+    """Every measured variant that can be held against its own implementation with everything off."""
+    rows = {row.case.case_id: row for row in record.rows}
+    bases = {_value(row.case) for row in record.rows if row.planned.labels.get(VARIANT_LABEL) == NONE}
+    if len(bases) != 1:
+        return ()
+    comparison = compare_within([record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop())
+    return tuple(
+        Gain(row=row, variant=row.planned.labels.get(VARIANT_LABEL, "?"), cell=cell)
+        for cell in comparison.cells
+        if (row := rows[cell.candidate.case_id])
+    )
+
+
+def _value(case: Case) -> str:
+    switched = case.optimizations.model_dump(exclude_defaults=True)
+    return ",".join(f"{name}={value}" for name, value in switched.items()) or "default"
+
+
+def _effects(gains: Sequence[Gain]) -> Section:
+    variants = list(dict.fromkeys(gain.variant for gain in gains))
+    return Section(
+        title="What each optimization brings",
+        sentence=" ".join(_claim(variant, [gain for gain in gains if gain.variant == variant]) for variant in variants),
+        columns=COLUMNS,
+        rows=tuple(tuple(_row(gain)) for gain in gains),
+        numeric=frozenset({"length", "speed-up", "95 % CI", "peak saved", "cache hits"}),
+        plots=tuple(_plots(gains, variants)),
+    )
+
+
+def _claim(variant: str, gains: Sequence[Gain]) -> str:
+    """'memory pool: costs in 3 of 4 cases (down to 0.61x at gather 4K), helps in none.'"""
+    codes = Counter(gain.cell.verdict.code for gain in gains)
+    texts = []
+    for code, verb, pick in ((Code.FASTER, "helps", max), (Code.SLOWER, "costs", min)):
+        if codes[code]:
+            most = pick((g for g in gains if g.cell.verdict.code is code), key=lambda gain: gain.speedup)
+            reach = f"{'up' if code is Code.FASTER else 'down'} to {figures.ratio(most.speedup)} at {_place(most)}"
+            texts.append(f"{verb} in {codes[code]} of {len(gains)} cases ({reach})")
+    rest = len(gains) - codes[Code.FASTER] - codes[Code.SLOWER]
+    if rest:
+        texts.append(f"no proven difference in {rest} of {len(gains)} cases")
+    return f"{variant}: {', '.join(texts)}."
+
+
+def _place(gain: Gain) -> str:
+    return f"{gain.row.case.implementation} {format_count(gain.row.case.workload.seq_len)}"
+
+
+def _row(gain: Gain) -> Iterator[str]:
+    yield gain.row.case.implementation
+    yield format_count(gain.row.case.workload.seq_len)
+    yield gain.variant
+    yield figures.ratio(gain.speedup)
+    yield "n<5, no CI" if gain.interval is None else f"{gain.interval[0]:.2f}–{gain.interval[1]:.2f}"
+    yield WORDS[gain.cell.verdict.code]
+    saved = gain.saved_bytes
+    yield figures.ABSENT if saved is None else ("-" if saved < 0 else "") + format_bytes(abs(saved))
+    yield _share(gain.counters.get("pattern_cache_hits", 0), gain.counters.get("pattern_cache_misses", 0))
+
+
+def _share(hits: int, misses: int) -> str:
+    return f"{hits / (hits + misses):.1%}" if hits + misses else "not asked"
+
+
+def _pools(gains: Sequence[Gain]) -> Section:
+    idle = sorted({g.row.case.implementation for g in gains if not g.counters["buffer_pool_requests"]})
+    reused = sum(gain.counters["buffer_pool_reuses"] for gain in gains)
+    requests = sum(gain.counters["buffer_pool_requests"] for gain in gains)
+    texts = [f"{_share(reused, requests - reused)} of {requests} requests were served from buffers given back before."]
+    if idle:
+        texts.append(f"{', '.join(idle)} asked for no buffer: what differs there is not the pool's doing.")
+    return Section(
+        title="What the buffer pool did",
+        sentence=" ".join(texts),
+        columns=POOL_COLUMNS,
+        rows=tuple(tuple(_pool_row(gain)) for gain in gains),
+        numeric=frozenset({"length", *POOL_COLUMNS[3:]}),
+    )
+
+
+def _pool_row(gain: Gain) -> Iterator[str]:
+    counted = gain.counters
+    requests, reuses = counted["buffer_pool_requests"], counted["buffer_pool_reuses"]
+    yield gain.row.case.implementation
+    yield format_count(gain.row.case.workload.seq_len)
+    yield gain.variant
+    yield str(requests)
+    yield _share(reuses, requests - reuses)
+    yield format_bytes(counted["buffer_pool_peak_bytes"])
+    yield format_bytes(counted["buffer_pool_held_bytes"])
+
+
+def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:
+    places = list(dict.fromkeys(map(_place, gains)))
+    found = {(_place(gain), gain.variant): gain for gain in gains}
+    speeds = [
+        Bars(
+            label=variant,
+            values=tuple(one.speedup if (one := found.get((place, variant))) else None for place in places),
+            low=tuple(_end(found.get((place, variant)), 0) for place in places),
+            high=tuple(_end(found.get((place, variant)), 1) for place in places),
+        )
+        for variant in variants
+    ]
+    yield BarPlot(
+        name="optimization-impact",
+        title="Speed-up over everything off, with 95 % intervals (left of the line: slower)",
+        value_label="speed-up (x)",
+        categories=tuple(places),
+        bars=tuple(speeds),
+        reference=1.0,
+    )
+    saved = [
+        Bars(label=variant, values=tuple(_saved_mib(found.get((place, variant))) for place in places))
+        for variant in variants
+    ]
+    if any(value is not None for bars in saved for value in bars.values):
+        yield BarPlot(
+            name="optimization-memory",
+            title="Peak memory saved against everything off (left of zero: more was needed)",
+            value_label="peak memory saved (MiB)",
+            categories=tuple(places),
+            bars=tuple(saved),
+            reference=0.0,
+        )
+
+
+def _end(gain: Gain | None, side: int) -> float | None:
+    return gain.interval[side] if gain is not None and gain.interval is not None else None
+
+
+def _saved_mib(gain: Gain | None) -> float | None:
+    return None if gain is None or gain.saved_bytes is None else gain.saved_bytes / 2**20

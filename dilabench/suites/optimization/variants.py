@@ -1,0 +1,49 @@
+"""The optimizations as things to compare: everything off, each alone, all together."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from dilabench.machine import Machine
+from dilabench.record import Optimizations
+from dilabench.request import RunRequest
+
+VARIANT_LABEL = "switched on"
+NONE = "nothing"
+ALL_TOGETHER = "all together"
+CACHE_ENTRIES = 64
+POOL_BYTES = 2**30
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def variants(request: RunRequest, machine: Machine) -> dict[str, dict[str, Any]]:
+    """Fields of Optimizations by the name of what is switched on; all together are those that can be here.
+
+    A size that the request names is the one used.
+    """
+    alone: dict[str, dict[str, Any]] = {
+        "pattern cache": {"pattern_cache_entries": request.pattern_cache_entries or CACHE_ENTRIES},
+        "buffer pool": {"buffer_pool_bytes": request.buffer_pool_bytes or POOL_BYTES},
+        "CUDA graph": {"cuda_graph": True},
+        "torch.compile": {"compile": True},
+    }
+    off = Optimizations(pattern_cache_entries=0).model_dump()
+    together = {
+        name: value
+        for fields in alone.values()
+        for name, value in fields.items()
+        if not any(reasons_against(Optimizations(**fields), machine))
+    }
+    return {
+        NONE: off,
+        **{name: {**off, **fields} for name, fields in alone.items()},
+        ALL_TOGETHER: {**off, **together},
+    }
+
+
+def reasons_against(optimizations: Optimizations, machine: Machine) -> Iterator[str]:
+    """Why optimizations cannot be switched on here; empty when nothing known speaks against them."""
+    if optimizations.cuda_graph and machine.device != "cuda":
+        yield f"cuda_graph needs cuda, have {machine.device}"
+    if optimizations.compile and machine.device == "cpu" and not any(map(shutil.which, COMPILERS)):
+        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(COMPILERS)} is on the path"

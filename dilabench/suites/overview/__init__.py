@@ -1,0 +1,1 @@
+"""Suites `quick` and `implementations`: does it work, and what is fastest?"""

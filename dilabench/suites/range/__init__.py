@@ -1,0 +1,1 @@
+"""Suite `range`: growth of time and memory with length."""

@@ -1,0 +1,48 @@
+"""Suite `range`: how do time and memory grow with length, and where does one implementation overtake another?"""
+
+from collections.abc import Sequence
+
+from dilabench.errors import ConfigError
+from dilabench.record import PlannedCase
+from dilabench.request import RunRequest
+from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.room import shortage
+from dilabench.units import format_count
+from dilabench.workload.ranges import RANGES
+
+DEFAULT_RANGE = "production"
+ORACLE = "reference"
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Every implementation on q, k, v at each length as it stands; what cannot fit into memory becomes a skipped row.
+
+    Without lengths it is the production range; without names every implementation that need not compile for tens of
+    seconds at each length. The batch is `auto` (16384 tokens) unless the user or a preset sets it,
+    so that every length keeps the device equally busy. Raises ConfigError for lengths that do not rise.
+    """
+    refuse_unknown_options(request, ())
+    _refuse_disorder(request.lengths)
+    lengths = request.lengths
+    if not lengths and not request.presets and "seq_len" not in request.overrides:
+        lengths = RANGES[DEFAULT_RANGE]
+    planner = planner.asking(lengths=lengths)
+    workloads = planner.workload_requests([{}])
+    patterns = {workload.pattern for workload in workloads} | {"dense"}
+    default = [
+        one.name
+        for one in planner.catalogue.implementations
+        if one.name != ORACLE and not one.compiles and one.takes == "heads" and one.supports.patterns & patterns
+    ]
+    return tuple(_within_memory(case, planner) for case in planner.compare(workloads, planner.implementations(default)))
+
+
+def _refuse_disorder(lengths: Sequence[int]) -> None:
+    if list(lengths) != sorted(lengths):
+        given, ordered = (",".join(map(format_count, some)) for some in (lengths, sorted(lengths)))
+        raise ConfigError(f"lengths {given} are out of order; a range rises: write --lengths {ordered}")
+
+
+def _within_memory(planned: PlannedCase, planner: Planner) -> PlannedCase:
+    why = None if planned.skip else shortage(planned.case, planner.machine)
+    return planned.model_copy(update={"skip": why}) if why else planned

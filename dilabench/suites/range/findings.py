@@ -1,0 +1,142 @@
+"""Suite `range`: how time grows with length, and where one implementation overtakes another."""
+
+from collections.abc import Iterator, Sequence
+
+from dilabench.record import Failed, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Curve, CurvePlot, Point, Section
+from dilabench.report.rows import PLAIN_METHODS, location
+from dilabench.stats.samples.derive import speedup, tokens_per_second
+from dilabench.stats.scaling import PowerLaw, fit_power_law
+from dilabench.suites.findings.crossings import crossover_section
+from dilabench.suites.findings.plots_over_length import NS_PER_MS, plots_over_length
+from dilabench.suites.findings.series import Series, batch_text, ns_per_sequence, series_of
+from dilabench.units import format_count
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """Medians by length, fitted exponents and crossover lengths; nothing for a record of a single length."""
+    series = [one for one in series_of(record) if one.measured]
+    if len({row.case.workload.seq_len for one in series for row, _ in one.measured}) < 2:
+        return ()
+    crossings = crossover_section(series)
+    return (_by_length(series), _growth(series), *([crossings] if crossings else []))
+
+
+def _by_length(series: Sequence[Series]) -> Section:
+    """One line per length: median and speed-up of every series."""
+    lengths = sorted({row.case.workload.seq_len for one in series for row in one.rows})
+    table = []
+    for length in lengths:
+        at = [next((row for row in one.rows if row.case.workload.seq_len == length), None) for one in series]
+        batch = next(batch_text(row) for row in at if row is not None)
+        cells = [_median_text(row, _baseline_ns(one, series, length)) for one, row in zip(series, at, strict=True)]
+        table.append((format_count(length), batch, *cells))
+    starred = " A star marks a batch size chosen by auto." if any("*" in row[1] for row in table) else ""
+    return Section(
+        title="Latency by length",
+        sentence=f"{_leaders(series, lengths)}{starred}",
+        columns=("length", "batch", *(one.label for one in series)),
+        rows=tuple(table),
+        numeric=frozenset({"length", "batch", *(one.label for one in series)}),
+        plots=plots_over_length(series),
+    )
+
+
+def _leaders(series: Sequence[Series], lengths: Sequence[int]) -> str:
+    """Who is fastest at the largest length that was measured, in each set of rivals."""
+    texts = []
+    for rivals in dict.fromkeys(one.rivals for one in series):
+        members = [one for one in series if one.rivals == rivals]
+        longest = max(row.case.workload.seq_len for one in members for row, _ in one.measured)
+        at = [(found.median_ns, row, one) for one in members for row, found in one.measured]
+        at = [entry for entry in at if entry[1].case.workload.seq_len == longest]
+        if len(members) > 1:
+            best_ns, row, one = min(at, key=lambda entry: entry[0])
+            rate = figures.decimal(tokens_per_second(row.case.workload.tokens, best_ns))
+            texts.append(f"Fastest at {format_count(longest)}: {one.label}, {figures.latency(best_ns)}, {rate} tok/s.")
+    return " ".join(texts) or f"Measured at {', '.join(map(format_count, lengths))} tokens."
+
+
+def _baseline_ns(series: Series, every: Sequence[Series], length: int) -> float | None:
+    """The time that a speed-up refers to: the plain method's, else that of the first rival that was measured."""
+    found = [
+        (one, place.median_ns)
+        for one in every
+        if one.rivals == series.rivals
+        for row, place in one.measured
+        if row.case.workload.seq_len == length
+    ]
+    plain = [entry for entry in found if entry[0].rows[0].case.implementation in PLAIN_METHODS]
+    chosen = next(iter([*plain, *found]), None)
+    return None if chosen is None or chosen[0] is series else chosen[1]
+
+
+def _median_text(row: Row | None, baseline_ns: float | None) -> str:
+    if row is None:
+        return figures.ABSENT
+    found = location(row)
+    if found is None:
+        return "FAILED" if isinstance(row.outcome, Failed) else row.outcome.status
+    gain = "" if baseline_ns is None else f" ({figures.ratio(speedup(baseline_ns, found.median_ns))})"
+    return f"{figures.latency(found.median_ns)}{gain}"
+
+
+def _growth(series: Sequence[Series]) -> Section:
+    """Power laws of the time per sequence: the batch shrinks along a range, the time per call tells less."""
+    fits = [(one, _fit(one)) for one in series if len(one.measured) > 1]
+    columns = ("series", "exponent", "95 % CI", "R²", "lengths", "per sequence, longest")
+    claims = [f"N^{fit.exponent:.2f}{_interval_text(fit, ' (95 %: {})')} for {one.label}" for one, fit in fits]
+    return Section(
+        title="Growth with length",
+        sentence=f"Time per sequence grows as {'; '.join(claims)}. Fits hold for the lengths measured and no others.",
+        columns=columns,
+        rows=tuple(tuple(_fit_row(one, fit)) for one, fit in fits),
+        numeric=frozenset(columns[1:]),
+        plots=(
+            CurvePlot(
+                name="scaling",
+                title="Time per sequence with fitted power laws",
+                y_label="time per sequence (ms)",
+                curves=tuple(curve for one, fit in fits for curve in _curves(one, fit)),
+            ),
+        ),
+    )
+
+
+def _points_ns(series: Series) -> list[tuple[int, float]]:
+    return [(row.case.workload.seq_len, ns_per_sequence(row.case, found.median_ns)) for row, found in series.measured]
+
+
+def _fit(series: Series) -> PowerLaw:
+    lengths, times = zip(*_points_ns(series), strict=True)
+    return fit_power_law(lengths, times)
+
+
+def _interval_text(fit: PowerLaw, form: str) -> str:
+    interval = fit.exponent_interval
+    return "" if interval is None else form.format(f"{interval.low:.2f}–{interval.high:.2f}")
+
+
+def _fit_row(series: Series, fit: PowerLaw) -> Iterator[str]:
+    points = _points_ns(series)
+    yield series.label
+    yield f"{fit.exponent:.3f}"
+    yield _interval_text(fit, "{}") or "two lengths, no CI"
+    yield f"{fit.r_squared:.4f}"
+    yield f"{len(points)}: {format_count(points[0][0])} to {format_count(points[-1][0])}"
+    yield figures.latency(points[-1][1])
+
+
+def _curves(series: Series, fit: PowerLaw) -> tuple[Curve, Curve]:
+    points = _points_ns(series)
+    ends = (points[0][0], points[-1][0])
+    measured = tuple(Point(length, time / NS_PER_MS) for length, time in points)
+    return (
+        Curve(label=series.label, points=measured),
+        Curve(
+            label=series.label,
+            points=tuple(Point(length, fit.predict_ns(length) / NS_PER_MS) for length in ends),
+            fitted=True,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Suite `ring`: several ranks against one device."""

@@ -1,0 +1,89 @@
+"""Suite `ring`: what several ranks bring against one device, and how near that is to the ideal."""
+
+from collections.abc import Iterator
+
+from dilabench.errors import unknown_name
+from dilabench.record import PlannedCase
+from dilabench.request import RunRequest
+from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.workload.spec import WorkloadRequest
+
+OPTIONS = ("sharding",)
+# Where ranks cut whole tensors into shards and join results: before and after the timed call, or in it.
+OUTSIDE, INSIDE = "outside", "inside"
+SINGLE, PARALLEL = "single", "parallel"
+MODES = ("forward", "backward", "both")
+RANKS_ON_A_CPU = 2
+# Each runs what its implementations are for; the first is the one that should be fastest.
+DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses")
+DILATED = ("ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
+PACKED = ("ring-varlen", "ulysses")
+BLOCK_SPARSE = ("block-sparse-ring",)
+ON_CUDA = ("performance", "large_seq", "qwen3_32b")
+ON_CPU: tuple[dict[str, object], ...] = (
+    {"pattern": "dense", "batch_size": 1, "num_heads": 4, "num_kv_heads": 2, "seq_len": 2048},
+    {"pattern": "dilated", "batch_size": 1, "num_heads": 4, "seq_len": 4096, "segment_lengths": (1024, 2048, 4096)},
+)
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """One device, then all ranks, for forward, backward and both, on each workload.
+
+    Without presets: the largest dense ones on GPUs, two small ones on a CPU. Without `--nproc`: every GPU, or two
+    processes. Raises ConfigError for `sharding` that is neither inside nor outside.
+    """
+    refuse_unknown_options(request, OPTIONS)
+    ranks = request.nproc if request.nproc > 1 else ranks_here(planner)
+    if not request.presets and planner.machine.device == "cuda":
+        planner = planner.asking(presets=ON_CUDA)
+    cases: list[PlannedCase] = []
+    for workload in planner.workload_requests(ON_CPU):
+        for one in in_modes(workload, planner):
+            cases += beside_one_device(one, planner, ranks)
+    return tuple(cases)
+
+
+def ranks_here(planner: Planner) -> int:
+    """As many ranks as there are GPUs, at least two: more than there are is a skipped row with its reason."""
+    return max(RANKS_ON_A_CPU, len(planner.machine.gpus)) if planner.machine.device == "cuda" else RANKS_ON_A_CPU
+
+
+def in_modes(workload: WorkloadRequest, planner: Planner) -> Iterator[WorkloadRequest]:
+    """Forward, backward and both, or the mode that the user chose."""
+    if "mode" in planner.request.overrides:
+        yield workload
+        return
+    for mode in MODES:
+        yield workload.model_copy(update={"mode": mode})
+
+
+def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -> list[PlannedCase]:
+    """The single-device rows of a workload and the rows of its parallel implementations."""
+    single = planner.asking(nproc=1)
+    parallel = planner.asking(nproc=ranks)
+    shelf = planner.catalogue.implementations
+    kind: str = "dense"
+    default: tuple[str, ...] = DENSE
+    if workload.layout == "packed":
+        # On one rank this is each sequence in one call: no single-device implementation takes packed tensors.
+        kind, default = "ring-varlen", PACKED
+    elif workload.pattern == "block_sparse":
+        kind, default = "block-sparse", BLOCK_SPARSE
+    elif workload.pattern != "dense":
+        kind, default = "strided", DILATED
+    implementations = parallel.implementations(default)
+    # With projections around it an implementation is compared with itself on one rank, which is the plain module.
+    alone = dict.fromkeys(shelf.get(kind) if one.takes == "heads" else one for one in implementations)
+    cases = [case for one in alone for case in single.plan(one, workload, {"role": SINGLE})]
+    inside = sharding_of(planner.request) == INSIDE
+    for implementation in implementations:
+        cases += parallel.plan(implementation, workload, {"role": PARALLEL}, sharding_inside=inside)
+    return cases
+
+
+def sharding_of(request: RunRequest) -> str:
+    """The option `sharding`. Raises ConfigError for a value that it does not have."""
+    sharding = str(request.options.get("sharding", OUTSIDE))
+    if sharding not in {OUTSIDE, INSIDE}:
+        raise unknown_name("sharding", sharding, [OUTSIDE, INSIDE])
+    return sharding

@@ -1,0 +1,168 @@
+"""Suite `ring`: several ranks against one device, beside what is possible at best."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from dilabench.distributed.model import load_balance
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Section
+from dilabench.report.rows import implementation_text, pattern_text, row_name
+from dilabench.stats.samples.derive import gigabytes_per_second, tokens_per_second
+from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons, median_ns
+from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
+from dilabench.units import format_bytes
+
+TEXT_COLUMNS = ("workload", "mode", "implementation", "fastest", "next", "least memory")
+TIMES = (
+    "workload",
+    "mode",
+    "devices",
+    "forward",
+    "backward",
+    "total",
+    "tok/s",
+    "speed-up fwd, bwd, total",
+    "efficiency",
+)
+IDEAL = (
+    "workload",
+    "implementation",
+    "ranks",
+    "computation alone",
+    "communication alone",
+    "exposed (95 % CI)",
+    "overlap",
+    "ideal",
+    "efficiency / ideal",
+)
+BALANCE = (
+    "workload",
+    "implementation",
+    "ranks",
+    "λ",
+    "efficiency / λ",
+    "received, formula",
+    "received, counted",
+    "GB/s",
+    "median of each rank",
+    "peak per rank",
+)
+IDEAL_MEANING = (
+    "Parts were timed in turns with the whole call. Exposed communication = whole call - computation alone; overlap is "
+    "the share of communication alone that this leaves hidden. Ideal efficiency = λ · T_comp / (T_comp + T_exposed), "
+    "T_comp = T_single / P, T_exposed = max(0, V/B - T_local): V the received bytes by formula, B those counted over "
+    "communication alone, T_local the part of T_comp that needs no key still under way."
+)
+BALANCE_MEANING = (
+    "λ is mean over maximum of the ranks' work: the efficiency that free communication would leave. Bytes are those of "
+    "one call at the rank that receives most; GB/s are those bytes over communication alone."
+)
+NONE = figures.ABSENT
+OUTSIDE = "cutting whole tensors into shards and joining results is outside the timed call"
+INSIDE = "each timed call begins and ends with whole tensors on every rank: cutting and joining are inside"
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """Speed-up and efficiency, exposed communication against the ideal, balance and traffic; nothing without rows."""
+    found = comparisons(record)
+    if not found:
+        return ()
+    best = max(found, key=lambda one: one.efficiency)
+    case = best.row.case
+    sharding = {INSIDE if one.row.case.optimizations.sharding_inside else OUTSIDE for one in found}
+    sentence = (
+        f"Best parallel efficiency: {best.efficiency:.0%} of {case.world_size} ranks, {case.implementation} at "
+        f"{case.workload.label()} ({figures.ratio(best.gain)} one device). Times are the slowest rank's of each "
+        f"sample; {'; '.join(sorted(sharding))}."
+    )
+    name = namer(found)
+    return (
+        section("Several ranks against one device", sentence, TIMES, _times(found, name)),
+        *_ideal_section(found, name),
+        section("Balance and traffic of each rank", BALANCE_MEANING, BALANCE, (_balance(one, name) for one in found)),
+    )
+
+
+def section(title: str, sentence: str, columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Section:
+    """A section whose columns are figures but for what names a row."""
+    numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
+    return Section(title=title, sentence=sentence, columns=columns, rows=tuple(map(tuple, rows)), numeric=numeric)
+
+
+def workload_text(row: Row) -> str:
+    """The workload without its mode."""
+    return f"{row.case.workload.label()}, {pattern_text(row.case.workload.pattern)}"
+
+
+def namer(found: Sequence[Comparison]) -> Callable[[Row], str]:
+    """What rows are called: by their backend, too, where there are several."""
+    backends = {row.case.backend for one in found for row in (*one.parallel.values(), *one.single.values())}
+    return row_name if len(backends) > 1 else lambda row: implementation_text(row.case)
+
+
+def _times(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[Iterator[str]]:
+    """For each workload the single device, then everything parallel."""
+    shown = []
+    for one in found:
+        single = sorted(row.case.case_id for row in one.single.values())
+        if single not in shown:
+            shown.append(single)
+            yield _line(one.single, f"single: {name(next(iter(one.single.values())))}", (NONE, NONE))
+        gains = [NONE if gain is None else figures.ratio(gain) for gain in map(one.gain_in, MODES)]
+        yield _line(one.parallel, f"parallel: {name(one.row)}", (" ".join(gains), f"{one.efficiency:.1%}"))
+
+
+def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[str]:
+    row = next(iter(rows.values()))
+    # The rate is that of forward and backward together, or of the one mode that was asked for.
+    total = row if len(rows) == 1 else rows.get("both")
+    yield workload_text(row)
+    yield mode
+    yield str(row.case.world_size)
+    yield from (figures.latency(median_ns(rows[mode])) if mode in rows else NONE for mode in MODES)
+    yield NONE if total is None else figures.decimal(tokens_per_second(row.case.workload.tokens, median_ns(total)))
+    yield from gain
+
+
+def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[Section]:
+    """Nothing for a record without diagnostics."""
+    told = [one for one in found if exposure(one.row).computation_ns is not None]
+    if told:
+        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, (_ideal(one, name) for one in told))
+
+
+def _ideal(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
+    found, best = exposure(one.row), ideal(one.row, median_ns(one.single_row))
+    yield from (workload_text(one.row), name(one.row), str(one.row.case.world_size))
+    yield _signed(found.computation_ns)
+    yield _signed(found.communication_ns)
+    low, high = (found.interval.low, found.interval.high) if found.interval else (None, None)
+    yield f"{_signed(found.exposed_ns)} ({'n<5, no CI' if low is None else f'{_signed(low)} to {_signed(high)}'})"
+    yield NONE if found.overlap is None else f"{found.overlap:.0%}"
+    yield NONE if best is None else f"{best:.1%}"
+    yield NONE if best is None else f"{one.efficiency / best:.1%}"
+
+
+def _balance(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
+    case, outcome = one.row.case, one.row.outcome
+    assert isinstance(outcome, Measured)
+    balance = load_balance(case.workload, case.implementation, case.world_size)
+    formula = expected_bytes(one.row)
+    counted = outcome.counters.get("received_bytes", 0)
+    alone_ns = exposure(one.row).communication_ns
+    yield from (workload_text(one.row), name(one.row), str(case.world_size))
+    yield NONE if balance is None else f"{balance:.3f}"
+    yield NONE if balance is None else f"{one.efficiency / balance:.1%}"
+    yield NONE if formula is None else format_bytes(formula)
+    # What goes past `World`, as other projects send it, is neither counted nor known by formula.
+    yield format_bytes(counted) if counted or formula is not None else NONE
+    yield NONE if alone_ns is None else figures.significant(gigabytes_per_second(counted, alone_ns), 3)
+    yield ", ".join(map(figures.latency, rank_medians_ns(one.row))) or NONE
+    yield format_bytes(outcome.memory.peak_bytes) if outcome.memory else NONE
+
+
+def _signed(time_ns: float | None) -> str:
+    """A time, or the difference of two."""
+    if time_ns is None:
+        return NONE
+    return f"{'-' if time_ns < 0 else ''}{figures.latency(abs(time_ns))}"

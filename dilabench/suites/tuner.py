@@ -1,0 +1,58 @@
+"""From a run record to the file that `-i auto` chooses by."""
+
+from itertools import groupby
+from pathlib import Path
+
+from dilabench.atomic_file import write_text
+from dilabench.machine import Machine
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.stats.samples.location import quantiles
+from dilabench.store.run_files import read_record
+from dilabench.suites.choice import TunedCell, TuneFile, device_name, package_versions, read_tune_file
+
+
+def add_to_file(path: Path, run_folder: Path, machine: Machine) -> int:
+    """Put the fastest measured row of each workload of a run into the file; returns how many workloads that were.
+
+    Cells of other workloads stay. Raises ConfigError when the file or the record cannot be read.
+    """
+    cells = fastest(read_record(run_folder))
+    if not cells:
+        return 0
+    before = read_tune_file(path)
+    kept = {cell.workload: cell for cell in before.cells} if before else {}
+    kept |= {cell.workload: cell for cell in cells}
+    file = TuneFile(
+        device=device_name(machine),
+        packages=package_versions(),
+        run_id=run_folder.name,
+        cells=tuple(kept.values()),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, file.model_dump_json(indent=1) + "\n")
+    return len(cells)
+
+
+def fastest(record: RunRecord) -> list[TunedCell]:
+    """The fastest measured row of each workload, by the median of its first timing."""
+    measured = [row for row in record.rows if isinstance(row.outcome, Measured)]
+    cells = []
+    for _, group in groupby(sorted(measured, key=lambda row: row.case.group_id), key=lambda row: row.case.group_id):
+        ranked = sorted(group, key=_median_ns)
+        best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
+        cells.append(
+            TunedCell(
+                workload=best.case.workload,
+                implementation=best.case.implementation,
+                backend=best.case.backend,
+                median_ns=_median_ns(best),
+                runner_up=f"{second.case.implementation}:{second.case.backend}" if second else None,
+                runner_up_ns=_median_ns(second) if second else None,
+            )
+        )
+    return cells
+
+
+def _median_ns(row: Row) -> int:
+    assert isinstance(row.outcome, Measured)
+    return round(float(quantiles(row.outcome.timings[0].samples_ns, [0.5])[0]))

@@ -1,0 +1,1 @@
+"""What is computed: shape, dtype, mode and pattern; named workloads and ranges."""

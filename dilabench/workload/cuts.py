@@ -1,0 +1,74 @@
+"""Where a sequence can be cut so that no query sees a key on the other side. No tensors."""
+
+from itertools import pairwise
+from math import lcm
+
+from dilabench.workload.spec import DilatedPattern, Workload
+
+
+def cut_length(workload: Workload) -> int | None:
+    """The smallest number of tokens whose multiples are such cuts: the common multiple of all segment lengths.
+
+    None where there is no cut: a dense or block-sparse pattern, packed sequences, or a segment as long as the sequence.
+    """
+    if not isinstance(workload.pattern, DilatedPattern) or workload.layout != "padded":
+        return None
+    length = lcm(*workload.pattern.segment_lengths)
+    return length if length < workload.seq_len else None
+
+
+def why_uncut(workload: Workload) -> str:
+    """The reason for which `cut_length` is None, for a row that needs cuts."""
+    if not isinstance(workload.pattern, DilatedPattern):
+        return f"a {workload.pattern.kind} pattern has no cut: its queries see keys all along the sequence"
+    if workload.layout != "padded":
+        return "packed sequences are not cut"
+    needed = lcm(*workload.pattern.segment_lengths)
+    return (
+        f"{workload.seq_len} tokens have no cut: segments {list(workload.pattern.segment_lengths)} end every {needed}"
+    )
+
+
+def cut_apart(workload: Workload, parts: int) -> tuple[int, ...]:
+    """Lengths of successive parts, as equal as cuts allow, of which no query sees a key of another.
+
+    Raises ValueError when the sequence has fewer such parts.
+    """
+    if parts == 1:
+        return (workload.seq_len,)
+    if reason := why_not_apart(workload, parts):
+        raise ValueError(reason)
+    cut = cut_length(workload) or workload.seq_len
+    pieces = -(-workload.seq_len // cut)
+    edges = [min(workload.seq_len, pieces * part // parts * cut) for part in range(parts + 1)]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+def why_not_apart(workload: Workload, parts: int) -> str | None:
+    """Why there are no such parts, None where there are."""
+    cut = cut_length(workload)
+    if cut is None:
+        return f"{parts} parts that need nothing of each other: {why_uncut(workload)}"
+    pieces = -(-workload.seq_len // cut)
+    if pieces >= parts:
+        return None
+    return (
+        f"{workload.seq_len} tokens cannot be cut into {parts} parts that need nothing of each other, only into "
+        f"{pieces}: segments end together every {cut}; ring-allgather sends what crosses"
+    )
+
+
+def cut_into(workload: Workload, tokens: int) -> tuple[int, ...]:
+    """Lengths of the pieces of at most `tokens` tokens, all but the last of that length.
+
+    Raises ValueError when a piece would end inside a segment.
+    """
+    cut = cut_length(workload)
+    if tokens >= workload.seq_len:
+        return (workload.seq_len,)
+    if cut is None or tokens % cut:
+        raise ValueError(
+            f"pieces of {tokens} tokens: {why_uncut(workload) if cut is None else f'cuts lie every {cut}'}"
+        )
+    whole, rest = divmod(workload.seq_len, tokens)
+    return (*[tokens] * whole, *([rest] if rest else []))

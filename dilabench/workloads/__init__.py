@@ -1,1 +1,0 @@
-"""Named workloads as data."""

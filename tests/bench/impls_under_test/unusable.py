@@ -1,7 +1,0 @@
-"""An implementation that cannot be optimized as asked."""
-
-from dilabench.bench.optimizing import OptimizationUnusableError
-
-
-def build(workload, context):
-    raise OptimizationUnusableError("a CUDA graph cannot capture it: it waits for the device")

@@ -1,0 +1,121 @@
+"""A case in a process of its own, with a worker that only pretends: how it ends, and what a resumed run does then."""
+
+import contextlib
+
+import pytest
+
+from dilabench.engine.budget import Budget
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.driver import Driver
+from dilabench.engine.isolated_run import IsolatedRun
+from dilabench.engine.method import Method
+from dilabench.engine.progress import Silent
+from dilabench.engine.warmup import WarmUpLimits
+from dilabench.engine.worker.client import WorkerFailure
+from dilabench.engine.worker.protocol import IsolatedResult, Reply, TimerSpec, WorkerSettings
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Capabilities, Implementation
+from dilabench.record import Check, Failed, Measured, Optimizations, RunHeader, Skipped, Slot, Verification
+from dilabench.store.run_files import RunFolder, completed_rows
+
+DENSE = Capabilities(patterns=frozenset({"dense"}))
+
+
+class Pool:
+    """Workers that answer nothing in the time they are given, or do not even start."""
+
+    settings = WorkerSettings(device="cpu")
+
+    def __init__(self, starts, answers=()):
+        self.starts, self.answers = starts, list(answers)
+
+    def close(self):
+        pass
+
+    @contextlib.contextmanager
+    def fresh(self, key):
+        if not self.starts:
+            raise WorkerFailure("no answer to 'start'", died=True, timed_out=True)
+        yield self
+
+    def ask(self, name, handle, *, timeout_s, **arguments):
+        if self.answers:
+            answer = self.answers.pop(0)
+            if isinstance(answer, KeyboardInterrupt):
+                raise answer
+            return answer
+        raise WorkerFailure(f"no answer to {name!r} within {timeout_s:.3g} s", died=True, timed_out=True)
+
+
+@pytest.fixture
+def row(catalogue, dense_case):
+    def measure(budget_s, starts=True, answers=(), tokens=0):
+        catalogue.implementations.add(Implementation("slow", "", "m:b", supports=DENSE), "builtin")
+        planned = dense_case("slow")
+        streamed = planned.case.model_copy(update={"optimizations": Optimizations(stream_tokens=tokens)})
+        planned = planned.model_copy(update={"case": streamed})
+        timer = TimerSpec(name="wall", target="t", proves="p")
+        driver = Driver(
+            catalogue=catalogue,
+            pool=Pool(starts, answers),
+            method=Method(timer=timer, warm_up=WarmUpLimits(min_s=0, max_s=1), precision=0.02),
+            budget=Budget(budget_s, [planned.case], lambda: 0.0),
+            progress=Silent(),
+            timeout_s=600.0,
+        )
+        run = IsolatedRun(driver, planned)
+        return run.row(), run.interrupted
+
+    return measure
+
+
+def resumed(row, tmp_path):
+    """The rows that a resumed run does not repeat."""
+    folder = RunFolder.create(tmp_path, "extreme", "r")
+    environment = snapshot(Machine(device="cpu"))
+    folder.start(RunHeader(tool_version="0", run_id="r", suite="extreme", started_at="now", environment=environment))
+    folder.row(row)
+    folder.close()
+    return completed_rows(folder.path)
+
+
+def test_a_case_that_the_budget_ended_is_tried_again_by_a_resumed_run(row, tmp_path):
+    ended, _ = row(budget_s=60.0)
+    assert isinstance(ended.outcome, Skipped)
+    assert ended.outcome.why.startswith("budget of 60 s used up during its stage 'time'")
+    assert resumed(ended, tmp_path) == ()
+
+
+def test_a_case_that_gave_no_answer_in_the_longest_time_has_failed(row, tmp_path):
+    ended, _ = row(budget_s=None)
+    assert isinstance(ended.outcome, Failed)
+    assert ended.outcome.why == "no answer to 'alone' within 600 s"
+    assert resumed(ended, tmp_path) == (ended,)
+
+
+def test_a_worker_that_does_not_start_is_no_matter_of_the_budget(row):
+    assert isinstance(row(budget_s=60.0, starts=False)[0].outcome, Failed)
+
+
+def slice_of(pieces):
+    found = IsolatedResult(
+        verification=Verification(checks=(Check(name="out", passed=True),)),
+        slot=Slot(samples_ns=(1_000_000,) * pieces),
+        counters={"stream_wall_ns": pieces * 10**10},
+    )
+    return Reply(alone=found)
+
+
+def test_an_interrupted_stream_keeps_what_has_passed_and_is_repeated_by_a_resumed_run(row, tmp_path):
+    ended, interrupted = row(None, answers=[slice_of(1), slice_of(1), KeyboardInterrupt()], tokens=10**6)
+    assert interrupted
+    assert isinstance(ended.outcome, Measured)
+    assert len(ended.outcome.timings[0].samples_ns) == 2
+    (note,) = ended.outcome.notes
+    assert note.message.startswith("the run was interrupted after 2 of 7752 pieces")
+    assert resumed(ended, tmp_path) == ()
+
+
+def test_a_stream_of_which_nothing_has_passed_has_no_row(row):
+    with pytest.raises(KeyboardInterrupt):
+        row(None, answers=[KeyboardInterrupt()], tokens=10**6)

@@ -1,0 +1,260 @@
+"""Death of the tool itself, a full disk, Ctrl-C, a clock that runs backwards: nothing is lost, nothing repeated."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dilabench.compare.pairing import pair
+from dilabench.engine.device.lock import device_lock
+from dilabench.engine.progress import Silent
+from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.machine import Machine
+from dilabench.record import Measured, Skipped
+from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows
+
+# Three cells of one case each; the tool kills itself when the second row is on disk.
+KILLED_TOOL = """
+import os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, {impls!r})
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.device.lock import device_lock
+from dilabench.engine.progress import Silent
+from dilabench.compare.pairing import pair
+from dilabench.engine.runner import run
+from dilabench.request import RunRequest
+from dilabench.machine import Machine
+from dilabench.plugins import builtin
+from dilabench.plugins.descriptors import Capabilities, Catalogue, Implementation
+from dilabench.record import Case, PlannedCase, RunHeader
+from dilabench.workload.spec import Workload
+from dilabench.store.run_files import RunFolder
+
+
+class Killer(Silent):
+    rows = 0
+
+    def row_done(self, row):
+        self.rows += 1
+        if self.rows == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main():
+    cpu = Machine(device="cpu")
+    catalogue = Catalogue()
+    for timer in builtin.dilabench_register_timers():
+        catalogue.timers.add(timer, "builtin")
+    dense = Capabilities(patterns=frozenset({{"dense"}}))
+    name = "leaves_its_pid"
+    catalogue.implementations.add(Implementation(name, "", f"misbehaving:{{name}}", supports=dense), "x")
+    shape = {{"batch_size": 1, "num_heads": 3, "num_kv_heads": 3, "head_dim": 24}}
+    planned = [
+        PlannedCase(case=Case(implementation=name, workload=Workload.model_validate({{
+            "pattern": {{"kind": "dense"}}, "seq_len": n, **shape}})))
+        for n in (33, 65, 129)
+    ]
+    header = RunHeader(tool_version="0", run_id="r", suite="s", started_at="now", environment=snapshot(cpu))
+    folder = RunFolder.create(Path({base!r}), "s", "r")
+    run(planned, RunRequest(suite="s", timing="simple"), catalogue, cpu, header, folder, Killer())
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_tool_then_resume_gives_the_same_cells(engine, dense_case, tmp_path, monkeypatch):
+    impls = str(Path(__file__).parent / "impls_under_test")
+    pids = tmp_path / "pids"
+    script = tmp_path / "tool.py"
+    script.write_text(KILLED_TOOL.format(impls=impls, base=str(tmp_path / "results")))
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "DILABENCH_TEST_PIDS": str(pids), "OMP_NUM_THREADS": "1"}
+    dead = subprocess.run([sys.executable, str(script)], env=environment, timeout=120, check=False)
+    assert dead.returncode == -signal.SIGKILL
+
+    (folder,) = (tmp_path / "results").iterdir()
+    done = completed_rows(folder)
+    assert [row.case.workload.seq_len for row in done] == [33, 65]
+    assert read_record(folder).status == "interrupted"
+
+    workers = [int(pid) for pid in pids.read_text().split()]
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in workers)
+
+    monkeypatch.setenv("DILABENCH_TEST_PIDS", str(pids))
+    engine.register("leaves_its_pid")
+    planned = [dense_case("leaves_its_pid", seq_len=length) for length in (33, 65, 129)]
+    again = Counting()
+    sink = RunFolder.resume(folder)
+    record = engine(planned=planned, sink=sink, completed=done, progress=again)
+    assert (again.totals, again.measured) == ([1], [129])
+    assert [row.case.workload.seq_len for row in record.rows] == [33, 65, 129]
+    assert record.status == "complete"
+    assert record.rows[:2] == done
+    assert read_record(folder) == record
+    assert len(read_rows(folder)[1]) == 3
+
+
+class Counting(Silent):
+    def __init__(self):
+        self.measured, self.totals = [], []
+
+    def run_started(self, total):
+        self.totals.append(total)
+
+    def row_done(self, row):
+        self.measured.append(row.case.workload.seq_len)
+
+
+def test_ctrl_c_keeps_the_rows_so_far_and_says_so(engine, dense_case, tmp_path):
+    class Interrupting(Silent):
+        def row_done(self, row):
+            raise KeyboardInterrupt
+
+    engine.register("honest")
+    planned = [dense_case("honest", seq_len=length) for length in (33, 65)]
+    folder = RunFolder.create(tmp_path / "results", "s", "r")
+    record = engine(planned=planned, sink=folder, progress=Interrupting())
+    assert record.status == "interrupted"
+    assert [row.case.workload.seq_len for row in record.rows] == [33]
+    assert read_record(folder.path) == record
+    rest = engine(planned=planned, sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path))
+    assert [row.case.workload.seq_len for row in rest.rows] == [33, 65]
+    assert rest.status == "complete"
+
+
+@pytest.mark.slow
+def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, dense_case, tmp_path):
+    class Interrupting(Silent):
+        def row_done(self, row):
+            raise KeyboardInterrupt
+
+    names = ("honest", "noisy")
+    for name in names:
+        engine.register(name)
+    planned = [dense_case(name) for name in names]
+    folder = RunFolder.create(tmp_path / "results", "s", "r")
+    options = {"planned": planned, "timing": "warmup", "budget_s": 6.0}
+    assert len(engine(sink=folder, progress=Interrupting(), **options).rows) == 1
+    record = engine(sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path), **options)
+    before, after = [row.outcome.timings[0] for row in record.rows]
+    assert pair([(before, after)]).cell is None
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_resumes_with_what_was_written(
+    engine, dense_case, tmp_path, monkeypatch
+):
+    engine.register("honest")
+    planned = [dense_case("honest", seq_len=length) for length in (33, 65, 129)]
+    folder = RunFolder.create(tmp_path / "results", "s", "r")
+    real, calls = os.fsync, []
+
+    def full_at_the_third(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        # Header, first row, second row.
+        patch.setattr(os, "fsync", full_at_the_third)
+        with pytest.raises(EnvironmentNotReady, match=r"No space left.* --resume "):
+            engine(planned=planned, sink=folder)
+    folder.close()
+    done = completed_rows(folder.path)
+    assert [row.case.workload.seq_len for row in done] == [33]
+    record = engine(planned=planned, sink=RunFolder.resume(folder.path), completed=done)
+    assert [row.case.workload.seq_len for row in read_record(folder.path).rows] == [33, 65, 129]
+    assert all(isinstance(row.outcome, Measured) for row in record.rows)
+
+
+def test_a_budget_that_ends_is_a_row_per_case_never_a_loss(engine, dense_case):
+    engine.register("honest")
+    planned = [dense_case("honest", seq_len=length) for length in (33, 65, 129)]
+    ticks = iter(range(0, 10**9, 4))
+    record = engine(planned=planned, budget_s=30.0, clock=lambda: float(next(ticks)))
+    assert [row.case.workload.seq_len for row in record.rows] == [33, 65, 129]
+    last = record.rows[-1].outcome
+    assert isinstance(last, Skipped)
+    assert last.why.startswith("budget of 30 s used up")
+
+
+def test_waiting_for_another_run_costs_no_budget(engine):
+    now = [0.0]
+    other = device_lock(Machine(device="cpu"), "other", Silent())
+    other.__enter__()
+
+    class Released(Silent):
+        def waiting(self, why):
+            now[0] += 100.0
+            other.__exit__(None, None, None)
+
+    record = engine("honest", budget_s=30.0, clock=lambda: now[0], progress=Released())
+    assert now == [100.0]
+    assert isinstance(record.rows[0].outcome, Measured)
+
+
+def test_a_monotonic_clock_that_runs_backwards_changes_nothing(engine):
+    ticks = iter(range(10**9, 0, -7))
+    record = engine("honest", budget_s=30.0, clock=lambda: float(next(ticks)))
+    assert isinstance(record.rows[0].outcome, Measured)
+
+
+def test_a_skipped_case_needs_no_worker(engine, dense_case, keeper):
+    engine.register("honest")
+    planned = [dense_case("honest").model_copy(update={"skip": "needs cuda, have cpu"})]
+    record = engine(planned=planned, sink=keeper)
+    assert record.rows[0].outcome == Skipped(why="needs cuda, have cpu")
+    assert keeper.record == record
+    assert keeper.header.ceilings == {}
+
+
+def test_rows_reach_the_sink_one_by_one_and_the_record_is_in_planned_order(engine, dense_case, keeper):
+    for name in ("honest", "cannot_build"):
+        engine.register(name)
+    planned = [dense_case("honest"), dense_case("cannot_build"), dense_case("honest")]
+    record = engine(planned=planned, sink=keeper)
+    # The failure is certain first; a case that is planned twice is measured once.
+    assert [row.case.implementation for row in keeper.kept] == ["cannot_build", "honest"]
+    assert [row.case.implementation for row in record.rows] == ["honest", "cannot_build"]
+
+
+def test_a_follow_up_adds_cases_until_it_is_content(engine, dense_case):
+    engine.register("honest")
+    asked = []
+
+    def halve(rows):
+        asked.append(len(rows))
+        last = min(row.case.workload.seq_len for row in rows)
+        return [dense_case("honest", seq_len=last // 2)] if last > 20 else []
+
+    record = engine(planned=[dense_case("honest", seq_len=128)], follow_up=halve)
+    assert [row.case.workload.seq_len for row in record.rows] == [128, 64, 32, 16]
+    assert asked == [1, 2, 3, 4]
+
+
+def test_an_unknown_timing_is_refused_before_anything_runs(engine):
+    with pytest.raises(ConfigError, match="did you mean warmup"):
+        engine("honest", timing="warmpu")
+    with pytest.raises(ConfigError, match="works on cuda"):
+        engine("honest", timing="cold")

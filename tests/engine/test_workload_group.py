@@ -1,0 +1,409 @@
+"""The order of measurement, with workers that only pretend: no process, no sleep, no clock."""
+
+import contextlib
+import random
+from collections import Counter
+
+import pytest
+
+from dilabench.compare.pairing import pair
+from dilabench.engine.budget import Budget
+from dilabench.engine.driver import Driver
+from dilabench.engine.method import Method
+from dilabench.engine.progress import Silent
+from dilabench.engine.warmup import WarmUpLimits
+from dilabench.engine.worker.client import WorkerFailure
+from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
+from dilabench.engine.workload_group import WorkloadGroupRun
+from dilabench.plugins.builtin import implementations as builtin
+from dilabench.plugins.descriptors import Backend, Capabilities, Catalogue, Implementation
+from dilabench.record import Check, Failed, KernelUse, Measured, Memory, Note, Skipped, Slot, Verification
+
+DENSE = Capabilities(patterns=frozenset({"dense"}))
+WALL = TimerSpec(name="wall", target="t", proves="p")
+GRAPH = TimerSpec(name="graph", target="t", proves="p")
+
+
+class Lab:
+    """A pool of pretended workers. `script` maps (implementation, command) to replies or failures, used in turn."""
+
+    def __init__(self, script=None, call_ns=1_000_000, device="cpu", build_s=None, start_s=0.0):
+        self.settings = WorkerSettings(device=device)
+        self.script = script or {}
+        self.build_s = build_s or {}
+        self.start_s = start_s
+        self.call_ns = call_ns
+        self.asked, self.patience = [], {}
+        self.started = Counter()
+        self.homes = {}
+        self.now = 0.0
+        self.slept = []
+
+    def resident(self, key):
+        if key not in self.homes or not self.homes[key].alive:
+            self.homes[key] = FakeWorker(self, key)
+        return self.homes[key]
+
+    @contextlib.contextmanager
+    def fresh(self, key):
+        self.now += self.start_s
+        yield FakeWorker(self, f"fresh {key}")
+
+    def close(self):
+        for worker in self.homes.values():
+            worker.alive = False
+
+    def clock(self):
+        return self.now
+
+
+class FakeWorker:
+    def __init__(self, lab, key):
+        self.lab, self.key, self.alive, self.names = lab, key, True, {}
+        self.start_s = lab.start_s
+        lab.started[key] += 1
+
+    def kill(self):
+        self.alive = False
+
+    def ask(self, command, handle="", *, timeout_s, **arguments):
+        if command == "prepare":
+            self.names[handle] = arguments["spec"]["case"]["implementation"]
+        name = self.names[handle]
+        self.lab.asked.append((name, command, self.key, arguments))
+        self.lab.patience[name, command] = timeout_s
+        scripted = self.lab.script.get((name, command), [])
+        answer = scripted.pop(0) if scripted else None
+        if command == "prepare":
+            self.lab.now += self.lab.build_s.get(name, 0.0)
+        if isinstance(answer, WorkerFailure):
+            self.alive = self.alive and not answer.died
+            raise answer
+        if isinstance(answer, KeyboardInterrupt):
+            raise answer
+        return answer or self.usual(command, arguments)
+
+    def usual(self, command, arguments):
+        if command == "slot":
+            self.lab.now += arguments["count"] * self.lab.call_ns * 1e-9
+            return Reply(slot=Slot(samples_ns=(self.lab.call_ns,) * arguments["count"]))
+        right = Verification(checks=(Check(name="out", passed=True),))
+        return {
+            "prepare": Reply(prepared=Prepared(setup_ns={"build": 1}, call_ns=self.lab.call_ns)),
+            "verify": Reply(verification=right),
+            "kernels": Reply(),
+            "warm_up": Reply(warmed_up=WarmedUp(samples_ns=(self.lab.call_ns,) * 3, settled=True)),
+            "memory": Reply(memory=Memory(peak_bytes=1, isolated=True)),
+            "release": Reply(),
+        }[command]
+
+
+@pytest.fixture
+def measure(dense_case):
+    def go(names, lab, backend=None, compiles=(), budget_s=None, kept=None, **method):
+        catalogue = Catalogue()
+        for name in names:
+            origin = "builtin" if not name.startswith("foreign") else name
+            implementation = Implementation(name, "", "m:b", supports=DENSE, compiles=name in compiles)
+            catalogue.implementations.add(implementation, origin)
+        if backend:
+            catalogue.backends.add(backend, "builtin")
+        for timer in builtin.dilabench_register_timers():
+            catalogue.timers.add(timer, "builtin")
+        planned = [dense_case(name, backend.name if backend else None) for name in names]
+        fields = {"timer": WALL, "warm_up": WarmUpLimits(min_s=0, max_s=1), "precision": 0.02, "sampling_s": 1.0}
+        driver = Driver(
+            catalogue=catalogue,
+            pool=lab,
+            method=Method(**{**fields, **method}),
+            budget=Budget(budget_s, [one.case for one in planned], lab.clock),
+            progress=Silent(),
+            sleep=lab.slept.append,
+        )
+        rows = {} if kept is None else kept
+        for row in WorkloadGroupRun(driver, planned).rows():
+            rows[row.case.implementation] = row.outcome
+        return rows
+
+    return go
+
+
+def slots_in_order(lab):
+    return [name for name, command, _, _ in lab.asked if command == "slot"]
+
+
+def test_the_stages_come_in_order(measure):
+    lab = Lab()
+    measure(["a"], lab)
+    stages = list(dict.fromkeys(command for _, command, _, _ in lab.asked))
+    assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "release", "memory"]
+
+
+def test_rounds_interleave_all_of_the_cell_in_random_order(measure):
+    lab = Lab()
+    found = measure(["a", "b", "c"], lab, recheck=False)
+    order = slots_in_order(lab)
+    rounds = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 1
+    for outcome in found.values():
+        assert [slot.round for slot in outcome.timings[0].slots] == list(range(len(rounds)))
+    positions = {slot.position for slot in found["a"].timings[0].slots}
+    assert len(positions) > 1
+
+
+def test_the_same_seed_gives_the_same_order(measure):
+    first, second = Lab(), Lab()
+    measure(["a", "b", "c"], first)
+    measure(["a", "b", "c"], second)
+    assert slots_in_order(first) == slots_in_order(second)
+
+
+def test_rounds_stop_on_precision_but_not_before_five(measure):
+    found = measure(["a", "b"], Lab(), recheck=False)
+    assert len(found["a"].timings[0].slots) < 100
+    assert len(found["a"].timings[0].slots) >= 5
+
+
+def test_noisy_times_are_measured_until_the_share_is_used_up(measure):
+    noise = random.Random(1)
+    lab = Lab()
+    samples = [tuple(int(1e6 * noise.lognormvariate(0, 1)) for _ in range(10)) for _ in range(300)]
+    lab.script["a", "slot"] = [Reply(slot=Slot(samples_ns=one)) for one in samples]
+    found = measure(["a"], lab, recheck=False, max_rounds=40)
+    assert len(found["a"].timings[0].slots) == 40
+
+
+def test_long_calls_get_five_single_samples(measure):
+    lab = Lab(call_ns=2_000_000_000)
+    found = measure(["a"], lab)
+    assert [len(slot.samples_ns) for slot in found["a"].timings[0].slots] == [1] * 5
+
+
+def test_a_crash_ends_its_case_and_the_others_go_on_in_a_new_session(measure):
+    lab = Lab()
+    fine = Reply(slot=Slot(samples_ns=(1_000_000,) * 10))
+    lab.script["b", "slot"] = [fine, WorkerFailure("killed by SIGSEGV", died=True)]
+    found = measure(["a", "b", "c"], lab, recheck=False)
+    assert found["b"] == Failed(stage="time", why="killed by SIGSEGV", verification=found["b"].verification)
+    for name in ("a", "c"):
+        assert {slot.session for slot in found[name].timings[0].slots} == {0, 1}
+    assert lab.started["builtin"] == 2
+
+
+def test_an_idle_workers_death_is_nobodys_fault(measure, monkeypatch):
+    lab = Lab()
+
+    original = FakeWorker.usual
+
+    def usual(self, command, arguments):
+        reply = original(self, command, arguments)
+        if command == "slot" and len(slots_in_order(lab)) == 2:
+            self.alive = False
+        return reply
+
+    monkeypatch.setattr(FakeWorker, "usual", usual)
+    found = measure(["a", "b"], lab, recheck=False)
+    assert all(isinstance(outcome, Measured) for outcome in found.values())
+    assert lab.started["builtin"] == 2
+
+
+def test_out_of_memory_in_company_is_tried_again_alone(measure):
+    lab = Lab()
+    lab.script["b", "prepare"] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True)]
+    found = measure(["a", "b"], lab)
+    assert isinstance(found["b"], Measured)
+    assert [note.code for note in found["b"].notes] == ["not_interleaved"]
+    last_of_a = max(i for i, (name, _, _, _) in enumerate(lab.asked) if name == "a")
+    assert (
+        next(i for i, (name, command, _, _) in enumerate(lab.asked) if (name, command) == ("b", "verify")) > last_of_a
+    )
+
+
+def test_what_was_measured_alone_after_the_others_took_no_turns_with_them(measure):
+    """Both have random or first positions in their rounds; only the rounds' numbers tell that they lie apart."""
+    lab = Lab()
+    lab.script["c", "prepare"] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True)]
+    timings = {name: outcome.timings[0] for name, outcome in measure(["a", "b", "c"], lab).items()}
+    assert pair([(timings["a"], timings["b"])]).left_out == 0
+    assert pair([(timings["a"], timings["c"])]).cell is None
+
+
+@pytest.mark.parametrize("command", ["prepare", "verify", "warm_up", "slot", "memory"])
+def test_out_of_memory_alone_is_the_end_of_one_row(measure, command):
+    lab = Lab()
+    lab.script["b", command] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True) for _ in range(3)]
+    found = measure(["a", "b"], lab)
+    assert isinstance(found["a"], Measured)
+    assert isinstance(found["b"], Failed)
+    assert found["b"].why == "out of memory: 80 GiB"
+
+
+def test_plug_ins_have_processes_of_their_own(measure):
+    lab = Lab()
+    measure(["a", "foreign_x", "foreign_y"], lab)
+    homes = {name: key for name, command, key, _ in lab.asked if command == "slot"}
+    assert homes == {"a": "builtin", "foreign_x": "foreign_x", "foreign_y": "foreign_y"}
+
+
+def test_memory_is_weighed_in_a_fresh_process_after_the_rest_is_released(measure):
+    lab = Lab()
+    measure(["a", "b"], lab)
+    commands = [(command, key) for _, command, key, _ in lab.asked]
+    assert all(key.startswith("fresh") for command, key in commands if command == "memory")
+    assert commands.index(("memory", "fresh builtin")) > max(
+        i for i, (command, _) in enumerate(commands) if command == "release"
+    )
+    assert lab.started["fresh builtin"] == 2
+
+
+def test_on_a_gpu_memory_is_weighed_where_the_case_is(measure):
+    lab = Lab(device="cuda")
+    found = measure(["a", "b"], lab)
+    assert all(outcome.memory is not None for outcome in found.values())
+    assert lab.started == {"builtin": 1}
+    for name in ("a", "b"):
+        own = [command for one, command, _, _ in lab.asked if one == name]
+        assert own.index("memory") < own.index("release")
+
+
+def test_time_is_kept_for_fresh_processes_as_slow_as_these_were(measure):
+    """A group of ranks takes most of a second to start, and building may take longer than all samples."""
+    lab = Lab(start_s=2.0, build_s={"a": 0.5, "b": 0.5})
+    endless = {"sampling_s": 100.0, "min_rounds": 10**6, "max_rounds": 10**6}
+    rows = measure(["a", "b"], lab, budget_s=10.0, **endless)
+    assert all(isinstance(row, Measured) and row.memory for row in rows.values())
+    assert 9 < lab.now <= 10
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("interrupted", ["a", "b"])
+def test_ctrl_c_while_memory_is_weighed_keeps_what_was_timed(measure, device, interrupted):
+    kept = {}
+    lab = Lab({(interrupted, "memory"): [KeyboardInterrupt()]}, device=device)
+    with pytest.raises(KeyboardInterrupt):
+        measure(["a", "b"], lab, kept=kept, min_rounds=3)
+    assert all(isinstance(kept[name], Measured) and kept[name].timings for name in ("a", "b"))
+    messages = [note.message for note in kept[interrupted].notes]
+    assert messages == ["the run was interrupted before its memory was measured"]
+    assert (kept["a"].memory is None) == (interrupted == "a")
+    assert kept["b"].memory is None
+
+
+def test_ctrl_c_between_rounds_leaves_no_row(measure):
+    """Some rounds are no measurement yet: the resumed run takes all of them."""
+    kept = {}
+    with pytest.raises(KeyboardInterrupt):
+        measure(["a", "b"], Lab({("b", "slot"): [None, KeyboardInterrupt()]}), kept=kept, min_rounds=3)
+    assert kept == {}
+
+
+def test_what_compiles_is_built_last(measure):
+    lab = Lab()
+    measure(["slow", "a", "b"], lab, compiles=["slow"])
+    assert [name for name, command, key, _ in lab.asked if command == "prepare" and key == "builtin"] == [
+        "a",
+        "b",
+        "slow",
+    ]
+
+
+def test_who_takes_long_to_build_leaves_the_others_their_time(measure):
+    lab = Lab(build_s={"a": 1.0, "slow": 25.0, "slower": 60.0})
+    found = measure(["a", "slow", "slower"], lab, compiles=["slow", "slower"], budget_s=30.0)
+    assert [type(found[name]) for name in ("a", "slow", "slower")] == [Measured, Measured, Skipped]
+    assert found["slower"].why.startswith("budget of 30 s used up before its turn")
+
+
+@pytest.mark.parametrize(
+    ("device", "budget_s", "waited_s", "kind"),
+    [
+        ("cpu", 100.0, 51.0, Failed),
+        ("cpu", 12.0, 7.0, Skipped),
+        ("cuda", 100.0, 51.0, Skipped),
+        ("cuda", 200.0, 101.0, Failed),
+    ],
+)
+def test_a_late_answer_is_a_failure_only_where_the_wait_was_long(measure, device, budget_s, waited_s, kind):
+    lab = Lab(device=device)
+    lab.script["hangs", "prepare"] = [WorkerFailure("no answer", died=True, timed_out=True)]
+    found = measure(["hangs", "a"], lab, budget_s=budget_s)
+    assert lab.patience["hangs", "prepare"] == pytest.approx(waited_s)
+    assert isinstance(found["hangs"], kind)
+    assert isinstance(found["a"], Measured)
+
+
+def test_wrong_output_is_never_timed(measure):
+    lab = Lab()
+    wrong = Verification(checks=(Check(name="out", passed=False, error=1.0),))
+    lab.script["b", "verify"] = [Reply(verification=wrong, why="out: error 1")]
+    found = measure(["a", "b"], lab)
+    assert found["b"] == Failed(stage="verify", why="out: error 1", verification=wrong)
+    assert "b" not in slots_in_order(lab)
+
+
+def test_a_profiler_that_sees_nothing_proves_nothing_either_way(measure):
+    found = measure(["a"], Lab(), Backend("flashy", "", "m:a", supports=DENSE, kernels=("flash_fwd",)))
+    assert [note.code for note in found["a"].notes] == ["no_ledger"]
+
+
+def test_a_claimed_backend_without_its_kernel_is_never_timed(measure):
+    lab = Lab()
+    lab.script["a", "kernels"] = [Reply(kernels=(KernelUse(name="gemm", count=1, duration_ns=1),))]
+    found = measure(["a"], lab, Backend("flashy", "", "m:a", supports=DENSE, kernels=("flash_fwd",)))
+    assert found["a"].stage == "verify"
+    assert "claims flashy but no such kernel ran" in found["a"].why
+    assert slots_in_order(lab) == []
+
+
+def test_one_that_is_slower_alone_is_noted(measure):
+    lab = Lab()
+    slow_alone = Reply(slot=Slot(samples_ns=(1_300_000,) * 10))
+    usual = Reply(slot=Slot(samples_ns=(1_000_000,) * 10))
+    for name in ("a", "b"):
+        lab.script[name, "slot"] = [usual] * 5 + [slow_alone] * 3
+    found = measure(["a", "b"], lab, min_rounds=5)
+    noted = [note for outcome in found.values() for note in outcome.notes]
+    assert [note.code for note in noted] == ["interference"]
+    assert noted[0].observed == pytest.approx(0.3)
+
+
+def test_launch_bound_calls_are_timed_as_graphs_as_well(measure):
+    lab = Lab()
+    note = Note(code="launch_bound", message="m")
+    lab.script["a", "slot"] = [Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,)) for _ in range(50)]
+    found = measure(["a", "b"], lab, graph_timer=GRAPH, recheck=False)
+    assert [timing.timer for timing in found["a"].timings] == ["wall", "graph"]
+    assert [timing.timer for timing in found["b"].timings] == ["wall"]
+
+
+def test_a_timer_that_cannot_be_used_is_a_note_beside_the_others(measure):
+    lab = Lab()
+    note = Note(code="launch_bound", message="m")
+    lab.script["a", "slot"] = [Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,)) for _ in range(50)]
+    unusable = WarmedUp(samples_ns=(), settled=False, unusable="it waits for the device")
+    lab.script["a", "warm_up"] = [None, Reply(warmed_up=unusable)]
+    found = measure(["a"], lab, graph_timer=GRAPH)
+    assert isinstance(found["a"], Measured)
+    assert "graph_unusable" in [note.code for note in found["a"].notes]
+    assert [timing.timer for timing in found["a"].timings] == ["wall"]
+
+
+def test_the_only_timer_that_cannot_be_used_fails_the_case(measure):
+    lab = Lab()
+    unusable = WarmedUp(samples_ns=(), settled=False, unusable="it waits for the device")
+    lab.script["a", "warm_up"] = [Reply(warmed_up=unusable)]
+    found = measure(["a"], lab)
+    assert found["a"].stage == "time"
+    assert "it waits for the device" in found["a"].why
+
+
+def test_throttled_slots_are_kept_and_tagged(measure):
+    lab = Lab()
+    hot = Slot(samples_ns=(1_000_000,) * 10, throttle=("hw_thermal",), sm_clock_mhz=900)
+    lab.script["a", "slot"] = [Reply(slot=hot) for _ in range(50)]
+    found = measure(["a"], lab)
+    assert isinstance(found["a"], Measured)
+    assert "throttled" in [note.code for note in found["a"].notes]
+    assert all(slot.throttle == ("hw_thermal",) for slot in found["a"].timings[0].slots)
+    assert 0 < sum(lab.slept) <= 10

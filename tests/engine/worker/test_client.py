@@ -1,0 +1,115 @@
+"""Real worker processes: questions, answers, time-outs, deaths."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from dilabench.engine.worker.client import WorkerFailure, WorkerPool
+from dilabench.engine.worker.protocol import WorkerSettings
+
+SETTINGS = WorkerSettings(device="cpu")
+
+
+@pytest.fixture
+def pool():
+    made = WorkerPool(SETTINGS)
+    yield made
+    made.close()
+
+
+def test_a_worker_says_who_it_is(pool):
+    worker = pool.resident("x")
+    assert worker.hello.pid != os.getpid()
+    assert worker.hello.torch["threads"].isdigit()
+    assert pool.resident("x") is worker
+    assert pool.resident("y") is not worker
+
+
+def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
+    worker = pool.resident("x")
+    host, ending, overlaps = worker._host, threading.Lock(), []
+    kill = host.kill
+
+    def watched():
+        if not ending.acquire(blocking=False):
+            overlaps.append(threading.current_thread().name)
+            return
+        time.sleep(0.05)
+        kill()
+        ending.release()
+
+    host.kill = watched
+    threads = [threading.Thread(target=worker.kill) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not overlaps
+    assert not worker.alive
+
+
+def test_ceilings_are_measured_in_the_dtypes_asked_for(pool):
+    ceilings = pool.resident("x").ask("ceilings", timeout_s=60, dtypes=["float32"]).ceilings
+    assert set(ceilings) == {"matmul_float32_flops_per_s", "copy_bytes_per_s"}
+    assert min(ceilings.values()) > 1e6
+
+
+def test_a_command_about_an_unknown_case_is_told_and_the_worker_lives(pool):
+    worker = pool.resident("x")
+    with pytest.raises(WorkerFailure, match="KeyError") as failed:
+        worker.ask("verify", "nothing", timeout_s=30)
+    assert not failed.value.died
+    assert worker.alive
+
+
+def test_a_worker_killed_while_it_works_is_a_failure_with_the_signal(pool):
+    worker = pool.resident("x")
+    # A stopped process gives no answer until it is killed.
+    os.kill(worker.hello.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.2, os.kill, (worker.hello.pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(WorkerFailure, match="SIGKILL") as failed:
+        worker.ask("ceilings", timeout_s=60, dtypes=[])
+    killer.join()
+    assert failed.value.died
+    assert not worker.alive
+
+
+def test_a_worker_killed_while_idle_is_replaced(pool):
+    first = pool.resident("x")
+    os.kill(first.hello.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while first.alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    second = pool.resident("x")
+    assert second is not first
+    assert second.ask("ceilings", timeout_s=60, dtypes=[]).ceilings
+
+
+def test_a_worker_that_does_not_answer_is_ended(pool):
+    worker = pool.resident("x")
+    os.kill(worker.hello.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerFailure, match="hang") as failed:
+        worker.ask("ceilings", timeout_s=0.1, dtypes=[])
+    assert failed.value.timed_out
+    assert failed.value.died
+    assert not worker.alive
+
+
+def test_fresh_workers_end_with_their_block(pool):
+    with pool.fresh("x") as worker:
+        pid = worker.hello.pid
+        assert pid != pool.resident("x").hello.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_closing_a_pool_leaves_no_process(pool):
+    pids = [pool.resident(key).hello.pid for key in "xy"]
+    pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,219 @@
+"""What happens inside a worker, in this process: preparation, modes, memory, kernels, out-of-memory."""
+
+import pytest
+import torch
+
+from dilabench.engine.call.buffer_pool import SizedBufferPool
+from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.kernel_trace import kernel_ledger
+from dilabench.engine.call.peak_memory import measure_memory
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.worker import handlers as desk_module
+from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
+from dilabench.engine.worker.protocol import CaseSpec, Command, WorkerSettings
+from dilabench.record import Case, Optimizations
+from dilabench.workload.spec import Workload
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def spec(dense_case):
+    def make(name, **fields):
+        optimizations = fields.pop("optimizations", Optimizations())
+        case = dense_case(name, **fields).case.model_copy(update={"optimizations": optimizations})
+        takes = "embeddings" if name == "Projection" else "heads"
+        return CaseSpec(case=case, target=f"misbehaving:{name}", takes=takes, seed=3)
+
+    return make
+
+
+@pytest.fixture
+def prepared(spec):
+    def make(name, **fields):
+        return PreparedCall(spec(name, **fields), CPU, InputStore(CPU))
+
+    return make
+
+
+def test_set_up_is_timed_in_parts(prepared):
+    call = prepared("honest")
+    assert set(call.setup_ns) == {"import", "build", "inputs", "optimize", "first_call"}
+    assert call.call_ns >= 1
+
+
+def test_forward_makes_no_graph(prepared):
+    out = prepared("honest").fresh()()
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["backward", "both"])
+def test_gradients_are_those_of_a_random_dout(prepared, mode):
+    call = prepared("honest", mode=mode)
+    found = call.fresh()()
+    inputs = call.inputs(0)
+    out = call.function(inputs.q, inputs.k, inputs.v)
+    expected = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), call.output_gradient())
+    assert call.output_gradient().std() == pytest.approx(1.0, abs=0.1)
+    for gradient, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_backward_alone_makes_its_graph_before_the_call(prepared, monkeypatch):
+    call = prepared("honest", mode="backward")
+    forward_calls = []
+    function = call.function
+    call.function = lambda *inputs: forward_calls.append(1) or function(*inputs)
+    ready = call.fresh()
+    assert forward_calls == [1]
+    ready()
+    assert forward_calls == [1]
+
+
+def test_parameters_get_gradients_as_well(prepared):
+    call = prepared("Projection", mode="both")
+    x_gradient, weight_gradient = call.fresh()()
+    assert x_gradient.shape == (1, 129, 72)
+    assert weight_gradient.shape == (72, 72)
+
+
+def test_cases_of_a_cell_share_one_set_of_inputs(spec):
+    shelf = InputStore(CPU)
+    first = PreparedCall(spec("honest"), CPU, shelf)
+    second = PreparedCall(spec("noisy"), CPU, shelf)
+    assert first.inputs(0).q is second.inputs(0).q
+    assert not torch.equal(first.inputs(0).q, first.inputs(1).q)
+
+
+def test_a_graph_on_a_cpu_is_refused(prepared):
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        prepared("honest", optimizations=Optimizations(cuda_graph=True))
+
+
+@pytest.mark.parametrize("mode", ["forward", "both"])
+def test_memory_adds_up_to_its_peak(prepared, mode):
+    call = prepared("Projection", mode=mode, seq_len=1023)
+    memory = measure_memory(call, isolated=True)
+    x_bytes = 1023 * 72 * 4
+    assert memory.inputs_bytes == x_bytes * (1 if mode == "forward" else 2)
+    assert memory.parameters_bytes == 72 * 72 * 4
+    parts = (memory.inputs_bytes, memory.parameters_bytes, memory.workspace_bytes, memory.saved_for_backward_bytes or 0)
+    assert sum(parts) == memory.peak_bytes
+    if mode == "forward":
+        assert memory.saved_for_backward_bytes is None
+    else:
+        # Projected heads, output and lse at least; the input and the parameters are not counted again.
+        assert x_bytes < memory.saved_for_backward_bytes < 5 * x_bytes
+    assert memory.method
+
+
+def test_the_peak_of_a_call_is_seen_even_when_it_is_freed_inside(prepared):
+    """64 MiB live only inside the call; the resident set before and after does not show them."""
+    call = prepared("honest")
+    function = call.function
+
+    def greedy(q, k, v):
+        torch.ones(16 << 20).sum()
+        return function(q, k, v)
+
+    before = measure_memory(call, isolated=True).workspace_bytes
+    call.function = greedy
+    assert measure_memory(call, isolated=True).workspace_bytes - before > 60 << 20
+
+
+def test_the_ledger_counts_operators(prepared, tmp_path):
+    trace = tmp_path / "trace.json"
+    kernels = kernel_ledger(prepared("honest").fresh(), CPU, trace)
+    names = {kernel.name: kernel.count for kernel in kernels}
+    assert names["aten::_scaled_dot_product_flash_attention_for_cpu"] == 1
+    assert [k.duration_ns for k in kernels] == sorted((k.duration_ns for k in kernels), reverse=True)
+    assert "traceEvents" in trace.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_is_told_from_other_errors(error, memory):
+    assert is_out_of_memory(error) == memory
+
+
+def test_the_desk_tells_what_a_command_raised(spec):
+    handlers = Handlers(WorkerSettings(device="cpu"))
+    arguments = {"spec": spec("cannot_build").model_dump(mode="json")}
+    trouble = handlers.answer(Command(name="prepare", arguments=arguments)).trouble
+    assert trouble.why == "RuntimeError: no kernel for head_dim 24"
+    assert "second line" in trouble.traceback
+    assert not trouble.fatal
+
+
+def test_an_absurd_allocation_is_out_of_memory(spec):
+    handlers = Handlers(WorkerSettings(device="cpu"))
+    huge = Workload.model_validate({**spec("honest").case.workload.model_dump(), "seq_len": 2**40})
+    case = Case(implementation="honest", workload=huge)
+    arguments = {"spec": spec("honest").model_copy(update={"case": case}).model_dump(mode="json")}
+    trouble = handlers.answer(Command(name="prepare", arguments=arguments)).trouble
+    assert trouble.out_of_memory
+    assert trouble.why.startswith("out of memory: ")
+
+
+def test_a_pool_reuses_the_smallest_buffer_that_fits_and_stays_below_its_bound():
+    pool = SizedBufferPool(max_bytes=1 << 12)
+    first = pool.take((16, 16), torch.float32, CPU)
+    pool.give(first)
+    again = pool.take((15, 17), torch.float32, CPU)
+    assert again.data_ptr() == first.data_ptr()
+    assert again.shape == (15, 17)
+    pool.give(again)
+    large = pool.take((1 << 14,), torch.uint8, CPU)
+    pool.give(large)
+    counters = pool.counters()
+    assert (counters["buffer_pool_requests"], counters["buffer_pool_reuses"]) == (3, 1)
+    assert counters["buffer_pool_held_bytes"] == 1 << 10
+    assert counters["buffer_pool_peak_bytes"] == (1 << 10) + (1 << 14)
+
+
+def test_a_pool_never_lends_one_buffer_twice():
+    pool = SizedBufferPool(max_bytes=1 << 20)
+    lent = [pool.take((5, 7), torch.float64, CPU) for _ in range(4)]
+    assert len({buffer.data_ptr() for buffer in lent}) == 4
+    for buffer in lent:
+        pool.give(buffer)
+    pool.give(torch.empty(3))
+    assert len({pool.take((5, 7), torch.float64, CPU).data_ptr() for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, [4]), ({"LOCAL_WORLD_SIZE": "8"}, [1]), ({"LOCAL_WORLD_SIZE": "16"}, [1]), ({"OMP_NUM_THREADS": "5"}, [])],
+    ids=["ranks of one machine", "ranks of torchrun here", "more ranks than cores", "as the user says"],
+)
+def test_ranks_share_the_cores_of_a_machine(environment, expected, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(desk_module, "meeting_store", lambda *_: None)
+    monkeypatch.setattr(desk_module.World, "join", lambda *_, **__: "the world")
+    handlers = Handlers(WorkerSettings(device="cpu", world_size=2))
+    assert [handlers._joined(), handlers._joined()] == ["the world"] * 2
+    assert found == expected
+
+
+@pytest.mark.parametrize(("lanes", "expected"), [(1, []), (4, [2])])
+def test_lanes_share_the_cores_of_a_machine(lanes, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    Handlers(WorkerSettings(device="cpu", lanes=lanes))
+    assert found == expected

@@ -1,0 +1,138 @@
+"""Shelves, requirements and reasons."""
+
+import sys
+
+import pytest
+
+from dilabench.errors import ConfigError, PluginError
+from dilabench.machine import Machine
+from dilabench.plugins.descriptors import Backend, Capabilities, Catalogue, Implementation, Registry, load_target, unmet
+from dilabench.record import Case, GpuInfo
+from dilabench.workload.spec import Workload
+
+CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
+H200 = GpuInfo(name="H200", compute_capability="9.0")
+HOPPER = Machine(device="cuda", gpus=(H200, H200))
+DILATED = {"kind": "dilated", "segment_lengths": [16, 40], "dilation_rates": [1, 3]}
+WORKLOAD = Workload(pattern=DILATED, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24)
+
+
+def implementation(name, aliases=(), **fields):
+    return Implementation(name, "for a test", "somewhere:build", aliases=aliases, **fields)
+
+
+def test_names_and_aliases_lead_to_the_descriptor():
+    shelf = Registry("implementation")
+    shelf.add(implementation("gather", aliases=("dilated",)), "builtin")
+    assert shelf.get("dilated") is shelf.get("gather")
+    assert shelf.origin("dilated") == "builtin"
+    assert "dilated" in shelf
+    assert shelf.names == ("gather",)
+
+
+@pytest.mark.parametrize(
+    ("name", "aliases"), [("gather", ()), ("dilated", ()), ("new", ("gather",)), ("new", ("dilated",))]
+)
+def test_a_taken_name_is_an_error_that_names_both(name, aliases):
+    shelf = Registry("implementation")
+    shelf.add(implementation("gather", aliases=("dilated",)), "builtin")
+    with pytest.raises(PluginError, match=r"of plug-in 'theirs' is already registered by 'builtin'"):
+        shelf.add(implementation(name, aliases=aliases), "theirs")
+    assert shelf.names == ("gather",)
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    shelf = Registry("implementation")
+    shelf.add(implementation("strided"), "builtin")
+    with pytest.raises(ConfigError, match="unknown implementation 'stridet'; did you mean strided"):
+        shelf.get("stridet")
+    with pytest.raises(ConfigError, match="known: strided"):
+        shelf.get("zzzzzz")
+
+
+REASONS = [
+    ({"patterns": frozenset({"dense"})}, {}, "pattern dilated is not supported (has dense)"),
+    ({"devices": frozenset({"cuda"})}, {}, "device cpu is not supported (has cuda)"),
+    ({"dtypes": frozenset({"float16"})}, {}, "dtype float32 is not supported (has float16)"),
+    ({"modes": frozenset({"forward"})}, {"mode": "both"}, "mode both is not supported (has forward)"),
+    ({"causal": frozenset({True})}, {"causal": False}, "causal False is not supported (has True)"),
+    ({"window": False}, {"window": (5, 0)}, "window (5, 0) is not supported"),
+    ({"gqa": False}, {}, "num_kv_heads 3 below num_heads 6 is not supported"),
+    ({"head_dim_multiple": 16}, {}, "head_dim 24 is not a multiple of 16"),
+    ({"max_head_dim": 16}, {}, "head_dim 24 is above 16"),
+    ({}, {"layout": "packed", "cu_seqlens": (0, 96)}, "layout packed is not supported (has padded)"),
+    ({"grouped_heads": False}, {"pattern": {**DILATED, "heads": "grouped"}}, "grouped heads are not supported"),
+    ({}, {"pattern": {**DILATED, "merge_grad": "detached"}, "mode": "both"}, "merge_grad detached is not supported"),
+    ({"check": lambda workload: f"seq_len {workload.seq_len} is odd here"}, {}, "seq_len 96 is odd here"),
+]
+
+
+@pytest.mark.parametrize(("limits", "change", "reason"), REASONS)
+def test_capabilities_say_why_not(limits, change, reason):
+    assert Capabilities(**limits).reasons(WORKLOAD.replace(**change), "cpu") == (reason,)
+
+
+def test_what_is_supported_has_no_reason_against_it():
+    assert Capabilities().reasons(WORKLOAD, "cuda") == ()
+    detached = WORKLOAD.replace(pattern={**DILATED, "merge_grad": "detached"})
+    assert Capabilities().reasons(detached, "cpu") == (), "the merge has no gradient in a forward pass"
+    assert Capabilities().reasons(WORKLOAD, "cpu", world_size=2) == ("runs on 1 device, not on 2",)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "machine", "reason"),
+    [
+        ("cuda", CPU, "needs cuda, have cpu (no NVIDIA GPU is visible)"),
+        ("cuda", HOPPER, None),
+        ("cuda>=sm80", HOPPER, None),
+        ("cuda>=sm100", HOPPER, "needs cuda sm100 or newer, have sm90"),
+        ("gpus>=2", HOPPER, None),
+        ("gpus>=3", HOPPER, "needs 3 GPUs, have 2"),
+        ("json", CPU, None),
+        ("no_such_module_at_all", CPU, "module no_such_module_at_all is not installed"),
+        ("no_such_package.part", CPU, "module no_such_package.part is broken: No module named 'no_such_package'"),
+        ("pydantic>=2.0", CPU, None),
+        ("what is this", CPU, "requirement 'what is this' cannot be read; write 'cuda>=sm80' or 'module>=1.2'"),
+    ],
+)
+def test_requirements(requirement, machine, reason):
+    assert unmet([requirement], machine) == ((reason,) if reason else ())
+
+
+def test_a_requirement_names_the_version_that_is_there():
+    (reason,) = unmet(["pydantic>=99.1"], CPU)
+    assert reason.startswith("needs pydantic 99.1 or newer, have 2.")
+
+
+def test_checking_a_requirement_does_not_import_the_module():
+    sys.modules.pop("wave", None)
+    assert unmet(["wave"], CPU) == ()
+    assert "wave" not in sys.modules
+
+
+def test_reasons_against_a_case_name_the_backend():
+    catalogue = Catalogue()
+    catalogue.implementations.add(implementation("gather", uses_backend=True), "test")
+    catalogue.backends.add(Backend("fast", "no backward", "x:attend", requires=("cuda",)), "test")
+    case = Case(implementation="gather", backend="fast", workload=WORKLOAD.replace(mode="both"))
+    assert catalogue.reasons_against(case, CPU) == (
+        "backend fast: needs cuda, have cpu (no NVIDIA GPU is visible)",
+        "backend fast: mode both needs a backward pass, which it lacks",
+    )
+    forward = case.model_copy(update={"workload": WORKLOAD})
+    assert catalogue.reasons_against(forward, HOPPER) == ()
+
+
+def test_a_backend_is_asked_for_dense_attention_only():
+    catalogue = Catalogue()
+    catalogue.implementations.add(implementation("gather", uses_backend=True), "test")
+    catalogue.backends.add(Backend("plain", "dense only", "x:attend"), "test")
+    assert catalogue.reasons_against(Case(implementation="gather", backend="plain", workload=WORKLOAD), CPU) == ()
+
+
+def test_targets():
+    assert load_target("json:dumps")([1]) == "[1]"
+    with pytest.raises(PluginError, match=r"has no attribute; write 'package\.module:name'"):
+        load_target("json")
+    with pytest.raises(PluginError, match="module 'json' has no 'nothing'"):
+        load_target("json:nothing")

@@ -1,0 +1,129 @@
+"""What torch's allocator saw at the fullest moment of a call, on one device, and on one rank of several."""
+
+import functools
+import gc
+
+import torch
+
+from dilabench.backends.load import load_backend
+from dilabench.contracts import BuildContext
+from dilabench.distributed.lone_rank import LoneRank
+from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
+from dilabench.engine.call.inputs import make_inputs
+from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.manager import discover
+from dilabench.record import Case
+from dilabench.workload.spec import Workload
+
+CPU = torch.device("cpu")
+BRANCHES = {"kind": "dilated", "segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)}
+LONG_BRANCHES = {"kind": "dilated", "segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
+DENSE = {"kind": "dense"}
+
+
+def sparse(**fields):
+    return {"kind": "block_sparse", "block_size": 64, "sparsity": 0.9, **fields}
+
+
+def workload_of(pattern=BRANCHES, **fields):
+    shape = {"batch_size": 1, "seq_len": 4096, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "dtype": "float32"}
+    if "num_heads" in fields:
+        shape["num_kv_heads"] = fields["num_heads"]
+    return Workload.model_validate({"pattern": pattern, **shape, **fields})
+
+
+def case_of(implementation, backend=None, pattern=BRANCHES, **fields):
+    return Case(implementation=implementation, backend=backend, workload=workload_of(pattern, **fields))
+
+
+def allocated(call):
+    """(bytes that stay, largest bytes above the start), from every allocation that the CPU allocator reports."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        result = call()
+        del result
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return live, peak
+
+
+def peak_of(case):
+    """Bytes at the fullest moment of a case on one device, with everything that was there before."""
+    implementation = catalogue().implementations.get(case.implementation)
+    context = BuildContext(device=CPU, backend=loaded(case))
+    inputs = make_inputs(case.workload, implementation.takes, 0, CPU)
+    # What earlier tests left must not be freed while this is measured.
+    gc.collect()
+    return _peak(lambda: _built(case, implementation, context), list(inputs.distinct), case.workload.mode)
+
+
+def rank_peak(case, world):
+    """The same of one rank of several, on shards of its own."""
+    implementation, workload = catalogue().implementations.get(case.implementation), case.workload
+    context = BuildContext(device=CPU, backend=loaded(case), world=world)
+    function = load_target(implementation.target)(workload, context)
+    rows = function.shards.rows[world.rank]
+    lead = (rows,) if workload.layout == "packed" else (workload.batch_size, rows)
+    heads = (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
+    shapes = [(*lead, count, workload.head_dim) for count in heads]
+    if implementation.takes == "embeddings":
+        shapes = [(*lead, workload.num_heads * workload.head_dim)]
+    leaves = [torch.randn(shape, dtype=getattr(torch, workload.dtype), requires_grad=True) for shape in shapes]
+    del function
+    return _peak(lambda: load_target(implementation.target)(workload, context), leaves, workload.mode)
+
+
+def fullest_rank_peak(case):
+    """The largest of the first, a middle and the last rank, each of them alone."""
+    ranks = sorted({0, case.world_size // 2, case.world_size - 1})
+    gc.collect()
+    return max(rank_peak(case, LoneRank.of(rank, case.world_size)) for rank in ranks)
+
+
+def real_rank_peak(world, case):
+    """For `launch`: what a rank among real ones allocates."""
+    return rank_peak(case, world)
+
+
+@functools.cache
+def catalogue():
+    return discover().catalogue
+
+
+def loaded(case):
+    if case.backend is None:
+        return None
+    return load_backend(catalogue().backends.get(case.backend))
+
+
+def _built(case, implementation, context):
+    build, switched = load_target(implementation.target), case.optimizations
+    if switched.query_chunk:
+        return build_in_chunks(build, case.workload, context, switched.query_chunk)
+    function = build(case.workload, context)
+    return checkpointed(function) if switched.gradient_checkpointing else function
+
+
+def _peak(build, leaves, mode):
+    """Inputs, what building and a first call leave behind, and the peak of a second call above that."""
+    made = []
+    q, k, v = leaves if len(leaves) == 3 else leaves * 3
+    dout = torch.randn(q.shape, dtype=q.dtype) if mode != "forward" else torch.empty(0)
+
+    def call():
+        function = made[0]
+        if mode == "forward":
+            with torch.no_grad():
+                return function(q, k, v)
+        parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+        return torch.autograd.grad(function(q, k, v), [*leaves, *parameters], dout)
+
+    def first():
+        made.append(build())
+        call()
+
+    kept, _ = allocated(first)
+    _, peak = allocated(call)
+    return sum(tensor.nbytes for tensor in [*leaves, dout]) + kept + peak

@@ -1,0 +1,46 @@
+"""Formulas against what torch's CUDA allocator saw; `scripts/gpu_memory_plan.py` measures many more."""
+
+import gc
+
+import pytest
+import torch
+
+from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.worker.protocol import case_spec
+from dilabench.machine import detect
+from dilabench.predict.memory import plan_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+WITHIN = 0.1
+CASES = {
+    "math": ("dense", "math", "DENSE", {}),
+    "math over branches": ("strided", "math", "LONG_BRANCHES", {}),
+    "block lists": ("block-sparse", None, "SPARSE", {}),
+    "block lists, padded heads": ("block-sparse", None, "SPARSE", {"head_dim": 80}),
+    "flex": ("flex", None, "LONG_BRANCHES", {}),
+    "flex-permuted": ("flex-permuted", None, "LONG_BRANCHES", {}),
+    "the formula": ("reference", None, "LONG_BRANCHES", {"seq_len": 4096}),
+}
+
+
+@pytest.mark.parametrize("mode", ["forward", "both"])
+@pytest.mark.parametrize("name", CASES)
+def test_formulas_hold_against_measured_peaks(name, mode, peaks):
+    implementation, backend, pattern, fields = CASES[name]
+    chosen = peaks.sparse(block_size=128) if pattern == "SPARSE" else getattr(peaks, pattern)
+    shape = {"seq_len": 16384, "num_heads": 8, "dtype": "bfloat16", **fields}
+    case = peaks.case_of(implementation, backend, chosen, mode=mode, **shape)
+    machine, device = detect("cuda"), torch.device("cuda", 0)
+    reasons = peaks.catalogue().reasons_against(case, machine)
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    call = PreparedCall(case_spec(case, peaks.catalogue(), 0), device, InputStore(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    call.fresh()()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    assert plan_memory(case, "cuda").peak_bytes == pytest.approx(peak, rel=WITHIN)

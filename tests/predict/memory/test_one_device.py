@@ -1,0 +1,148 @@
+"""Formulas of one device's implementations against what torch's own allocator saw at the fullest moment of a call."""
+
+import pytest
+
+from dilabench.predict.memory import plan_memory
+from dilabench.record import Optimizations
+
+WITHIN = 0.1
+SHAPES = {
+    "plain": {},
+    "grouped_queries": {"num_kv_heads": 2},
+    "one_key_head": {"num_heads": 6, "num_kv_heads": 1},
+    "short_tail": {"seq_len": 4100},
+    "odd": {"num_heads": 5, "num_kv_heads": 5, "head_dim": 24, "seq_len": 8191},
+    "batch": {"batch_size": 3, "seq_len": 1536},
+    "float64": {"dtype": "float64"},
+}
+BOTH_MODES = pytest.mark.parametrize("mode", ["forward", "both"])
+
+
+@pytest.fixture
+def check(peaks):
+    """The plan of a case against its peak."""
+
+    def checked(case):
+        assert plan_memory(case, "cpu").peak_bytes == pytest.approx(peaks.peak_of(case), rel=WITHIN)
+
+    return checked
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("implementation", ["dense", "gather", "strided"])
+def test_formulas_hold_against_measured_peaks(implementation, shape, mode, peaks, check):
+    fields = SHAPES[shape]
+    if implementation == "dense":
+        fields = {**fields, "pattern": peaks.DENSE, "batch_size": 8, "seq_len": 512}
+    check(peaks.case_of(implementation, "sdpa-flash", mode=mode, **fields))
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("implementation", ["gather-multihead", "strided-multihead"])
+def test_modules_with_projections(implementation, mode, peaks, check):
+    check(peaks.case_of(implementation, "sdpa-flash", mode=mode))
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("pattern", [{"heads": "grouped"}, {"merge_grad": "detached"}], ids=str)
+def test_grouped_heads_and_detached_weights_of_gather(pattern, mode, peaks, check):
+    check(peaks.case_of("gather", "sdpa-flash", mode=mode, pattern={**peaks.BRANCHES, **pattern}))
+
+
+@BOTH_MODES
+def test_chunked_queries(mode, peaks, check):
+    case = peaks.case_of("gather", "sdpa-flash", mode=mode)
+    check(case.model_copy(update={"optimizations": Optimizations(query_chunk=1024)}))
+
+
+def test_checkpointing_does_not_lower_the_peak_of_one_call(peaks, check):
+    case = peaks.case_of("strided", "sdpa-flash", mode="both")
+    check(case.model_copy(update={"optimizations": Optimizations(gradient_checkpointing=True)}))
+
+
+MATH_SHAPES = {
+    "rows_in_blocks": {"seq_len": 2048},
+    "batches_in_blocks": {"batch_size": 12, "seq_len": 512},
+    "one_block": {"batch_size": 2, "seq_len": 256},
+    "grouped_queries": {"batch_size": 8, "seq_len": 512, "num_kv_heads": 2},
+    "one_key_head": {"seq_len": 2048, "num_heads": 6, "num_kv_heads": 1},
+    "half": {"seq_len": 2048, "dtype": "bfloat16"},
+    "half_batches": {"batch_size": 12, "seq_len": 512, "dtype": "bfloat16"},
+    "float64": {"seq_len": 2048, "dtype": "float64"},
+    "full": {"seq_len": 2048, "causal": False},
+    "window": {"seq_len": 2048, "window": (100, 0)},
+}
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", MATH_SHAPES)
+def test_blocks_of_the_math_backend(shape, mode, peaks, check):
+    check(peaks.case_of("dense", "math", peaks.DENSE, mode=mode, **MATH_SHAPES[shape]))
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", ["plain", "one_key_head", "odd"])
+@pytest.mark.parametrize("implementation", ["gather", "strided"])
+def test_branches_through_the_math_backend(implementation, shape, mode, peaks, check):
+    check(peaks.case_of(implementation, "math", mode=mode, **SHAPES[shape]))
+
+
+BLOCKS = {
+    "neighbours": {},
+    "scattered": {"mask": "random"},
+    "half_of_them": {"mask": "random", "sparsity": 0.5},
+    "a_mask_per_head": {"mask": "random", "sparsity": 0.5, "per_head": True},
+    "over_branches": {"mask": "random", "sparsity": 0.5, "block_size": 16, "branches": "long"},
+}
+BLOCK_SHAPES = {
+    "grouped_queries": {"num_kv_heads": 2},
+    "half": {"dtype": "bfloat16"},
+    "full": {"causal": False},
+}
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_lists_of_blocks(blocks, mode, peaks, check):
+    pattern = peaks.sparse(**BLOCKS[blocks])
+    if "branches" in pattern:
+        pattern["branches"] = peaks.LONG_BRANCHES
+    check(peaks.case_of("block-sparse", pattern=pattern, mode=mode, seq_len=2048))
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", BLOCK_SHAPES)
+def test_shapes_under_scattered_blocks(shape, mode, peaks, check):
+    pattern = peaks.sparse(mask="random", sparsity=0.5)
+    check(peaks.case_of("block-sparse", pattern=pattern, mode=mode, seq_len=2048, **BLOCK_SHAPES[shape]))
+
+
+REFERENCE = {
+    "rows_in_blocks": ("DENSE", {"seq_len": 2560, "num_heads": 1}),
+    "heads": ("DENSE", {"seq_len": 1024}),
+    "batch": ("DENSE", {"seq_len": 512, "batch_size": 4}),
+    "full_float64": ("DENSE", {"seq_len": 1024, "dtype": "float64", "causal": False}),
+    "half": ("DENSE", {"seq_len": 1024, "dtype": "bfloat16", "num_kv_heads": 2}),
+    "branches": ("BRANCHES", {"seq_len": 256}),
+    "long_branches": ("LONG_BRANCHES", {"seq_len": 1024, "num_heads": 2}),
+}
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", REFERENCE)
+def test_the_formula_itself(shape, mode, peaks, check):
+    pattern, fields = REFERENCE[shape]
+    check(peaks.case_of("reference", pattern=getattr(peaks, pattern), mode=mode, **fields))
+
+
+@BOTH_MODES
+def test_the_formula_on_blocks(mode, peaks, check):
+    pattern = peaks.sparse(mask="random", sparsity=0.5)
+    check(peaks.case_of("reference", pattern=pattern, mode=mode, seq_len=1024, num_heads=2))
+
+
+@BOTH_MODES
+def test_the_formula_with_detached_weights(mode, peaks, check):
+    detached = {**peaks.LONG_BRANCHES, "merge_grad": "detached"}
+    check(peaks.case_of("reference", pattern=detached, mode=mode, seq_len=2048, num_heads=1))

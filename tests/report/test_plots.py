@@ -1,0 +1,150 @@
+"""Plots: every section's, as PNG and SVG, with units on the axes; colours that everybody can tell apart."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_hex
+
+from dilabench.errors import EnvironmentNotReady
+from dilabench.plugins.manager import discover
+from dilabench.record import RunRecord
+from dilabench.report import markdown, table
+from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot, Point, Section, render, sections_of
+from dilabench.report.plots import plots
+from dilabench.report.plots.bars import draw_bars
+from dilabench.report.plots.curves import draw_curves
+from dilabench.report.plots.mask import COMPUTED, HIDDEN, SKIPPED, draw_mask
+from dilabench.report.plots.style import COLOURS, look
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
+CURVES = CurvePlot(
+    name="latency",
+    title="Latency",
+    y_label="latency (ms)",
+    curves=(
+        Curve(label="gather", points=(Point(1024, 1.0, 0.9, 1.2), Point(49152, 40.0))),
+        Curve(label="gather", points=(Point(1024, 1.1), Point(49152, 41.0)), fitted=True),
+        Curve(label="strided", points=(Point(1024, 2.0), Point(49152, 20.0))),
+    ),
+)
+BARS = BarPlot(
+    name="impact",
+    title="Speed-up",
+    value_label="speed-up (x)",
+    categories=("gather 4K", "gather 16K"),
+    bars=(
+        Bars(label="pool", values=(0.5, None), low=(0.4, None), high=(0.6, None)),
+        Bars(label="cache", values=(2.0, 1.1)),
+    ),
+    reference=1.0,
+)
+SECTION = Section(
+    title="Finding", sentence="The *pool* costs.", columns=("who", "x"), rows=(("a|b", "0.5"),), plots=(CURVES, BARS)
+)
+
+
+@pytest.fixture
+def record() -> RunRecord:
+    return RunRecord.model_validate_json(GOLDEN.read_text())
+
+
+def test_each_plot_is_written_as_png_and_svg(record: RunRecord, tmp_path: Path) -> None:
+    assert plots.render(record, tmp_path, [SECTION]) is None
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert names == ["impact.png", "impact.svg", "latency.png", "latency.svg"]
+    assert (tmp_path / "plots" / "impact.png").read_bytes().startswith(b"\x89PNG")
+    assert ET.parse(tmp_path / "plots" / "latency.svg").getroot().tag.endswith("svg")
+
+
+def test_the_same_record_gives_the_same_file(record: RunRecord, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        plots.render(record, tmp_path / folder, [SECTION])
+    one, two = ((tmp_path / folder / "plots" / "latency.svg").read_bytes() for folder in ("one", "two"))
+    assert one == two
+
+
+def test_without_sections_or_folder_nothing_is_written(record: RunRecord, tmp_path: Path) -> None:
+    plots.render(record, tmp_path)
+    plots.render(record, None, [SECTION])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_environment_error(record: RunRecord, tmp_path: Path) -> None:
+    (tmp_path / "plots").write_text("")
+    with pytest.raises(EnvironmentNotReady, match="choose another folder with -o"):
+        plots.render(record, tmp_path, [SECTION])
+
+
+def test_curves_name_units_and_measured_lengths() -> None:
+    (axes,) = draw_curves(CURVES).axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("sequence length (tokens)", "latency (ms)")
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    ticks = axes.xaxis.get_major_locator()()
+    assert [axes.xaxis.get_major_formatter()(tick, None) for tick in ticks] == ["1K", "48K"]
+    assert axes.get_legend_handles_labels()[1] == ["gather", "strided"]
+
+
+def test_bars_begin_at_the_reference_and_leave_out_what_is_absent() -> None:
+    (axes,) = draw_bars(BARS).axes
+    assert axes.get_xlabel() == "speed-up (x)"
+    pool, cache = (container for container in axes.containers if hasattr(container, "patches"))
+    assert [(bar.get_x(), bar.get_width()) for bar in pool] == [(1.0, -0.5)]
+    assert len(cache) == 2
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["gather 4K", "gather 16K"]
+
+
+def test_a_mask_is_drawn_block_by_block() -> None:
+    mask = MaskPlot(name="mask", title="random", blocks=2, block_size=64, cells=((1.0, None), (0.0, 1.0)))
+    figure = draw_mask(mask)
+    (axes,) = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("keys (blocks of 64 tokens)", "queries (blocks of 64 tokens)")
+    assert axes.get_title(loc="left") == "random"
+    (image,) = axes.images
+    assert image.get_extent() == [0, 2, 2, 0]
+    colours = image.cmap(image.norm(image.get_array()))
+    assert to_hex(colours[0][0]) == to_hex(colours[1][1]) == to_hex(COMPUTED)
+    assert to_hex(colours[1][0]) == to_hex(SKIPPED)
+    assert to_hex(colours[0][1]) == to_hex(HIDDEN)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["computed", "skipped", "hidden by the causal mask"]
+
+
+def test_a_mask_with_more_blocks_than_cells_has_a_scale() -> None:
+    mask = MaskPlot(name="mask", title="random", blocks=4, block_size=64, cells=((1.0, 0.25), (0.5, 1.0)))
+    _, scale = draw_mask(mask).axes
+    assert scale.get_ylabel() == "share of the blocks that is computed"
+
+
+def test_series_differ_without_colour_too() -> None:
+    looks = [look(index) for index in range(20)]
+    assert len({(one.colour, one.marker) for one in looks}) == 20
+    assert "#F0E442" not in COLOURS, "yellow vanishes on white"
+
+
+def test_markdown_embeds_plots_that_are_there(record: RunRecord, tmp_path: Path) -> None:
+    plots.render(record, tmp_path, [SECTION])
+    markdown.render(record, tmp_path, [SECTION])
+    text = (tmp_path / "report.md").read_text()
+    assert text.index("rows verified and measured") < text.index("## Finding") < text.index("## Results")
+    assert "![Latency](plots/latency.png)" in text
+    assert r"The \*pool\* costs." in text
+    assert r"| a\|b | 0.5 |" in text
+    assert "plots/" not in markdown.to_text(record, [SECTION])
+
+
+def test_the_table_prints_findings_but_not_mere_plots(record: RunRecord) -> None:
+    only_plots = Section(title="At a glance", sentence="Plots.", plots=(CURVES,))
+    text = table.to_text(record, width=100, sections=[SECTION, only_plots])
+    assert "Finding\nThe *pool* costs.\n" in text
+    assert "a|b" in text
+    assert "At a glance" not in text
+
+
+def test_an_old_record_is_redrawn_by_its_suite(record: RunRecord, tmp_path: Path) -> None:
+    catalogue = discover().catalogue
+    sections = sections_of(record, catalogue)
+    render(catalogue.reporters.get("plots"), record, tmp_path, sections)
+    assert {path.stem for path in (tmp_path / "plots").iterdir()} == {plot.name for plot in plots.plots_of(sections)}
+    unknown = record.model_copy(update={"suite": "of a plug-in that is gone"})
+    assert sections_of(unknown, catalogue) == ()

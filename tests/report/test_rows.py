@@ -1,0 +1,175 @@
+from typing import Any
+
+from dilabench.record import (
+    Case,
+    Check,
+    CpuInfo,
+    Environment,
+    Failed,
+    Measured,
+    Optimizations,
+    Outcome,
+    PlannedCase,
+    Row,
+    RunRecord,
+    Skipped,
+    Slot,
+    Timing,
+    Verification,
+)
+from dilabench.report.rows import COLUMNS, DisplayRow, footnotes, location, pattern_text, workload_tables
+from dilabench.stats.samples.location import median_interval
+from dilabench.workload.spec import Workload
+
+DILATED = {"kind": "dilated", "segment_lengths": (96, 192), "dilation_rates": (1, 2)}
+
+
+def workload(**changes: Any) -> Workload:
+    fields = {
+        "pattern": DILATED,
+        "batch_size": 2,
+        "seq_len": 389,
+        "num_heads": 5,
+        "num_kv_heads": 5,
+        "head_dim": 24,
+    }
+    return Workload.model_validate({**fields, **changes})
+
+
+def measured(*milliseconds: float) -> Measured:
+    slot = Slot(samples_ns=tuple(round(value * 1e6) for value in milliseconds))
+    return Measured(
+        verification=Verification(checks=(Check(name="out", passed=True),)),
+        timings=(Timing(timer="wall", proves="host time", slots=(slot,)),),
+    )
+
+
+def row(name: str, outcome: Outcome, *, backend: str | None = "math", labels: Any = None, **changes: Any) -> Row:
+    optimizations = changes.pop("optimizations", Optimizations())
+    world_size = changes.pop("world_size", 1)
+    case = Case(
+        implementation=name,
+        backend=backend,
+        workload=workload(**changes),
+        optimizations=optimizations,
+        world_size=world_size,
+    )
+    return Row(planned=PlannedCase(case=case, requested_backend=backend, labels=labels or {}), outcome=outcome)
+
+
+def record(*rows: Row) -> RunRecord:
+    environment = Environment(os="Linux", python="3.12", cpu=CpuInfo(model="cpu", cores=1, threads=1))
+    return RunRecord(
+        tool_version="0", run_id="r", suite="quick", started_at="2026-01-01", environment=environment, rows=rows
+    )
+
+
+def shown(display: DisplayRow, column: str) -> str:
+    return display.cells[COLUMNS.index(column)]
+
+
+def test_speed_up_refers_to_the_plain_method_wherever_it_stands() -> None:
+    (table,) = workload_tables(record(row("strided", measured(2, 2, 2)), row("gather", measured(6, 6, 6))))
+    assert [shown(display, "speed-up") for display in table.rows] == ["3.00x", "1.00x"]
+    assert [display.fastest for display in table.rows] == [True, False]
+
+
+def test_speed_up_refers_to_the_first_measured_row_without_a_plain_method() -> None:
+    failed = Failed(stage="build", why="x")
+    (table,) = workload_tables(
+        record(row("gather", failed), row("strided", measured(4)), row("fused", measured(2)), row("flex", measured(8)))
+    )
+    assert [shown(display, "speed-up") for display in table.rows] == ["–", "1.00x", "2.00x", "0.50x"]
+
+
+def test_rows_of_different_workloads_are_never_in_one_table() -> None:
+    different = (
+        {},
+        {"seq_len": 390},
+        {"causal": False},
+        {"scale": 0.5},
+        {"dtype": "float64"},
+        {"mode": "both"},
+        {"world_size": 2},
+        {"pattern": {**DILATED, "offset": "blocked"}},
+    )
+    tables = workload_tables(record(*(row("gather", measured(1), **changes) for changes in different)))
+    assert len(tables) == len(different)
+
+
+def test_rows_that_take_other_inputs_are_ranked_apart() -> None:
+    (table,) = workload_tables(
+        record(
+            row("gather", measured(1)),
+            row("strided-multihead", measured(9), labels={"takes": "embeddings"}),
+            row("gather-multihead", measured(18), labels={"takes": "embeddings"}),
+        )
+    )
+    own, embeddings = table.sections
+    assert own.title is None
+    assert embeddings.title is not None
+    assert [shown(display, "speed-up") for display in own.rows] == ["1.00x"]
+    assert [shown(display, "speed-up") for display in embeddings.rows] == ["2.00x", "1.00x"]
+
+
+def test_a_yardstick_stands_in_the_table_of_its_shape_without_a_speed_up() -> None:
+    dense = row("dense", measured(1), labels={"role": "yardstick"}, pattern={"kind": "dense"})
+    other = row("dense", measured(1), labels={"role": "yardstick"}, pattern={"kind": "dense"}, seq_len=500)
+    first, second = workload_tables(record(dense, other, row("gather", measured(5)), row("strided", measured(4))))
+    assert [section.title is None for section in first.sections] == [True, False]
+    assert [shown(display, "speed-up") for display in first.sections[1].rows] == ["–"]
+    assert not first.sections[1].rows[0].fastest
+    assert "1x500" in second.title or "2x500" in second.title
+
+
+def test_a_row_without_a_time_shows_no_figures() -> None:
+    (table,) = workload_tables(
+        record(row("gather", Skipped(why="needs cuda"), backend=None), row("strided", Failed(stage="verify", why="x")))
+    )
+    assert [display.cells[3:] for display in table.rows] == [
+        ("skipped", *["–"] * 6),
+        ("FAILED", *["–"] * 6),
+    ]
+    assert not any(display.fastest for display in table.rows)
+
+
+def test_few_samples_have_no_interval_and_five_have_their_range() -> None:
+    (table,) = workload_tables(record(row("gather", measured(1, 2, 3, 4)), row("strided", measured(1, 2, 3, 4, 5))))
+    assert [shown(display, "95 % CI") for display in table.rows] == ["n<5, no CI", "1.000–5.000†"]
+    assert any(text.startswith("†") for text in footnotes([table]))
+
+
+def test_changed_optimizations_are_part_of_the_name() -> None:
+    optimizations = Optimizations(pattern_cache_entries=0, buffer_pool_bytes=2**30, cuda_graph=True)
+    (table,) = workload_tables(record(row("gather", measured(1), optimizations=optimizations)))
+    assert shown(table.rows[0], "implementation") == "gather +cache 0 +pool 1G +cuda-graph"
+
+
+def test_a_backend_chosen_by_auto_is_marked() -> None:
+    chosen = row("gather", measured(1))
+    chosen = chosen.model_copy(update={"planned": chosen.planned.model_copy(update={"requested_backend": "auto"})})
+    (table,) = workload_tables(record(chosen))
+    assert shown(table.rows[0], "backend") == "math*"
+    assert footnotes([table])[0] == "* chosen by auto"
+
+
+def test_pattern_text_names_what_is_unusual() -> None:
+    assert pattern_text(workload().pattern) == "dilated w 96,192 r 1,2"
+    assert pattern_text(workload(pattern={**DILATED, "heads": "grouped"}).pattern).endswith(" heads=grouped")
+    sparse = {"kind": "block_sparse", "mask": "local_window", "block_size": 32, "sparsity": 0.75, "branches": DILATED}
+    text = pattern_text(workload(pattern=sparse).pattern)
+    assert text == "block-sparse local_window block 32 sparsity 0.75 dilated w 96,192 r 1,2"
+
+
+def test_the_interval_tells_that_turns_differ() -> None:
+    """Ten turns of ten like samples are not a hundred independent ones."""
+    turns = [tuple(round(1e6 * (5 + turn % 10)) + sample for sample in range(10)) for turn in range(10)]
+    slots = tuple(Slot(round=index, samples_ns=samples) for index, samples in enumerate(turns))
+    timing = Timing(timer="wall", proves="host time", slots=slots)
+    outcome = measured(1).model_copy(update={"timings": (timing,)})
+    found = location(row("gather", outcome))
+    assert found is not None
+    assert found.interval is not None
+    pooled = median_interval(timing.samples_ns)
+    assert pooled is not None
+    assert found.interval.half_width > 2 * pooled.half_width

@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+
+from dilabench.record import Check, GpuInfo, RunRecord, Skipped
+from dilabench.report.summary import check_text, environment_rows, headline, notes, reproduce_command, unmeasured
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
+
+
+@pytest.fixture
+def record() -> RunRecord:
+    return RunRecord.model_validate_json(GOLDEN.read_text())
+
+
+def test_headline_counts_every_row_once(record: RunRecord) -> None:
+    text = headline(record)
+    assert "17 of 24 rows verified and measured, 3 skipped, 4 FAILED (3 did not pass verification)." in text
+    assert "The run was interrupted" in text
+
+
+def test_headline_names_the_fastest_of_the_largest_workload_but_no_yardstick(record: RunRecord) -> None:
+    assert headline(record).endswith("strided +pool 1G over math, 37.26 ms, 2.05x the speed of gather over sdpa-flash.")
+    only_first = record.model_copy(update={"rows": record.rows[:1], "status": "complete"})
+    assert headline(only_first).endswith("1 of 1 rows verified and measured.")
+
+
+def test_failures_come_first_and_equal_reasons_are_gathered(record: RunRecord) -> None:
+    assert [(entry.status, entry.stage, entry.rows) for entry in unmeasured(record)] == [
+        ("failed", "verify", "shifted over sdpa-flash (1x1K, 1x4K, 1x16K H8 D64 fp32 causal)"),
+        ("failed", "time", "strided over math (2x1536 H10/5 D80 bf16 causal window 512,0)"),
+        ("skipped", None, "fused (1x1K, 1x4K, 1x16K H8 D64 fp32 causal)"),
+    ]
+
+
+def test_rows_of_several_implementations_share_a_reason(record: RunRecord) -> None:
+    skipped = Skipped(why="the budget is used up")
+    rows = [row.model_copy(update={"outcome": skipped}) for row in record.rows[:2]]
+    (entry,) = unmeasured(record.model_copy(update={"rows": tuple(rows)}))
+    label = "1x1K H8 D64 fp32 causal"
+    assert entry.rows == f"gather over sdpa-flash ({label}), strided over sdpa-flash ({label})"
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (Check(name="out", passed=False), "out: failed"),
+        (Check(name="out", passed=False, error=0.25, tolerance=1e-6), "out: error 0.25, allowed 1e-06"),
+        (Check(name="dq", passed=False, where="b=0 n=3", detail="NaN"), "dq: largest at b=0 n=3; NaN"),
+    ],
+)
+def test_check_text_says_how_far_and_where(check: Check, text: str) -> None:
+    assert check_text(check) == text
+
+
+def test_notes_name_the_row_the_figure_the_limit_and_the_way_out(record: RunRecord) -> None:
+    assert notes(record) == (
+        "strided +pool 1G over math, 1x16K H8 D64 fp32 causal: the budget ended the row early"
+        " (seen 5, limit 20); give --budget 2m",
+    )
+
+
+def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> None:
+    assert "GPU" not in dict(environment_rows(record))
+    gpu = GpuInfo(name="Example GPU", memory_bytes=2**37, driver="570.1")
+    environment = record.environment.model_copy(update={"gpus": (gpu, gpu)})
+    with_gpus = record.model_copy(update={"environment": environment, "device": "cuda"})
+    rows = environment_rows(with_gpus)
+    assert [value for what, value in rows if what == "GPU"] == ["Example GPU, 128.0 GiB"] * 2
+    assert headline(with_gpus).startswith("Suite quick on 2 x Example GPU: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (("/usr/bin/dilabench", "run", "quick", "--set", "a=1 2"), "dilabench run quick --set 'a=1 2'"),
+        (("/x/dilabench/__main__.py", "run", "quick"), "dilabench run quick"),
+        (("run", "quick"), "dilabench run quick"),
+        ((), "dilabench run quick --seed 7"),
+    ],
+)
+def test_reproduce_command(record: RunRecord, argv: tuple[str, ...], command: str) -> None:
+    assert reproduce_command(record.model_copy(update={"argv": argv})) == command

@@ -1,0 +1,107 @@
+"""Exponents, crossovers and curves against times of known laws."""
+
+import pytest
+
+from dilabench.suites.findings.series import series_of
+from dilabench.suites.range.findings import analyse
+
+LENGTHS = (1000, 2000, 4000, 8000)
+
+
+def table(section):
+    return [dict(zip(section.columns, cells, strict=True)) for cells in section.rows]
+
+
+def rows_of(row, name, law, at=0, lengths=LENGTHS, **changes):
+    return [row(name, law(length), at=at, seq_len=length, **changes) for length in lengths]
+
+
+def test_a_quadratic_law_has_exponent_two(row, record):
+    sections = analyse(record(*rows_of(row, "plain", lambda n: 1e-6 * n**2)))
+    growth = table(sections[1])[0]
+    assert float(growth["exponent"]) == pytest.approx(2.0, abs=1e-3)
+    assert growth["lengths"] == "4: 1000 to 8000"
+    assert "N^2.00" in sections[1].sentence
+
+
+def test_the_time_is_that_of_one_sequence(row, record):
+    """Four times as many sequences in four times the time: the same time each."""
+    rows = [row("plain", 8.0, batch_size=8, seq_len=1000), row("plain", 4.0, batch_size=2, seq_len=2000)]
+    growth = table(analyse(record(*rows))[1])[0]
+    assert float(growth["exponent"]) == pytest.approx(1.0, abs=1e-3)
+    assert growth["95 % CI"] == "two lengths, no CI"
+
+
+def test_every_line_tells_length_batch_and_speedup(row, record):
+    rows = [*rows_of(row, "gather", lambda n: n / 100), *rows_of(row, "strided", lambda n: n / 200, at=1)]
+    first = table(analyse(record(*rows))[0])[0]
+    assert (first["length"], first["batch"]) == ("1000", "1*")
+    assert first["gather over math"].startswith("10.05 ms")
+    assert first["strided over math"].endswith("(2.00x)")
+
+
+def test_what_was_skipped_is_said_in_its_place(row, record):
+    rows = [*rows_of(row, "gather", lambda n: n / 100), row("gather", None, seq_len=16000)]
+    last = table(analyse(record(*rows))[0])[-1]
+    assert (last["length"], last["gather over math"]) == ("16000", "skipped")
+
+
+def test_a_crossover_lies_where_the_laws_meet(row, record):
+    """n²/4000 and n meet at 4000: below it the quadratic one is faster."""
+    lengths = (1000, 2000, 8000, 16000)
+    quadratic = rows_of(row, "gather", lambda n: 1e-3 * n**2 / 4000, lengths=lengths)
+    linear = rows_of(row, "strided", lambda n: 1e-3 * n, at=1, lengths=lengths)
+    found = table(analyse(record(*quadratic, *linear))[2])
+    assert len(found) == 1
+    assert (found[0]["faster below"], found[0]["faster above"]) == ("gather over math", "strided over math")
+    assert found[0]["crossover length"] == "3.91K"
+    assert found[0]["proven on both sides"] == "yes"
+
+
+def test_equal_implementations_do_not_overtake_each_other(row, record):
+    rows = [*rows_of(row, "gather", lambda n: n), *rows_of(row, "strided", lambda n: n, at=1)]
+    assert analyse(record(*rows))[2].sentence == "None provably overtakes another along these lengths."
+
+
+def test_other_families_are_never_compared(row, record):
+    dense = rows_of(row, "dense", lambda n: 1e-3 * n**2 / 4000, pattern={"kind": "dense"}, labels={"role": "yardstick"})
+    strided = rows_of(row, "strided", lambda n: 1e-3 * n, at=1)
+    modules = rows_of(row, "strided-multihead", lambda n: 1e-6 * n**2, at=2, labels={"takes": "embeddings"})
+    sections = analyse(record(*dense, *strided, *modules))
+    assert [section.title for section in sections] == ["Latency by length", "Growth with length"]
+    assert "x)" not in " ".join(cell for cells in sections[0].rows for cell in cells)
+
+
+def test_one_length_has_no_growth(row, record):
+    assert analyse(record(row("gather", 1.0), row("strided", 2.0))) == ()
+    assert analyse(record(row("gather", None))) == ()
+
+
+def test_intervals_of_rates_are_turned_around(row, record):
+    latency, throughput, scaling = (
+        plot
+        for section in analyse(record(*rows_of(row, "plain", lambda n: n)))
+        for plot in section.plots
+        if plot.name in ("latency", "throughput", "scaling")
+    )
+    point, rate = latency.curves[0].points[0], throughput.curves[0].points[0]
+    assert point.low < point.y < point.high
+    assert rate.low == pytest.approx(1e6 / point.high)
+    assert rate.high == pytest.approx(1e6 / point.low)
+    assert [curve.fitted for curve in scaling.curves] == [False, True]
+
+
+def test_names_tell_series_apart(row, record):
+    rows = [
+        row("gather", 1.0, dtype="bfloat16"),
+        row("gather", 1.0, dtype="float32"),
+        row("gather", 1.0, dtype="float32", mode="both"),
+        row("strided", 1.0),
+    ]
+    labels = [series.label for series in series_of(record(*rows))]
+    assert labels == [
+        "gather over math bfloat16",
+        "gather over math float32 forward",
+        "gather over math float32 both",
+        "strided over math",
+    ]

@@ -1,0 +1,108 @@
+"""Pictures of block masks: one per distinct mask of a record, exact where a block is a cell."""
+
+import numpy as np
+import pytest
+
+from dilabench.patterns.block_masks import block_mask, block_shares
+from dilabench.plugins.manager import discover
+from dilabench.record import Skipped
+from dilabench.report import markdown
+from dilabench.report.findings import sections_of
+from dilabench.report.plots import plots
+from dilabench.suites.findings.masks import MAX_CELLS, analyse
+from dilabench.workload.spec import BlockSparsePattern
+
+
+def sparse(**fields):
+    return {"kind": "block_sparse", "block_size": 64, "sparsity": 0.75, **fields}
+
+
+@pytest.fixture
+def pictures(make_record, make_row):
+    """The plots of a record whose rows have these patterns."""
+
+    def drawn(*patterns, **workload):
+        rows = [make_row(pattern=pattern, seq_len=1024, **workload) for pattern in patterns]
+        sections = analyse(make_record(rows))
+        return [plot for section in sections for plot in section.plots]
+
+    return drawn
+
+
+def test_equal_masks_are_drawn_once_and_others_by_their_own_name(pictures):
+    drawn = pictures(sparse(), {"kind": "dense"}, sparse(), sparse(sparsity=0.5), sparse(seed=1, mask="random"))
+    assert [plot.name for plot in drawn] == [
+        "mask_local_window_1024_rows_block_64_sparsity_75",
+        "mask_local_window_1024_rows_block_64_sparsity_50",
+        "mask_random_1024_rows_block_64_sparsity_75",
+    ]
+    same_name = pictures(sparse(mask="random"), sparse(mask="random", seed=1))
+    assert [plot.name for plot in same_name] == [same_name[0].name, f"{same_name[0].name}_2"]
+
+
+def test_the_title_has_the_density_asked_for_and_reached(pictures):
+    (plot,) = pictures(sparse(mask="strided"))
+    mask = block_mask(BlockSparsePattern(**sparse(mask="strided")), 1024, True, 1)
+    reached = mask.sum() / (16 * 17 / 2)
+    assert plot.title == f"strided, 1K tokens, block 64, causal:\ndensity 25.0% asked, {reached:.1%} reached"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_cell_per_block_says_whether_it_is_computed(causal, pictures):
+    (plot,) = pictures(sparse(mask="random"), causal=causal)
+    mask = block_mask(BlockSparsePattern(**sparse(mask="random")), 1024, causal, 1)[0]
+    assert (plot.blocks, plot.block_size) == (16, 64)
+    for query in range(16):
+        for key in range(16):
+            hidden = causal and key > query
+            assert plot.cells[query][key] == (None if hidden else float(mask[query, key]))
+
+
+def test_masks_over_branches_are_those_of_the_rows_that_they_keep(pictures):
+    branches = {"kind": "dilated", "segment_lengths": (512, 1024), "dilation_rates": (1, 4)}
+    drawn = pictures(sparse(branches=branches))
+    assert [plot.blocks for plot in drawn] == [8, 4]
+    assert "256 rows of a branch of rate 4" in drawn[1].title
+
+
+def test_a_mask_per_head_shows_the_first(pictures):
+    (plot,) = pictures(sparse(mask="random", per_head=True), num_heads=3, num_kv_heads=3)
+    mask = block_mask(BlockSparsePattern(**sparse(mask="random", per_head=True)), 1024, True, 3)
+    assert "head 0 of 3" in plot.title
+    assert plot.cells[15] == tuple(map(float, mask[0, 15]))
+
+
+def test_a_file_that_is_gone_is_told_and_the_others_are_drawn(make_record, make_row, tmp_path):
+    path = tmp_path / "mask.npy"
+    np.save(path, np.eye(16, dtype=bool))
+    custom = sparse(mask="custom", mask_file=str(path), sparsity=0.0)
+    record = make_record([make_row(pattern=pattern, seq_len=1024) for pattern in (custom, sparse())])
+    (section,) = analyse(record)
+    assert section.plots[0].title.endswith("density from a file, 11.8% reached")
+    path.unlink()
+    (section,) = analyse(record)
+    assert len(section.plots) == 1
+    assert "cannot be drawn" in section.sentence
+    assert str(path) in section.sentence
+
+
+def test_large_masks_are_drawn_in_shares():
+    rng = np.random.default_rng(0)
+    mask = rng.random((600, 600)) < 0.3
+    shares = block_shares(mask, MAX_CELLS, MAX_CELLS)
+    assert shares.shape == (MAX_CELLS, MAX_CELLS)
+    assert shares[0, 0] == mask[:2, :2].mean()
+    assert 0 <= shares.min() < shares.max() <= 1
+
+
+def test_any_suite_shows_its_masks_in_the_report(make_record, make_row, tmp_path):
+    rows = [make_row(pattern=sparse(), seq_len=1024, outcome=Skipped(why="for the test"))]
+    record = make_record(rows, suite="quick")
+    sections = sections_of(record, discover().catalogue)
+    plots.render(record, tmp_path, sections)
+    markdown.render(record, tmp_path, sections)
+    name = "mask_local_window_1024_rows_block_64_sparsity_75"
+    assert {f"{name}.png", f"{name}.svg"} <= {path.name for path in (tmp_path / "plots").iterdir()}
+    assert f"](plots/{name}.png)" in (tmp_path / "report.md").read_text()
+    dense = make_record([make_row()], suite="quick")
+    assert "Block masks" not in [section.title for section in sections_of(dense, discover().catalogue)]

@@ -1,0 +1,123 @@
+"""Rows over ranks beside one device: speed-up, exposed communication, the ideal, balance."""
+
+import pytest
+
+from dilabench.suites.findings.exposure import exposure, ideal, rank_medians_ns
+from dilabench.suites.ring.findings import IDEAL, analyse
+
+DENSE = {"kind": "dense"}
+SHAPE = {"pattern": DENSE, "seq_len": 4096, "num_heads": 4, "num_kv_heads": 4, "dtype": "float32"}
+PARTS = {"whole": 60.0, "computation": 45.0, "communication": 30.0}
+# Zigzag on 2 ranks, both ways: of K and V half a shard or a whole one comes, and of dK and dV the other way round.
+RECEIVED = 2 * 2048 * 4 * 24 * 4 * 3 // 2
+
+
+def table(section):
+    return [dict(zip(section.columns, cells, strict=True)) for cells in section.rows]
+
+
+@pytest.fixture
+def single(row):
+    def make(mode, ms, **fields):
+        return row("dense", ms, labels={"role": "single"}, mode=mode, **{**SHAPE, **fields})
+
+    return make
+
+
+@pytest.fixture
+def over(row):
+    def make(name, mode, ms, **fields):
+        counters = {"received_bytes": RECEIVED}
+        return row(
+            name, ms, labels={"role": "parallel"}, mode=mode, **{"ranks": 2, "counters": counters, **SHAPE, **fields}
+        )
+
+    return make
+
+
+def test_single_and_parallel_stand_one_above_the_other(record, single, over):
+    rows = [single("forward", 10), single("backward", 30), single("both", 40)]
+    rows += [over("ring", "forward", 8), over("ring", "backward", 20), over("ring", "both", 25)]
+    section = analyse(record(*rows, suite="ring"))[0]
+    one, two = table(section)
+    assert (one["mode"], two["mode"]) == ("single: dense", "parallel: ring")
+    assert (one["devices"], two["devices"]) == ("1", "2")
+    assert one["forward"].startswith("10.05")
+    assert one["total"].startswith("40.20")
+    assert two["speed-up fwd, bwd, total"] == "1.25x 1.50x 1.60x"
+    assert two["efficiency"] == "80.0%"
+    assert "80% of 2 ranks" in section.sentence
+
+
+def test_tokens_per_second_count_the_batch(record, single, over):
+    rows = [single("forward", 10, batch_size=4), over("ring", "forward", 10, batch_size=4)]
+    rate = table(analyse(record(*rows, suite="ring"))[0])[1]["tok/s"]
+    assert rate == f"{4 * 4096 / 10.05e-3 / 1e6:.2f}M"
+
+
+def test_the_report_says_where_the_sharding_is(record, single, over):
+    outside = analyse(record(single("both", 40), over("ring", "both", 25), suite="ring"))[0]
+    inside = over("ring", "both", 25, optimizations={"sharding_inside": True})
+    sections = analyse(record(single("both", 40), inside, suite="ring"))
+    assert "joining results is outside the timed call" in outside.sentence
+    assert "cutting and joining are inside" in sections[0].sentence
+    assert table(sections[0])[1]["mode"] == "parallel: ring +sharding"
+
+
+def test_the_device_with_the_same_backend_is_the_one_to_compare_with(record, single, over):
+    rows = [single("both", 40, backend="math"), single("both", 80, backend="sdpa-flash")]
+    rows += [over("ring", "both", 20, backend=backend) for backend in ("math", "sdpa-flash")]
+    gains = [cells["efficiency"] for cells in table(analyse(record(*rows, suite="ring"))[0])]
+    assert gains == ["–", "100.0%", "–", "200.0%"]
+
+
+def test_exposed_communication_is_the_whole_less_computation(over):
+    found = exposure(over("zigzag-ring", "both", 60, parts=PARTS))
+    assert found.exposed_ns == pytest.approx(15e6, rel=0.02)
+    assert found.interval.low <= found.exposed_ns <= found.interval.high
+    assert found.overlap == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_difference_lost_in_noise_hides_everything(over):
+    found = exposure(over("zigzag-ring", "both", 60, parts={**PARTS, "computation": 61.0}))
+    assert found.exposed_ns < 0
+    assert found.overlap == 1.0
+
+
+def test_ideal_efficiency_from_measured_bandwidth_and_work(over):
+    """T_comp = 100 / 2 ms; half of it can run while bytes travel; 30 ms of them leave 5 ms exposed."""
+    row = over("zigzag-ring", "both", 60, parts=PARTS)
+    assert ideal(row, 100e6) == pytest.approx(50 / 55, rel=5e-3)
+    # Were twice as many bytes counted as the formula has, the ideal would send half of them.
+    wasteful = over("zigzag-ring", "both", 60, parts=PARTS, counters={"received_bytes": 2 * RECEIVED})
+    assert ideal(wasteful, 100e6) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_there_is_no_ideal_where_a_part_of_its_formula_is_unknown(over):
+    assert ideal(over("ring", "both", 60), 100e6) is None
+    assert ideal(over("somebody-elses", "both", 60, parts=PARTS), 100e6) is None
+    silent = over("ring", "both", 60, parts=PARTS, counters={"received_bytes": 0})
+    assert ideal(silent, 100e6) is None
+
+
+def test_records_without_diagnostics_say_nothing_of_the_ideal(record, single, over):
+    before = analyse(record(single("both", 40), over("ring", "both", 25), suite="ring"))
+    after = analyse(record(single("both", 40), over("ring", "both", 25, parts=PARTS), suite="ring"))
+    assert [one.columns for one in after if one not in before and one.columns == IDEAL]
+    assert not [one for one in before if one.columns == IDEAL]
+
+
+def test_each_rank_has_its_median(record, single, over):
+    row = over("ring", "both", 25, ranks=3)
+    fast, _, slow = rank_medians_ns(row)
+    assert slow == pytest.approx(2 * fast, rel=1e-6)
+    assert rank_medians_ns(single("both", 40)) == ()
+    balance = table(analyse(record(single("both", 40), row, suite="ring"))[1])[0]
+    assert balance["median of each rank"] == "12.56 ms, 12.56 ms, 25.12 ms"
+    assert balance["λ"] == "0.600"
+
+
+def test_nothing_is_said_without_both_sides(record, single, over):
+    assert analyse(record(single("both", 40), suite="ring")) == ()
+    assert analyse(record(over("ring", "both", 40), suite="ring")) == ()
+    assert analyse(record(single("forward", 40), over("ring", "backward", 40), suite="ring")) == ()

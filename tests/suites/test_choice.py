@@ -1,0 +1,103 @@
+"""`-i auto`: measured cells first, the nearest of them, then the rule; and only what can run."""
+
+from pathlib import Path
+
+import pytest
+
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.record import GpuInfo
+from dilabench.request import RunRequest
+from dilabench.suites.choice import TunedCell, TuneFile, choose, read_tune_file, tune_path
+from dilabench.suites.planner import Planner
+from dilabench.workload.spec import Workload, WorkloadRequest
+
+CPU = Machine(device="cpu")
+H200 = Machine(device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capability="9.0"),))
+
+
+def workload(**fields: object) -> Workload:
+    return WorkloadRequest.model_validate({"batch_size": 1, "head_dim": 64, **fields}).resolve("float32")
+
+
+def write(path: Path, *cells: TunedCell) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(TuneFile(device="cpu", cells=cells).model_dump_json())
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_rule_where_nothing_was_measured(cache: Path) -> None:
+    catalogue = discover().catalogue
+    assert choose(catalogue, CPU, workload()).implementation == "strided"
+    assert choose(catalogue, CPU, workload(pattern="dense")).implementation == "dense"
+    assert choose(catalogue, CPU, workload()).source == "rule"
+
+
+def test_nearest_measured_cell_decides(cache: Path) -> None:
+    short, long = workload(seq_len=1024), workload(seq_len=65536)
+    write(
+        tune_path(CPU),
+        TunedCell(workload=short, implementation="gather", backend="math", median_ns=10),
+        TunedCell(workload=long, implementation="strided", backend="sdpa-flash", median_ns=10),
+    )
+    catalogue = discover().catalogue
+    near_short = choose(catalogue, CPU, workload(seq_len=2048))
+    near_long = choose(catalogue, CPU, workload(seq_len=32768))
+    assert (near_short.implementation, near_short.backend, near_short.source) == ("gather", "math", "tuned")
+    assert (near_long.implementation, near_long.backend) == ("strided", "sdpa-flash")
+
+
+@pytest.mark.parametrize("other", [{"causal": False}, {"head_dim": 128}, {"mode": "both"}, {"pattern": "dense"}])
+def test_other_kinds_of_work_do_not_count(cache: Path, other: dict[str, object]) -> None:
+    write(tune_path(CPU), TunedCell(workload=workload(), implementation="gather", backend="math", median_ns=10))
+    assert choose(discover().catalogue, CPU, workload(**other)).source == "rule"
+
+
+def test_a_choice_that_cannot_run_here_is_passed_over(cache: Path) -> None:
+    cells = [
+        TunedCell(workload=workload(), implementation=name, backend=backend, median_ns=10)
+        for name, backend in (("fused", None), ("strided", "flash4"), ("gone", None), ("strided", "gone"))
+    ]
+    write(tune_path(CPU), *cells)
+    assert choose(discover().catalogue, CPU, workload()).source == "rule"
+
+
+def test_shipped_h200_cells_load_and_are_used(cache: Path) -> None:
+    asked = workload(seq_len=131072, num_heads=16, dtype="bfloat16", causal=True)
+    catalogue = discover().catalogue
+    choice = choose(catalogue, H200, asked)
+    if catalogue.implementations.get("fused") and not catalogue.reasons_against(_case("fused", asked), H200):
+        assert (choice.implementation, choice.source) == ("fused", "shipped")
+    else:
+        assert choice.source == "rule"
+
+
+def _case(name: str, asked: Workload):
+    from dilabench.record import Case
+
+    return Case(implementation=name, workload=asked)
+
+
+def test_a_broken_file_is_refused_with_a_way_out(cache: Path) -> None:
+    path = tune_path(CPU)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="delete it and tune again"):
+        read_tune_file(path)
+
+
+def test_planner_records_what_auto_chose(cache: Path) -> None:
+    catalogue = discover().catalogue
+    request = RunRequest(suite="implementations", implementations=("auto",))
+    planner = Planner(catalogue, CPU, request)
+    (implementation,) = planner.implementations(())
+    (planned,) = planner.plan(implementation, WorkloadRequest(seq_len=512))
+    assert planned.case.implementation == "strided"
+    assert planned.labels["chosen_by"] == "auto (rule)"
+    assert planned.skip is None

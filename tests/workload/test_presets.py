@@ -1,0 +1,121 @@
+"""The named workloads, pinned to the catalogue (catalog.md §4) row by row."""
+
+import pytest
+
+from dilabench.plugins.manager import discover
+from dilabench.request import workload_request
+from dilabench.workload.presets import PRESETS, RING
+
+LONGNET_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
+
+# name: B, H, K, D, N, dtype, causal, window
+RING_CONFIGS = {
+    "tiny": (2, 8, 8, 64, 1024, "bfloat16", True, (-1, -1)),
+    "small": (4, 12, 12, 128, 4096, "bfloat16", True, (-1, -1)),
+    "small_fp16": (4, 12, 12, 128, 4096, "float16", False, (-1, -1)),
+    "small_window": (4, 12, 12, 128, 4096, "bfloat16", True, (512, 0)),
+    "medium": (4, 24, 24, 128, 8192, "bfloat16", True, (-1, -1)),
+    "medium_large_head": (4, 12, 12, 256, 8192, "bfloat16", False, (-1, -1)),
+    "medium_many_heads": (4, 32, 32, 128, 8192, "bfloat16", True, (-1, -1)),
+    "medium_fp16": (4, 24, 24, 128, 8192, "float16", True, (-1, -1)),
+    "medium_window": (4, 24, 24, 128, 8192, "bfloat16", True, (512, 0)),
+    "large": (4, 32, 32, 128, 16384, "bfloat16", True, (-1, -1)),
+    "large_seq": (4, 24, 24, 128, 32768, "bfloat16", True, (-1, -1)),
+    "large_head": (4, 24, 24, 256, 16384, "bfloat16", False, (-1, -1)),
+    "xlarge": (8, 32, 32, 128, 32768, "bfloat16", True, (-1, -1)),
+    "large_window": (4, 32, 32, 128, 16384, "bfloat16", True, (512, 0)),
+    "qwen3_235b_a22b": (2, 64, 4, 64, 16384, "bfloat16", True, (-1, -1)),
+    "qwen3_30b_a3b": (4, 32, 4, 64, 16384, "bfloat16", True, (-1, -1)),
+    "qwen3_4b": (4, 32, 4, 80, 16384, "bfloat16", True, (-1, -1)),
+    "qwen3_32b": (2, 64, 8, 128, 16384, "bfloat16", True, (-1, -1)),
+    "qwen3_14b": (4, 40, 8, 128, 16384, "bfloat16", True, (-1, -1)),
+    "zigzag_tiny": (2, 8, 8, 64, 1024, "bfloat16", True, (-1, -1)),
+    "zigzag_small": (4, 12, 12, 128, 4096, "bfloat16", True, (-1, -1)),
+    "zigzag_medium": (4, 24, 24, 128, 8192, "bfloat16", True, (-1, -1)),
+    "zigzag_large": (4, 32, 32, 128, 16384, "bfloat16", True, (-1, -1)),
+    "zigzag_fp16": (4, 12, 12, 128, 4096, "float16", True, (-1, -1)),
+    "zigzag_gqa": (4, 32, 8, 128, 8192, "bfloat16", True, (-1, -1)),
+}
+# name: B, H, D, N, segment lengths, dilation rates
+DILATED_CONFIGS = {
+    "longnet_32k": (1, 12, 64, 32768, LONGNET_SEGMENTS, (1, 2, 4, 6, 12)),
+    "longnet_128k": (1, 16, 128, 131072, LONGNET_SEGMENTS, (1, 2, 4, 8, 16)),
+    "seed_small": (1, 8, 64, 2048, (1024, 2048), (1, 2)),
+    "seed_medium": (2, 8, 64, 4096, (1024, 2048, 4096), (1, 2, 4)),
+    "seed_large": (4, 8, 64, 8192, (2048, 4096, 8192), (1, 2, 4)),
+}
+SETS = {
+    "correctness": ("tiny", "small", "medium"),
+    "performance": ("medium", "large"),
+    "multi_gpu": ("small", "medium"),
+    "gqa": ("qwen3_4b", "qwen3_14b", "qwen3_32b"),
+    "zigzag": ("zigzag_tiny", "zigzag_small", "zigzag_medium"),
+}
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return discover().catalogue
+
+
+def test_nothing_is_missing_or_extra(catalogue):
+    assert len(RING_CONFIGS) == 25
+    assert {preset.name for preset in RING} == set(RING_CONFIGS)
+    assert {preset.name for preset in PRESETS} == {*RING_CONFIGS, *DILATED_CONFIGS, *SETS}
+    assert {preset.name for preset in PRESETS} <= set(catalogue.workloads.names)
+
+
+# float32 as the `auto` dtype: a preset fixes its dtype, so it must not show.
+@pytest.mark.parametrize("name", RING_CONFIGS)
+def test_ring_configuration(catalogue, name):
+    workload = workload_request(catalogue, name, {}).resolve("float32")
+    assert (
+        workload.batch_size,
+        workload.num_heads,
+        workload.num_kv_heads,
+        workload.head_dim,
+        workload.seq_len,
+        workload.dtype,
+        workload.causal,
+        workload.window,
+    ) == RING_CONFIGS[name]
+    assert workload.pattern.kind == "dense"
+
+
+@pytest.mark.parametrize("name", DILATED_CONFIGS)
+def test_dilated_configuration(catalogue, name):
+    workload = workload_request(catalogue, name, {}).resolve("float32")
+    pattern = workload.pattern
+    assert (
+        workload.batch_size,
+        workload.num_heads,
+        workload.head_dim,
+        workload.seq_len,
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+    ) == DILATED_CONFIGS[name]
+    assert (workload.num_kv_heads, workload.dtype, workload.causal) == (workload.num_heads, "bfloat16", True)
+    assert (pattern.heads, pattern.offset, pattern.merge_grad) == ("all", "modulo", "exact")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_set(catalogue, name):
+    assert catalogue.workloads.get(name).members == SETS[name]
+
+
+def test_fewer_heads_take_their_key_value_heads_along(catalogue):
+    """`--config medium --nheads 32` asks for plain attention with 32 heads, not for 32 over 24."""
+    workload = workload_request(catalogue, "medium", {"num_heads": 32}).resolve("float32")
+    assert (workload.num_heads, workload.num_kv_heads) == (32, 32)
+
+
+def test_an_override_is_what_runs(catalogue):
+    workload = workload_request(catalogue, "qwen3_4b", {"seq_len": 50000, "dtype": "float16", "batch_size": 1}).resolve(
+        "float32"
+    )
+    assert (workload.seq_len, workload.dtype, workload.batch_size, workload.num_kv_heads) == (50000, "float16", 1, 4)
+
+
+def test_every_preset_has_a_packed_form(catalogue):
+    workload = workload_request(catalogue, "tiny", {"layout": "packed", "batch_size": 1}).resolve("float32")
+    assert workload.cu_seqlens == (0, 128, 384, 896, 1024)
