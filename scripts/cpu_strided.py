@@ -20,7 +20,8 @@ from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls import strided
 from dilabench.impls.union.branches import branches_of, segments_of
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import Workload
 
 PATTERN = DilatedPattern(segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
 TARGET_SPEEDUP = {False: 1.8, True: 3.0}

@@ -18,7 +18,8 @@ from dilabench.request import run_request
 from dilabench.store.run_files import RunFolder
 from dilabench.suites.planner import Planner
 from dilabench.units import parse_duration
-from dilabench.workload.spec import WorkloadRequest, validated
+from dilabench.validation import validated
+from dilabench.workload.spec import WorkloadRequest
 
 WIDE = (2048, 4096, 8192, 16384, 32768)
 LONGNET_128K = {

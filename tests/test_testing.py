@@ -8,9 +8,10 @@ from torch import Tensor
 from dilabench.contracts import AttentionFn, BuildContext
 from dilabench.errors import ConfigError
 from dilabench.impls import reference
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.descriptors import Capabilities
 from dilabench.testing import check_implementation, odd_workloads, poisoned_memory, random_workloads
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.workload.spec import Workload
 
 nan_memory = pytest.fixture(poisoned_memory)
 FORWARD_ONLY = Capabilities(modes=frozenset({"forward"}))

@@ -22,7 +22,8 @@ from dilabench.kernels import dense_tiles
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.workload.spec import UNBOUNDED, DilatedPattern, Workload
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 DENSE_TILES = LoadedBackend("dense-tiles", dense_tiles.attend, dense_tiles.attend_backward)
 
@@ -30,18 +31,12 @@ DENSE_TILES = LoadedBackend("dense-tiles", dense_tiles.attend, dense_tiles.atten
 def build(workload: Workload, context: BuildContext) -> Fused:
     """Plan the tiles of the workload; tables reach the device with the first call."""
     plan = _plan(workload)
-    rest = range(len(_branches(workload))) if plan is None else [index for index, _ in plan.leftover]
+    rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
     return Fused(plan, _per_branch(workload, context, list(rest)), workload.softmax_scale)
 
 
-def _branches(workload: Workload) -> tuple[tuple[int, int], ...]:
-    assert isinstance(workload.pattern, DilatedPattern)
-    return workload.pattern.branches
-
-
 def _plan(workload: Workload) -> ResiduePlan | None:
-    pattern = workload.pattern
-    assert isinstance(pattern, DilatedPattern)
+    pattern = DilatedPattern.of(workload)
     if pattern.heads != "all" or workload.window != UNBOUNDED:
         return None
     plan = residue_plan(
@@ -61,10 +56,10 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
     """The branches of these indices, each on its own."""
     if not indices:
         return None
-    chosen = [_branches(workload)[index] for index in indices]
-    segments, rates = zip(*chosen, strict=True)
-    fields = {**workload.pattern.model_dump(), "segment_lengths": segments, "dilation_rates": rates}
-    part = workload.replace(pattern=fields)
+    pattern = DilatedPattern.of(workload)
+    segments, rates = zip(*(pattern.branches[index] for index in indices), strict=True)
+    chosen = pattern.model_copy(update={"segment_lengths": segments, "dilation_rates": rates})
+    part = workload.model_copy(update={"pattern": chosen})
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
         return context.patterns.get(("strided", part), lambda: strided_rows(part))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.multiplicity import key_groups, reach, visible
+from dilabench.impls.visible_keys import key_groups, visible
 from dilabench.workload.spec import Workload
 
 # Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
@@ -205,7 +205,7 @@ def score_gradient(
     scores = block.scores(q, k, workload, dtype)
     share = scores.sub_(finite(lse[:, block.head, block.index])).exp_().to(dtype).to(scores.dtype)
     share_grad = (dout @ block.take(v, workload, dtype).mT).to(share.dtype)
-    if not (workload.dilated and workload.dilated.merge_grad == "detached"):
+    if not workload.pattern.is_detached:
         mean = (dout * out[:, block.index, block.head]).to(share.dtype).sum(-1, keepdim=True)
         return (share * (share_grad - mean)).to(dtype), share.to(dtype)
     score_grad = torch.zeros_like(share)
@@ -219,7 +219,7 @@ def score_gradient(
 
 def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
     """Blocks that cover every (row, head) with a key once, each within MAX_BLOCK_SCORES scores where one row is."""
-    left, right = reach(workload)
+    left, right = workload.shapes[0].reach
     for head in range(workload.num_heads):
         for group in key_groups(workload, head, rows, q.device):
             per_row = max(1, q.shape[0] * len(group.keys))

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_mask_file
-from dilabench.workload.spec import BlockSparsePattern
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from dilabench.patterns.block_sparse import BlockSparsePattern
 
     Mask = NDArray[np.bool_]
 

@@ -19,16 +19,28 @@ Everything that dilabench ships is registered through these same hooks (dilabenc
 
 import pluggy
 
-from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, Reporter, Suite, Timer, WorkloadPreset
+from dilabench.patterns.registry import PatternKind
+from dilabench.plugins.descriptors import (
+    ANY_PATTERN,
+    Backend,
+    Capabilities,
+    Implementation,
+    Reporter,
+    Suite,
+    Timer,
+    WorkloadPreset,
+)
 
 NAME = "dilabench"
 hookimpl = pluggy.HookimplMarker(NAME)
 
 __all__ = [
+    "ANY_PATTERN",
     "NAME",
     "Backend",
     "Capabilities",
     "Implementation",
+    "PatternKind",
     "Reporter",
     "Suite",
     "Timer",

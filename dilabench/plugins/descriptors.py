@@ -14,11 +14,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dilabench.errors import PluginError, unknown_name
 from dilabench.machine import Machine
+from dilabench.patterns.registry import PatternKind
 from dilabench.record import Case
 from dilabench.workload.cuts import why_not_apart
 from dilabench.workload.spec import Workload
 
 ALL_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
+# The patterns of what works from `Pattern.counts` alone.
+ANY_PATTERN = frozenset({"*"})
 ALL_MODES = frozenset({"forward", "backward", "both"})
 
 
@@ -28,7 +31,8 @@ class Capabilities:
 
     `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
     is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
-    `on_cuda` holds instead of all of this on CUDA, for a kernel that differs between the two kinds of device.
+    `patterns=ANY_PATTERN`: whatever pattern it is. `on_cuda` holds instead of all of this on CUDA, for a kernel that
+    differs between the two kinds of device.
     """
 
     patterns: frozenset[str] = frozenset({"dilated"})
@@ -64,7 +68,7 @@ class Capabilities:
             ("causal", workload.causal, self.causal),
         )
         for name, asked, offered in asked_and_offered:
-            if asked not in offered:
+            if asked not in offered and "*" not in offered:
                 yield f"{name} {asked} is not supported (has {', '.join(sorted(map(str, offered)))})"
         if not self.window and workload.window != (-1, -1):
             yield f"window {workload.window} is not supported"
@@ -78,11 +82,11 @@ class Capabilities:
             yield f"runs on {self.max_world_size} device, not on {world_size}"
         if self.parts_apart and world_size > 1 and (reason := why_not_apart(workload, world_size)):
             yield reason
-        if (dilated := workload.dilated) is not None:
-            if dilated.heads == "grouped" and not self.grouped_heads:
-                yield "grouped heads are not supported"
-            if dilated.merge_grad not in self.merge_grads and workload.mode != "forward":
-                yield f"merge_grad {dilated.merge_grad} is not supported"
+        if workload.pattern.has_grouped_heads and not self.grouped_heads:
+            yield "grouped heads are not supported"
+        merge_grad = "detached" if workload.pattern.is_detached else "exact"
+        if merge_grad not in self.merge_grads and workload.mode != "forward":
+            yield f"merge_grad {merge_grad} is not supported"
         if self.check is not None and (reason := self.check(workload)):
             yield reason
         if self.check_ranks is not None and (reason := self.check_ranks(workload, world_size)):
@@ -272,6 +276,7 @@ class Catalogue:
     """Everything that was found, one shelf per kind."""
 
     def __init__(self) -> None:
+        self.patterns: Registry[PatternKind] = Registry("pattern")
         self.implementations: Registry[Implementation] = Registry("implementation")
         self.backends: Registry[Backend] = Registry("backend")
         self.workloads: Registry[WorkloadPreset] = Registry("workload")

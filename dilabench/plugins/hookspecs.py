@@ -4,9 +4,15 @@ from collections.abc import Sequence
 
 import pluggy
 
+from dilabench.patterns.registry import PatternKind
 from dilabench.plugins.descriptors import Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
 
 hookspec = pluggy.HookspecMarker("dilabench")
+
+
+@hookspec
+def dilabench_register_patterns() -> Sequence[PatternKind]:  # type: ignore[empty-body]
+    """Kinds of pattern: who sees whom."""
 
 
 @hookspec

@@ -14,13 +14,17 @@ from typing import Any
 import pluggy
 
 from dilabench.errors import DilabenchError, PluginError
+from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.registry import PatternKind, load, register
 from dilabench.plugins import NAME, hookspecs
 from dilabench.plugins.builtin import implementations as builtin
 from dilabench.plugins.builtin import peers
 from dilabench.plugins.descriptors import Backend, Catalogue, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.record import PluginInfo
+from dilabench.workload.spec import WorkloadRequest
 
 REGISTRIES = {
+    "patterns": PatternKind,
     "implementations": Implementation,
     "backends": Backend,
     "workloads": WorkloadPreset,
@@ -95,11 +99,17 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
     offered = {shelf: _offered(manager, shelf) for shelf in REGISTRIES}
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
+    # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
+    patterns = [(kind, load(kind)) for kind in offered["patterns"]]
+    for kind, pattern in patterns:
+        _refuse_shadowing(kind, pattern)
     trial = _copied(found.catalogue)
     for catalogue in (trial, found.catalogue):
         for shelf, descriptors in offered.items():
             for descriptor in descriptors:
                 getattr(catalogue, shelf).add(descriptor, name)
+    for kind, pattern in patterns:
+        register(kind, pattern)
     found.plugins.append(info)
 
 
@@ -114,6 +124,13 @@ def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
     for attribute in dir(module):
         if attribute.startswith(HOOK_PREFIX) and attribute not in called:
             raise PluginError(f"{attribute} is not marked with @hookimpl; known hooks: {known}")
+
+
+def _refuse_shadowing(kind: PatternKind, pattern: type[Pattern]) -> None:
+    """A request is flat: the fields of a pattern stand beside those of the shape."""
+    shared = (pattern.request_model().model_fields.keys() & WorkloadRequest.model_fields.keys()) - {"kind"}
+    if shared:
+        raise PluginError(f"pattern {kind.name!r}: {', '.join(sorted(shared))} is a field of every workload; rename it")
 
 
 def _copied(catalogue: Catalogue) -> Catalogue:

@@ -14,7 +14,6 @@ from dilabench.stats.samples.blocks import locate_sessions
 from dilabench.stats.samples.derive import speedup, tflops_per_second, tokens_per_second
 from dilabench.stats.samples.location import Location
 from dilabench.units import format_bytes, format_count
-from dilabench.workload.spec import DensePattern, DilatedPattern, Pattern
 from dilabench.workload.work import flops
 
 COLUMNS = (
@@ -114,23 +113,7 @@ def workload_title(case: Case) -> str:
     """What a table is about: shape, pattern, mode and world size."""
     workload = case.workload
     world = f" · {case.world_size} devices" if case.world_size > 1 else ""
-    return f"{workload.label()} · {pattern_text(workload.pattern)} · {workload.mode}{world}"
-
-
-def pattern_text(pattern: Pattern) -> str:
-    """The pattern in a few words: 'dilated w 2K,4K r 1,2'. Defaults are left out."""
-    if isinstance(pattern, DensePattern):
-        return "dense"
-    if isinstance(pattern, DilatedPattern):
-        segments = ",".join(map(format_count, pattern.segment_lengths))
-        words = [f"dilated w {segments} r {','.join(map(str, pattern.dilation_rates))}"]
-        named = {"kind", "segment_lengths", "dilation_rates"}
-    else:
-        words = [f"block-sparse {pattern.mask} block {pattern.block_size} sparsity {pattern.sparsity:g}"]
-        words += [pattern_text(pattern.branches)] if pattern.branches else []
-        named = {"kind", "mask", "block_size", "sparsity", "branches"}
-    unusual = pattern.model_dump(exclude_defaults=True, exclude=named)
-    return " ".join([*words, *(f"{name}={value}" for name, value in unusual.items())])
+    return f"{workload.label()} · {workload.pattern.label()} · {workload.mode}{world}"
 
 
 def implementation_text(case: Case) -> str:
@@ -181,7 +164,7 @@ def location(row: Row) -> Location | None:
 
 def _shape(case: Case) -> str:
     """Equal for cases that differ only in what is computed from inputs of one shape."""
-    return case.model_copy(update={"workload": case.workload.replace(pattern={"kind": "dense"})}).group_id
+    return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
 
 
 def _table(rows: Sequence[Row]) -> WorkloadTable:
@@ -199,7 +182,7 @@ def _table(rows: Sequence[Row]) -> WorkloadTable:
 def _section_title(row: Row) -> str | None:
     labels = row.planned.labels
     if labels.get("role") == YARDSTICK:
-        return f"{YARDSTICK}: {pattern_text(row.case.workload.pattern)}, another function of the same shape"
+        return f"{YARDSTICK}: {row.case.workload.pattern.label()}, another function of the same shape"
     takes = labels.get("takes", "heads")
     return None if takes == "heads" else f"takes {takes}: not comparable with the rows above"
 

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from dilabench.errors import ConfigError, DilabenchError
 from dilabench.record import RunRecord
-from dilabench.refusal import describe
 from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
+from dilabench.validation import describe
 
 SUFFIX = ".json.gz"
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")

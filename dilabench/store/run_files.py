@@ -19,9 +19,9 @@ from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import Measured, Row, RunHeader, RunRecord, Skipped
-from dilabench.refusal import describe
 from dilabench.store.migrations import migrated
-from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.validation import describe
+from dilabench.workload.spec import Workload
 
 RECORD_NAME = "run.json"
 ROWS_NAME = "rows.jsonl"
@@ -74,12 +74,10 @@ class RunFolder:
                 self._append({"header": header.model_dump(mode="json")})
 
     def keep_masks(self, workloads: Iterable[Workload]) -> None:
-        """Copy the mask files of workloads: reports count their blocks, whatever becomes of the files."""
-        patterns = {workload.pattern for workload in workloads if isinstance(workload.pattern, BlockSparsePattern)}
-        for pattern in patterns:
-            if pattern.mask_file and pattern.mask_digest:
-                with _refused(self.path):
-                    keep_mask(Path(pattern.mask_file), pattern.mask_digest, self.path / MASKS_NAME)
+        """Copy the files that patterns are read from: reports need them, whatever becomes of the originals."""
+        for path, digest in {file for workload in workloads for file in workload.pattern.files()}:
+            with _refused(self.path):
+                keep_mask(path, digest, self.path / MASKS_NAME)
 
     def row(self, row: Row) -> None:
         """Append a row and have the disk keep it. Raises EnvironmentNotReady when it cannot; rows before stay whole."""

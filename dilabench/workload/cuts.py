@@ -1,32 +1,27 @@
 """Where a sequence can be cut so that no query sees a key on the other side. No tensors."""
 
 from itertools import pairwise
-from math import lcm
 
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.workload.spec import Workload
 
 
 def cut_length(workload: Workload) -> int | None:
-    """The smallest number of tokens whose multiples are such cuts: the common multiple of all segment lengths.
+    """The smallest number of tokens whose multiples are such cuts.
 
-    None where there is no cut: a dense or block-sparse pattern, packed sequences, or a segment as long as the sequence.
+    None where there is no cut: the pattern has none, sequences are packed, or the first one lies beyond the end.
     """
-    if not isinstance(workload.pattern, DilatedPattern) or workload.layout != "padded":
-        return None
-    length = lcm(*workload.pattern.segment_lengths)
-    return length if length < workload.seq_len else None
+    length = workload.pattern.cut_length
+    return length if length is not None and workload.layout == "padded" and length < workload.seq_len else None
 
 
 def why_uncut(workload: Workload) -> str:
     """The reason for which `cut_length` is None, for a row that needs cuts."""
-    if not isinstance(workload.pattern, DilatedPattern):
-        return f"a {workload.pattern.kind} pattern has no cut: its queries see keys all along the sequence"
+    pattern = workload.pattern
+    if pattern.cut_length is None:
+        return f"a {pattern.kind} pattern has no cut: its queries see keys all along the sequence"
     if workload.layout != "padded":
         return "packed sequences are not cut"
-    needed = lcm(*workload.pattern.segment_lengths)
-    return (
-        f"{workload.seq_len} tokens have no cut: segments {list(workload.pattern.segment_lengths)} end every {needed}"
-    )
+    return f"{workload.seq_len} tokens have no cut: cuts of {pattern.label()} lie every {pattern.cut_length}"
 
 
 def cut_apart(workload: Workload, parts: int) -> tuple[int, ...]:

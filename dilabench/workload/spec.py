@@ -1,143 +1,69 @@
-"""What is computed: patterns, workloads, and the requests they come from.
+"""What is computed: workloads, and the requests they come from.
 
 Shape letters: B batch, N sequence length, H query heads, K key/value heads (H = g·K), D head dim, T packed tokens.
 The function that a workload names is written down in docs/explanation/semantics.md.
 """
 
-import hashlib
 import itertools
-import json
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.mask_files import mask_digest
-from dilabench.refusal import describe
-from dilabench.units import format_count, parse_count
+from dilabench.patterns.dense import DENSE
+from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.registry import kinds_with, pattern_type, read_pattern, request_fields
+from dilabench.units import format_count
+from dilabench.validation import Model, content_hash, describe, read_count, unknown_key, validated
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
 Layout = Literal["padded", "packed"]
 Window = tuple[int, int]
 
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
 UNBOUNDED: Window = (-1, -1)
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
-# Branches `auto` (catalog.md §3): the same along a range, so that only the length changes.
-AUTO_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
-AUTO_RATES = (1, 2, 4, 8, 16)
 # Batch `auto`: constant tokens per batch along a range.
 AUTO_TOKENS = 16384
 # Packed layout without cu_seqlens (catalog.md §4): bounds in eighths of N.
 PACKED_EIGHTHS = (0, 1, 3, 7, 8)
+# What a request without a pattern means.
+DEFAULT_PATTERN = "dilated"
 
 
-class Model(BaseModel):
-    """Base of all data that crosses a boundary: frozen, unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def read_counts(value: Any, what: str) -> Any:
-    """Let lists of sizes be written as '2K,4K', [2048, '4K'] or, when there is one, 2048."""
-    if isinstance(value, str):
-        value = [part for part in value.strip("()[] ").split(",") if part.strip()]
-    elif isinstance(value, int):
-        value = [value]
-    if isinstance(value, list | tuple):
-        return tuple(parse_count(item, what) if isinstance(item, str | int) else item for item in value)
-    return value
+def _read_pattern(value: Any) -> Pattern:
+    try:
+        return read_pattern(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
-class DensePattern(Model):
-    """Every query sees every key."""
-
-    kind: Literal["dense"] = "dense"
-
-
-class DilatedPattern(Model):
-    """LongNet's dilated attention: branches (segment length w, dilation rate r), merged as one softmax.
-
-    A branch lets i see j when both lie in the same segment of w positions and both sit on the head's residue
-    `offset(h, r)` inside it. Keys that several branches give are counted several times (semantics.md §1, §2).
-    """
-
-    kind: Literal["dilated"] = "dilated"
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    heads: Literal["all", "grouped"] = "all"
-    offset: Literal["modulo", "blocked"] = "modulo"
-    offset_by: Literal["head", "kv_head"] = "head"
-    merge_grad: Literal["exact", "detached"] = "exact"
-
-    @field_validator("segment_lengths", "dilation_rates", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_counts(value, str(info.field_name))
-
-    @model_validator(mode="after")
-    def _pairs(self) -> Self:
-        segments, rates = self.segment_lengths, self.dilation_rates
-        if len(segments) != len(rates):
-            raise ValueError(
-                f"{len(segments)} segment lengths {list(segments)} but {len(rates)} dilation rates {list(rates)}; "
-                "they pair up, give as many of one as of the other"
-            )
-        if not segments:
-            raise ValueError("a dilated pattern needs at least one branch; give for example segment_lengths=2K,4K")
-        return self
-
-    @property
-    def branches(self) -> tuple[tuple[int, int], ...]:
-        """The (segment length, dilation rate) pairs."""
-        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
-
-
-MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
-
-
-class BlockSparsePattern(Model):
-    """Blocks of queries see blocks of keys: C = 1 where the mask of (head, i // block, j // block) is set.
-
-    `sparsity` is the share of visible blocks that is not computed. With branches (`segment_lengths`, `dilation_rates`)
-    the mask lies over the rows that each dilated branch keeps in a segment, instead of over the whole sequence.
-    The masks themselves are made in `dilabench.patterns.block_masks`.
-    """
-
-    kind: Literal["block_sparse"] = "block_sparse"
-    mask: MaskKind = "local_window"
-    block_size: int = Field(default=128, ge=1, le=2**20)
-    sparsity: float = Field(default=0.9, ge=0, lt=1)
-    seed: int = Field(default=0, ge=0)
-    per_head: bool = False
-    mask_file: str | None = None
-    mask_digest: str | None = None
-    branches: DilatedPattern | None = None
-
-    @model_validator(mode="after")
-    def _file_or_kind(self) -> Self:
-        if (self.mask == "custom") != (self.mask_file is not None):
-            raise ValueError("mask 'custom' and a mask file need each other; give both or neither")
-        return self
-
-    @property
-    def per_head_masks(self) -> bool:
-        """Whether heads may differ in their masks: asked for, or possible in a file."""
-        return self.per_head or self.mask == "custom"
-
-
-Pattern = Annotated[DensePattern | DilatedPattern | BlockSparsePattern, Field(discriminator="kind")]
+_PATTERN_SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"type": "string"}},
+    "required": ["kind"],
+    "additionalProperties": True,
+    "description": "A pattern by its kind, with the kind's own fields.",
+}
+AnyPattern = Annotated[SerializeAsAny[Pattern], BeforeValidator(_read_pattern), WithJsonSchema(_PATTERN_SCHEMA)]
 
 
 class Workload(Model):
     """One attention computation: pattern, shape, dtype and what is timed of it. Nothing in it is `auto`."""
 
-    pattern: Pattern
+    pattern: AnyPattern
     batch_size: int = Field(ge=1, le=2**24)
     seq_len: int = Field(ge=1, le=2**40)
     num_heads: int = Field(ge=1, le=2**14)
@@ -196,13 +122,6 @@ class Workload(Model):
         return self.num_heads // self.num_kv_heads
 
     @property
-    def dilated(self) -> DilatedPattern | None:
-        """The branches of the pattern: its own, or those that a block mask lies over."""
-        if isinstance(self.pattern, BlockSparsePattern):
-            return self.pattern.branches
-        return self.pattern if isinstance(self.pattern, DilatedPattern) else None
-
-    @property
     def softmax_scale(self) -> float:
         """The scale in force: the given one, or 1/sqrt(D)."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
@@ -212,6 +131,23 @@ class Workload(Model):
         """(start, end) of the sequences along the N axis: one when padded, several when packed."""
         bounds = self.cu_seqlens or (0, self.seq_len)
         return tuple(itertools.pairwise(bounds))
+
+    @property
+    def shapes(self) -> tuple[SequenceShape, ...]:
+        """What the pattern lies over: one entry per sequence."""
+        return tuple(
+            SequenceShape(end - start, self.num_heads, self.num_kv_heads, self.causal, self.window)
+            for start, end in self.sequences
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every query sees every key of its sequence, causal mask and window aside."""
+        return all(self.pattern.is_dense(shape) for shape in dict.fromkeys(self.shapes))
+
+    def as_dense(self) -> "Workload":
+        """The same shape with every key visible: what dense kernels and yardsticks compute."""
+        return self.model_copy(update={"pattern": DENSE})
 
     @property
     def tokens(self) -> int:
@@ -246,11 +182,14 @@ class Workload(Model):
 class WorkloadRequest(Model):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
-    Presets, TOML files, `--set` and the short options all fill this one model. `resolve` makes the Workload;
-    the two differ only where `auto` stands here.
+    Presets, TOML files, `--set` and the short options all fill this one model. Beside the fields here it takes those of
+    every pattern that is installed (`Pattern.request_model`): the pattern asked for uses its own, and the others wait
+    for a suite that asks for theirs. `resolve` makes the Workload; the two differ only where `auto` stands here.
     """
 
-    pattern: Literal["dense", "dilated", "block_sparse"] = "dilated"
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    pattern: str = DEFAULT_PATTERN
     batch_size: int | Literal["auto"] = "auto"
     seq_len: int = 8192
     num_heads: int = 8
@@ -263,30 +202,11 @@ class WorkloadRequest(Model):
     mode: Mode = "forward"
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
-    segment_lengths: tuple[int, ...] | Literal["auto"] = "auto"
-    dilation_rates: tuple[int, ...] | Literal["auto"] = "auto"
-    heads: Literal["all", "grouped"] = "all"
-    offset: Literal["modulo", "blocked"] = "modulo"
-    offset_by: Literal["head", "kv_head"] = "head"
-    merge_grad: Literal["exact", "detached"] = "exact"
-    mask: MaskKind = "local_window"
-    block_size: int = 128
-    sparsity: float = 0.9
-    mask_seed: int = 0
-    per_head: bool = False
-    mask_file: str | None = None
 
-    @field_validator("batch_size", "block_size", "seq_len", "num_heads", "num_kv_heads", "head_dim", mode="before")
+    @field_validator("batch_size", "seq_len", "num_heads", "num_kv_heads", "head_dim", mode="before")
     @classmethod
     def _size(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None or value == "auto":
-            return value
-        return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
-
-    @field_validator("segment_lengths", "dilation_rates", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return value if value == "auto" else read_counts(value, str(info.field_name))
+        return read_count(value, str(info.field_name))
 
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod
@@ -302,14 +222,53 @@ class WorkloadRequest(Model):
     def _dtype_alias(cls, value: Any) -> Any:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
 
+    @field_validator("pattern")
+    @classmethod
+    def _installed(cls, value: str) -> str:
+        try:
+            pattern_type(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pattern_fields(cls, data: Any) -> Any:
+        """Read what is not a field of the shape as the pattern that has such a field reads it."""
+        if not isinstance(data, dict):
+            return data
+        by_kind: dict[str, dict[str, Any]] = {}
+        for name in data.keys() - cls.model_fields.keys():
+            kinds = tuple(kinds_with(name))
+            if not kinds:
+                raise ValueError(unknown_key(name, {*cls.model_fields, *request_fields()}))
+            asked = data.get("pattern", DEFAULT_PATTERN)
+            by_kind.setdefault(asked if asked in kinds else kinds[0], {})[name] = data[name]
+        read: dict[str, Any] = {}
+        for kind, fields in by_kind.items():
+            model = pattern_type(kind).request_model()
+            try:
+                checked = model.model_validate(fields)
+            except ValidationError as error:
+                raise ValueError(describe(error, model)) from None
+            read |= {name: getattr(checked, name) for name in fields}
+        return {**data, **read}
+
+    def pattern_field(self, name: str) -> Any:
+        """The value of a field of the pattern asked for, its default when it was not given."""
+        fields = pattern_type(self.pattern).request_model().model_fields
+        return (self.model_extra or {}).get(name, fields[name].get_default())
+
     def resolve(self, auto_dtype: DType) -> Workload:
         """The effective workload on a device whose `auto` dtype is the given one.
 
         Raises ConfigError when the shape is impossible.
         """
-        fields = self.model_dump(exclude={"pattern", *DILATED_FIELDS, *BLOCK_SPARSE_FIELDS})
+        fields = {name: getattr(self, name) for name in WorkloadRequest.model_fields}
         fields["num_kv_heads"] = self.num_kv_heads or self.num_heads
-        fields["pattern"] = self._pattern()
+        kind = pattern_type(self.pattern)
+        own = kind.request_model().model_fields.keys() & (self.model_extra or {}).keys()
+        fields["pattern"] = kind.from_request({name: (self.model_extra or {})[name] for name in sorted(own)})
         if self.layout == "packed" and self.cu_seqlens is None:
             fields["cu_seqlens"] = tuple(self.seq_len * eighths // 8 for eighths in PACKED_EIGHTHS)
         if self.batch_size == "auto":
@@ -318,54 +277,18 @@ class WorkloadRequest(Model):
             fields["dtype"] = auto_dtype
         return validated(Workload, fields)
 
-    def _pattern(self) -> dict[str, Any]:
-        if self.pattern == "dense":
-            return {"kind": "dense"}
-        if self.pattern == "block_sparse":
-            composed = self.segment_lengths != "auto" or self.dilation_rates != "auto"
-            return {
-                "kind": "block_sparse",
-                "mask": "custom" if self.mask_file else self.mask,
-                "block_size": self.block_size,
-                "sparsity": 0.0 if self.mask_file else self.sparsity,
-                "seed": self.mask_seed,
-                "per_head": self.per_head,
-                "mask_file": self.mask_file,
-                "mask_digest": mask_digest(Path(self.mask_file)) if self.mask_file else None,
-                "branches": self._dilated() if composed else None,
-            }
-        return self._dilated()
 
-    def _dilated(self) -> dict[str, Any]:
-        segments, rates = self.segment_lengths, self.dilation_rates
-        if segments == "auto":
-            segments = AUTO_SEGMENTS if rates == "auto" else AUTO_SEGMENTS[: len(rates)]
-        if rates == "auto":
-            rates = AUTO_RATES if len(segments) == len(AUTO_RATES) else tuple(2**k for k in range(len(segments)))
-        return {
-            "kind": "dilated",
-            "segment_lengths": segments,
-            "dilation_rates": rates,
-            "heads": self.heads,
-            "offset": self.offset,
-            "offset_by": self.offset_by,
-            "merge_grad": self.merge_grad,
-        }
+# SHIM
+from dilabench.patterns.block_sparse import BlockSparsePattern  # noqa: E402
+from dilabench.patterns.dense import DensePattern  # noqa: E402, F401
+from dilabench.patterns.dilated import DilatedPattern  # noqa: E402
+from dilabench.validation import Model, content_hash, describe, read_counts, validated  # noqa: E402, F401, F811
 
 
-DILATED_FIELDS = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "merge_grad")
-BLOCK_SPARSE_FIELDS = ("mask", "block_size", "sparsity", "mask_seed", "per_head", "mask_file")
+def _dilated(workload):
+    if isinstance(workload.pattern, BlockSparsePattern):
+        return workload.pattern.branches
+    return workload.pattern if isinstance(workload.pattern, DilatedPattern) else None
 
 
-def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
-    """Build a pydantic model; a refusal becomes a ConfigError with value, rule and place."""
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError(describe(error, model)) from None
-
-
-def content_hash(content: Any) -> str:
-    """The first 16 hex digits of the SHA-256 of the content's canonical JSON."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+Workload.dilated = property(_dilated)

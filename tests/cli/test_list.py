@@ -49,6 +49,7 @@ def test_why_adds_the_limits(cli):
 def test_json_has_all_kinds_and_reasons(cli):
     found = json.loads(cli("list", "--json").stdout)
     assert set(found) == {
+        "patterns",
         "implementations",
         "backends",
         "workloads",

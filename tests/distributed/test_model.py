@@ -7,8 +7,8 @@ from dilabench.distributed.model import ideal_efficiency, load_balance, overlapp
 from dilabench.distributed.sharding import contiguous, zigzag
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.union.branches import branches_of
+from dilabench.patterns.dense import windowed_pairs
 from dilabench.workload.spec import UNBOUNDED, Workload
-from dilabench.workload.work import windowed_pairs
 
 
 def workload(**fields):

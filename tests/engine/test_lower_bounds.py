@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilabench.engine import lower_bounds
 from dilabench.engine.device.peak_names import COPY_KEY
 from dilabench.engine.lower_bounds import least_bytes, reached_rows
 from dilabench.engine.plausibility import suspicions
-from dilabench.impls.multiplicity import multiplicity
+from dilabench.impls.visible_keys import multiplicity
+from dilabench.patterns import dilated as dilated_pattern
 from dilabench.record import Case, Check, Measured, PlannedCase, Row, Slot, Timing, Verification
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import tensor_bytes
@@ -71,10 +71,10 @@ def test_a_pattern_that_reaches_everything_reads_everything(pattern):
 def test_a_pattern_too_long_to_count_has_a_lower_bound(monkeypatch):
     one = workload(dilated((25, 33), (2, 3)))
     exact = reached_rows(one)
-    lower_bounds.rows_on.cache_clear()
-    monkeypatch.setattr(lower_bounds, "MAX_COUNTED_POSITIONS", 10)
+    dilated_pattern.rows_on.cache_clear()
+    monkeypatch.setattr(dilated_pattern, "MAX_COUNTED_POSITIONS", 10)
     bound = reached_rows(one)
-    lower_bounds.rows_on.cache_clear()
+    dilated_pattern.rows_on.cache_clear()
     assert bound < exact
     assert bound[0] >= one.batch_size * one.num_heads * (one.seq_len // 2 - 2)
 

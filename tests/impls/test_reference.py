@@ -6,9 +6,10 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls import reference
-from dilabench.impls.multiplicity import multiplicity
 from dilabench.impls.reference import attend_rows, attend_rows_backward, build
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.impls.visible_keys import multiplicity
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import Workload
 
 CONTEXT = BuildContext(device=torch.device("cpu"))
 SPARSE = {"kind": "dilated", "segment_lengths": (7, 20, 300), "dilation_rates": (2, 3, 6)}

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.impls.union.strided_calls import StridedCall, strided_calls
-from dilabench.workload.spec import DilatedPattern, Workload
-from dilabench.workload.work import head_offset
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import Workload
 
 
 def workload(rate: int, num_heads: int, segments: int = 2, batch_size: int = 2, **fields: object) -> Workload:
@@ -102,7 +102,7 @@ def expected_rows(asked: Workload) -> list[tuple[int, int, int]]:
         for batch in range(asked.batch_size)
         for head in range(asked.num_heads)
         for position in range(asked.seq_len)
-        if position % length % rate == head_offset(asked.pattern, head, rate, asked.num_heads, asked.num_kv_heads)
+        if position % length % rate == asked.pattern.head_offset(head, rate, asked.num_heads, asked.num_kv_heads)
     ]
 
 

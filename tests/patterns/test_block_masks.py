@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.block_masks import PREFERENCES, block_mask, needed_key_blocks
-from dilabench.workload.spec import BlockSparsePattern, WorkloadRequest
+from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.workload.spec import WorkloadRequest
 
 
 @settings(max_examples=80, deadline=None)

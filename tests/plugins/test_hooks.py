@@ -1,9 +1,25 @@
 """Every hook is called, and what a plug-in returns from it is found in the catalogue under its name."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
-from dilabench.plugins import Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset, hookimpl, hookspecs
+import pytest
+from pydantic import create_model
+
+from dilabench.patterns import registry
+from dilabench.patterns.dense import DensePattern
+from dilabench.plugins import (
+    Backend,
+    Implementation,
+    PatternKind,
+    Reporter,
+    Suite,
+    Timer,
+    WorkloadPreset,
+    hookimpl,
+    hookspecs,
+)
 from dilabench.plugins.manager import HOOK_PREFIX, REGISTRIES, discover
 
 
@@ -20,6 +36,14 @@ def shelved(hook: str, descriptor: Any) -> Any:
     assert shelf.origin(descriptor.name) == "third-party"
     assert found.plugins[-1].name == "third-party"
     return shelf.get(descriptor.name)
+
+
+def test_dilabench_register_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_types", dict(registry._types))
+    mine = create_model("Mine", __base__=DensePattern, kind=(str, "mine"))
+    monkeypatch.setitem(sys.modules, "a_package", SimpleNamespace(Mine=mine))
+    descriptor = PatternKind("mine", "a summary", "a_package:Mine")
+    assert shelved("dilabench_register_patterns", descriptor) is descriptor
 
 
 def test_dilabench_register_implementations() -> None:

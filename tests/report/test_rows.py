@@ -17,7 +17,7 @@ from dilabench.record import (
     Timing,
     Verification,
 )
-from dilabench.report.rows import COLUMNS, DisplayRow, footnotes, location, pattern_text, workload_tables
+from dilabench.report.rows import COLUMNS, DisplayRow, footnotes, location, workload_tables
 from dilabench.stats.samples.location import median_interval
 from dilabench.workload.spec import Workload
 
@@ -154,10 +154,10 @@ def test_a_backend_chosen_by_auto_is_marked() -> None:
 
 
 def test_pattern_text_names_what_is_unusual() -> None:
-    assert pattern_text(workload().pattern) == "dilated w 96,192 r 1,2"
-    assert pattern_text(workload(pattern={**DILATED, "heads": "grouped"}).pattern).endswith(" heads=grouped")
+    assert workload().pattern.label() == "dilated w 96,192 r 1,2"
+    assert workload(pattern={**DILATED, "heads": "grouped"}).pattern.label().endswith(" heads=grouped")
     sparse = {"kind": "block_sparse", "mask": "local_window", "block_size": 32, "sparsity": 0.75, "branches": DILATED}
-    text = pattern_text(workload(pattern=sparse).pattern)
+    text = workload(pattern=sparse).pattern.label()
     assert text == "block-sparse local_window block 32 sparsity 0.75 dilated w 96,192 r 1,2"
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.patterns import block_masks
+from dilabench.patterns import block_masks, block_sparse
 from dilabench.plugins.manager import discover
 from dilabench.record import (
     CpuInfo,
@@ -23,7 +23,6 @@ from dilabench.record import (
 from dilabench.request import run_request
 from dilabench.suites.block_sparse.findings import analyse, break_even, steps_of
 from dilabench.suites.planner import expand
-from dilabench.workload import work
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
@@ -160,7 +159,7 @@ def test_the_mask_file_of_many_rows_is_read_once(catalogue, tmp_path, monkeypatc
     reads = []
     real = block_masks.mask_of_digest
     monkeypatch.setattr(block_masks, "mask_of_digest", lambda *of: reads.append(of) or real(*of))
-    work._pairs_of_masks.cache_clear()
+    block_sparse._pairs_of_masks.cache_clear()
     assert len(cases) > 3
     assert len({step.density for step in steps_of(found)}) == 1
     assert len(reads) == 1

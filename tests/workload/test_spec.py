@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dilabench.errors import ConfigError
+from dilabench.patterns.dense import DensePattern
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.record import Case, Optimizations
-from dilabench.workload.spec import DensePattern, DilatedPattern, Workload, WorkloadRequest, validated
+from dilabench.validation import validated
+from dilabench.workload.spec import Workload, WorkloadRequest
 
 SHAPE = {"batch_size": 2, "seq_len": 96, "num_heads": 6, "num_kv_heads": 3, "head_dim": 24}
 
@@ -138,7 +141,7 @@ REFUSALS = [
     ({"batch_size": "many"}, "batch_size 'many' is not a number"),
     ({"dtype": "int8"}, "dtype 'int8' should be 'float64', 'float32', 'float16', 'bfloat16' or 'auto'"),
     ({"mode": "fwd"}, "mode 'fwd' should be 'forward', 'backward' or 'both'"),
-    ({"pattern": "sparse"}, "pattern 'sparse' should be 'dense', 'dilated' or 'block_sparse'"),
+    ({"pattern": "sparse"}, "unknown pattern 'sparse'; did you mean block_sparse?"),
     ({"window": 512}, "window 512 must be two numbers, left and right; write for example 512,0"),
     ({"window": (1, 2, 3)}, "must be two numbers"),
     ({"segment_lengths": [1024, 0]}, "segment_lengths 0 must be at least 1"),

@@ -4,16 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.workload.spec import DilatedPattern, Workload
-from dilabench.workload.work import (
-    attended_pairs,
-    flops,
-    head_branches,
-    head_offset,
-    rows_kept,
-    tensor_bytes,
-    windowed_pairs,
-)
+from dilabench.patterns.dense import windowed_pairs
+from dilabench.patterns.dilated import DilatedPattern, rows_kept
+from dilabench.workload.spec import Workload
+from dilabench.workload.work import attended_pairs, flops, tensor_bytes
 
 
 def brute_offset(pattern, head, rate, num_heads, num_kv_heads):
@@ -102,7 +96,7 @@ def test_grouped_heads_are_dealt_out_in_order(num_heads, num_branches):
     pattern = DilatedPattern(
         segment_lengths=tuple(range(1, num_branches + 1)), dilation_rates=(1,) * num_branches, heads="grouped"
     )
-    owners = [head_branches(pattern, head, num_heads) for head in range(num_heads)]
+    owners = [pattern.head_branches(head, num_heads) for head in range(num_heads)]
     assert all(len(owner) == 1 for owner in owners)
     order = [pattern.branches.index(owner[0]) for owner in owners]
     assert order == sorted(order)
@@ -113,14 +107,14 @@ def test_grouped_heads_are_dealt_out_in_order(num_heads, num_branches):
 
 def test_twelve_heads_over_longnets_five_branches():
     pattern = DilatedPattern(segment_lengths=(1, 2, 3, 4, 5), dilation_rates=(1, 1, 1, 1, 1), heads="grouped")
-    owners = [head_branches(pattern, head, 12)[0][0] for head in range(12)]
+    owners = [pattern.head_branches(head, 12)[0][0] for head in range(12)]
     assert owners == [1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_a_head_that_does_not_exist_is_refused():
     pattern = DilatedPattern(segment_lengths=(4,), dilation_rates=(1,), heads="grouped")
     with pytest.raises(ValueError, match="head 5 is not below num_heads 5"):
-        head_branches(pattern, 5, 5)
+        pattern.head_branches(5, 5)
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 19))
@@ -141,12 +135,12 @@ def test_windowed_pairs_counts_a_band(rows, causal, left, right):
 @pytest.mark.parametrize(("offset", "expected"), [("modulo", [0, 1, 2, 0, 1]), ("blocked", [0, 0, 1, 1, 2])])
 def test_offsets_of_five_heads_at_rate_three(offset, expected):
     pattern = DilatedPattern(segment_lengths=(9,), dilation_rates=(3,), offset=offset)
-    assert [head_offset(pattern, head, 3, 5, 5) for head in range(5)] == expected
+    assert [pattern.head_offset(head, 3, 5, 5) for head in range(5)] == expected
 
 
 def test_offset_by_kv_head_keeps_one_residue_per_group():
     pattern = DilatedPattern(segment_lengths=(9,), dilation_rates=(3,), offset_by="kv_head")
-    assert [head_offset(pattern, head, 3, 6, 3) for head in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [pattern.head_offset(head, 3, 6, 3) for head in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_flops_and_bytes_of_a_known_shape():

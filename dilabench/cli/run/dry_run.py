@@ -7,8 +7,7 @@ import typer
 from dilabench.cli.terminal import print_table
 from dilabench.record import PlannedCase
 from dilabench.units import format_bytes
-from dilabench.workload.spec import BlockSparsePattern
-from dilabench.workload.work import flops, sparsity_of, tensor_bytes
+from dilabench.workload.work import flops, tensor_bytes
 
 COLUMNS = ("#", "implementation", "backend", "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
 
@@ -32,22 +31,9 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         case.implementation,
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         workload.label(),
-        _pattern_text(plan) + (f" ({role})" if role else ""),
+        workload.pattern.details(workload.shapes) + (f" ({role})" if role else ""),
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),
         "yes" if plan.skip is None else f"no: {plan.skip}",
     )
-
-
-def _pattern_text(plan: PlannedCase) -> str:
-    """The kind of pattern; of a block mask also its own kind, its blocks, and how dense it was to be and is."""
-    pattern = plan.case.workload.pattern
-    if not isinstance(pattern, BlockSparsePattern):
-        return pattern.kind
-    asked = "from a file" if pattern.mask == "custom" else f"{1 - pattern.sparsity:.1%} asked"
-    reached = f"{1 - sparsity_of(plan.case.workload):.1%} reached"
-    heads = ", a mask per head" if pattern.per_head else ""
-    branches = ", ".join(f"{segment}/{rate}" for segment, rate in pattern.branches.branches) if pattern.branches else ""
-    over = f", over branches {branches}" if branches else ""
-    return f"{pattern.kind} {pattern.mask}, block {pattern.block_size}, density {asked}, {reached}{heads}{over}"

@@ -1,11 +1,11 @@
 """What can be used on this machine, and why the rest cannot."""
 
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import DENSE_KERNEL, Backend, Capabilities, Implementation, Timer, unmet
+from dilabench.plugins.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Timer, unmet
 
 # What an implementation could do at most; a backend could do DENSE_KERNEL.
 EVERYTHING = Capabilities(
-    patterns=frozenset({"dense", "dilated", "block_sparse"}),
+    patterns=ANY_PATTERN,
     layouts=frozenset({"padded", "packed"}),
     merge_grads=frozenset({"exact", "detached"}),
     max_world_size=None,

@@ -6,19 +6,30 @@ from typing import Annotated
 import typer
 
 from dilabench.cli.show.availability import limits_of, reasons_against
-from dilabench.cli.show.mask_picture import mask_facts, workload_mask
+from dilabench.cli.show.picture import mask_facts, pattern_picture
 from dilabench.errors import unknown_name
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation, Reporter, Timer, WorkloadPreset
+from dilabench.patterns.pattern import SequenceShape
+from dilabench.patterns.registry import PatternKind, pattern_type
+from dilabench.plugins.descriptors import (
+    ANY_PATTERN,
+    Backend,
+    Catalogue,
+    Implementation,
+    Reporter,
+    Timer,
+    WorkloadPreset,
+)
 from dilabench.plugins.manager import REGISTRIES, discover
 from dilabench.request import workload_request
 from dilabench.units import format_bytes
 from dilabench.workload.ranges import ALL, RANGES, range_lengths
-from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs, flops, tensor_bytes
 
 Facts = Iterator[tuple[str, str]]
+EXAMPLE_LENGTH = 48
 
 
 def describe(
@@ -37,7 +48,7 @@ def describe(
     for index, (kind, facts) in enumerate(sheets):
         typer.echo(("\n" if index else "") + f"{kind} {name}")
         for key, value in facts:
-            typer.echo(f"  {key + ':':<18} {value}")
+            typer.echo(f"  {key + ':' if key else '':<18} {value}")
 
 
 def _sheets(
@@ -55,9 +66,26 @@ def _sheets(
     facts.append(("plug-in", shelf.origin(name)))
     if isinstance(descriptor, WorkloadPreset):
         facts += _workload_facts(catalogue, descriptor, machine)
+    elif isinstance(descriptor, PatternKind):
+        facts += _pattern_facts(catalogue, descriptor)
     else:
         facts += _target_facts(descriptor, machine)
     yield shelf.kind, facts
+
+
+def _pattern_facts(catalogue: Catalogue, kind: PatternKind) -> Facts:
+    yield "target", kind.target
+    pattern = pattern_type(kind.name)
+    for name, field in pattern.request_model().model_fields.items():
+        if name != "kind":
+            yield f"--set {name}", str(field.get_default(call_default_factory=True))
+    example = pattern.examples()[0]
+    shape = SequenceShape(EXAMPLE_LENGTH, 4, 4, causal=False, window=(-1, -1))
+    if shown := pattern_picture(example, shape):
+        yield "example", f"{example.label()}, {EXAMPLE_LENGTH} tokens, head 0"
+        yield "", shown
+    able = (one.name for one in catalogue.implementations if one.supports.patterns & {kind.name, *ANY_PATTERN})
+    yield "computed by", ", ".join(able)
 
 
 def _target_facts(descriptor: object, machine: Machine) -> Facts:
@@ -89,8 +117,8 @@ def _workload_facts(catalogue: Catalogue, preset: WorkloadPreset, machine: Machi
     workload = workload_request(catalogue, preset.name, {}).resolve(machine.auto_dtype)
     yield "workload", workload.label()
     yield from _field_facts(workload)
-    if isinstance(workload.pattern, BlockSparsePattern) and workload.pattern.branches is None:
-        yield "mask of head 0", workload_mask(workload)
+    if shown := pattern_picture(workload.pattern, workload.shapes[0]):
+        yield "head 0", shown
     pairs = attended_pairs(workload)
     yield "attended pairs", f"{pairs:,}"
     yield (

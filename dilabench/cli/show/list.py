@@ -21,6 +21,7 @@ PLUGINS = "plugins"
 class Kind(StrEnum):
     """What can be listed."""
 
+    PATTERNS = "patterns"
     IMPLEMENTATIONS = "implementations"
     BACKENDS = "backends"
     WORKLOADS = "workloads"

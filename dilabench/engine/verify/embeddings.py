@@ -27,10 +27,10 @@ from dilabench.engine.verify.tolerance import (
     gradient_floor_ulps,
     plain_dtype,
 )
-from dilabench.impls.multiplicity import alike_heads, seen_by
 from dilabench.impls.reference import differentiable_rows
 from dilabench.record import Check
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import alike_heads, seen_by
 
 # How much of the probed position is added to itself: its share must show above the rounding of the rows that see it.
 PROBE_GAIN = 2.0**10
@@ -234,7 +234,7 @@ def _dependency(call: Call, oracle: Oracle, first: Tensor) -> Check:
     firsts = [heads[0] for heads in alike_heads(workload)]
     for index, key in enumerate(keys):
         for head in firsts:
-            seen[index, seen_by(workload, head, key)] = True
+            seen[index, torch.from_numpy(seen_by(workload, head, key))] = True
     wrong = differs != seen.to(oracle.device)
     count = int(wrong.sum())
     if not count:

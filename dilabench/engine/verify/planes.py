@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilabench.engine.verify.sample import segment_edges
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import edges
 
 MAX_KEYS = 16
 # A weight is about 1/N; this keeps it above float16's smallest number for any N that fits a machine.
@@ -49,9 +49,9 @@ def make_planes(workload: Workload, seed: int) -> Planes:
     generator = torch.Generator().manual_seed(seed + 1)
     length = workload.seq_len
     count = min(MAX_KEYS, max(1, workload.head_dim - 1))
-    edges = segment_edges(workload)
-    edges = edges[torch.randperm(len(edges), generator=generator)[: max(1, count // 4)]]
+    begins = torch.from_numpy(edges(workload))
+    begins = begins[torch.randperm(len(begins), generator=generator)[: max(1, count // 4)]]
     drawn = torch.randint(length, (count,), generator=generator)
-    candidates = torch.cat([torch.tensor([length // 2, 0, length - 1]), edges, edges - 1, drawn]).tolist()
+    candidates = torch.cat([torch.tensor([length // 2, 0, length - 1]), begins, begins - 1, drawn]).tolist()
     keys = tuple(dict.fromkeys(candidates))[:count]
     return Planes(keys, calls=1 if workload.head_dim > 1 else 2)

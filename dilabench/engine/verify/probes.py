@@ -12,8 +12,8 @@ from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.engine.verify.planes import VALUE
 from dilabench.engine.verify.tolerance import Expected
-from dilabench.impls.multiplicity import alike_heads, covered, seen_by
 from dilabench.record import Check
+from dilabench.workload.visibility import alike_heads, covered, seen_by
 
 # Keys whose dk is computed from all rows: each costs a pass over the rows.
 MAX_KEY_GRADIENTS = 4
@@ -50,7 +50,7 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
     workload = oracle.workload
     rows = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
     for heads in alike_heads(workload):
-        rows[:, heads] = covered(workload, heads[0])[:, None]
+        rows[:, heads] = torch.from_numpy(covered(workload, heads[0]))[:, None]
     value = rows.to(oracle.device).double().expand(out.shape)
     # sqrt(sum P²) + 1 lies between 1 and 2; the weights' sum is what their merge rounds most coarsely.
     expected = Expected(value, torch.full_like(value, 2.0), oracle.second_expected[0].tolerance)
@@ -65,7 +65,7 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
     for channel, key in planes.channels(planes.calls - 1):
         seen = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
         for heads in groups:
-            seen[seen_by(workload, heads[0], key)[:, None], torch.tensor(heads)] = True
+            seen[torch.from_numpy(seen_by(workload, heads[0], key))[:, None], torch.tensor(heads)] = True
         differs = (out[..., channel] != 0) != seen.to(oracle.device)
         count = int(differs.sum())
         if count and where is None:
@@ -112,7 +112,7 @@ def _gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]
         sums["dv"][0, :, :, kv_head] += (weight * share).sum(1)
         sums["dv"][1, :, :, kv_head] += (weight * share).square().sum(1)
     tolerance = 2 * oracle.second_expected[-1].tolerance
-    detached = workload.dilated is not None and workload.dilated.merge_grad == "detached"
+    detached = workload.pattern.is_detached
     axes = (("batch", oracle.sample.batches), ("key", torch.tensor(keys)), ("head", None), ("dim", None))
     for index, name in ((1, "dk"), (2, "dv")):
         gradient = result.gradients[index]

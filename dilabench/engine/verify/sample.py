@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import edges
 from dilabench.workload.work import attended_pairs
 
 # (query, key) pairs, over batch and heads, up to which every row is compared; a float64 forward of them takes 0.2 s
@@ -49,22 +50,10 @@ def choose_sample(workload: Workload, seed: int) -> Sample:
     return Sample(batches, rows, _keys(workload, rows, len(batches), generator), complete=False)
 
 
-def segment_edges(workload: Workload) -> Tensor:
-    """Where a segment of any branch, a block of a mask or a packed sequence begins: positions, rising, without 0."""
-    edges = []
-    for start, end in workload.sequences:
-        edges.append(torch.tensor([start]))
-        if workload.dilated is not None:
-            edges.extend(torch.arange(start, end, segment) for segment in workload.dilated.segment_lengths)
-        elif isinstance(workload.pattern, BlockSparsePattern):
-            edges.append(torch.arange(start, end, workload.pattern.block_size))
-    return torch.cat(edges).unique()[1:]
-
-
 def _rows(workload: Workload, count: int, generator: torch.Generator) -> Tensor:
     last = workload.seq_len - 1
-    edges = _bounded(segment_edges(workload), count // 4, generator)
-    chosen = torch.cat([torch.tensor([0, last]), edges, edges - 1]).unique()
+    begins = _bounded(torch.from_numpy(edges(workload)), count // 4, generator)
+    chosen = torch.cat([torch.tensor([0, last]), begins, begins - 1]).unique()
     missing = count - len(chosen)
     return torch.cat([chosen, torch.randint(workload.seq_len, (max(0, missing),), generator=generator)]).unique()
 

@@ -70,7 +70,7 @@ def expect(
     # float64 has no plain computation that differs from the oracle; rounding is linear in eps.
     error *= eps(dtype) / eps(plain.dtype) if dtype == torch.float64 else 1.0
     exact = error * eps(torch.float64) / eps(dtype)
-    floor = (floor_ulps + _branch_merges(workload) / 2) * eps(dtype)
+    floor = (floor_ulps + (workload.pattern.parts - 1) / 2) * eps(dtype)
     return Expected(value, size, max(2 * error + exact, floor, _walk(workload, dtype)))
 
 
@@ -80,19 +80,9 @@ def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:
     return (actual - value).abs_().masked_fill_(actual == value, 0.0).div_(size)
 
 
-def _branch_merges(workload: Workload) -> int:
-    """How many branches of a head are merged into its first: none where a head has one branch or there are none."""
-    dilated = workload.dilated
-    if dilated is None or dilated.heads == "grouped":
-        return 0
-    return len(dilated.branches) - 1
-
-
 def _walk(workload: Workload, dtype: torch.dtype) -> float:
     """What the sums over the keys of a row, or the queries of a key, round when they are made one by one."""
-    longest = max(end - start for start, end in workload.sequences)
-    if workload.dilated is not None:
-        longest = max(-(-min(segment, longest) // rate) for segment, rate in workload.dilated.branches)
+    longest = workload.pattern.keys_per_row(max(end - start for start, end in workload.sequences))
     return math.sqrt(longest) * eps(accumulation_dtype(dtype)) / 2
 
 

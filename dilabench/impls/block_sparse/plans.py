@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.patterns.block_masks import block_mask
-from dilabench.workload.spec import BlockSparsePattern, Workload
-
-
-def pattern_of(workload: Workload) -> BlockSparsePattern:
-    """The workload's pattern, known to be block-sparse."""
-    assert isinstance(workload.pattern, BlockSparsePattern)
-    return workload.pattern
+from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.workload.spec import Workload
 
 
 def block_plan(workload: Workload, rows: int, rate: int = 1, heads: tuple[int, ...] | None = None) -> BlockPlan:
@@ -18,7 +13,7 @@ def block_plan(workload: Workload, rows: int, rate: int = 1, heads: tuple[int, .
 
     Raises ConfigError when a mask file does not fit.
     """
-    pattern = pattern_of(workload)
+    pattern = BlockSparsePattern.of(workload)
     mask = block_mask(pattern, rows, workload.causal, workload.num_heads)
     if heads is not None and mask.shape[0] > 1:
         mask = mask[list(heads)]

@@ -9,14 +9,15 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
-from dilabench.impls.block_sparse.plans import block_plan, pattern_of
+from dilabench.impls.block_sparse.plans import block_plan
 from dilabench.impls.union.branches import ORIGIN, branches_of, covers_every_row
 from dilabench.impls.union.head_runs import Progression
 from dilabench.impls.union.strided_calls import StridedCall
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.workload.spec import DensePattern, Workload
+from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.workload.spec import Workload
 
 
 class BlockForward(Protocol):
@@ -57,7 +58,6 @@ def block_union(
     Raises ConfigError when a mask file does not fit.
     """
     rows = planned_rows(workload)
-    dilated = workload.dilated
     return BlockUnion(
         backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
         rows=lambda _device: context.patterns.get(("block rows", workload), lambda: rows),
@@ -65,7 +65,7 @@ def block_union(
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
-        detached=dilated is not None and dilated.merge_grad == "detached",
+        detached=workload.pattern.is_detached,
     )
 
 
@@ -74,7 +74,7 @@ def planned_rows(workload: Workload) -> tuple[PlannedRows, ...]:
     plans: dict[object, BlockPlan] = {}
     found = []
     for rows in strided_rows(_without_mask(workload)):
-        calls = _one_set_of_heads(rows.call) if pattern_of(workload).per_head_masks else (rows.call,)
+        calls = _one_set_of_heads(rows.call) if BlockSparsePattern.of(workload).per_head_masks else (rows.call,)
         for call in calls:
             heads = _heads(call)
             key = call.rows, call.rate, heads
@@ -86,7 +86,7 @@ def planned_rows(workload: Workload) -> tuple[PlannedRows, ...]:
 
 def _without_mask(workload: Workload) -> Workload:
     """The branches that the mask lies over: dense where there are none."""
-    return workload.replace(pattern=(workload.dilated or DensePattern()).model_dump())
+    return workload.model_copy(update={"pattern": BlockSparsePattern.of(workload).under})
 
 
 def _one_set_of_heads(call: StridedCall) -> Sequence[StridedCall]:

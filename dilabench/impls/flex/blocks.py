@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from dilabench.workload.spec import DilatedPattern, Workload
-from dilabench.workload.work import head_branches, head_offset
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import Workload
 
 BLOCK = 128
 ABSENT = -1
@@ -27,14 +27,13 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def head_offsets(workload: Workload) -> list[tuple[int, ...]]:
     """For every head the residue that it keeps in each branch, ABSENT where it takes no part."""
-    pattern = workload.pattern
-    assert isinstance(pattern, DilatedPattern)
+    pattern = DilatedPattern.of(workload)
     H, K = workload.num_heads, workload.num_kv_heads
     found = []
     for head in range(H):
-        own = head_branches(pattern, head, H)
+        own = pattern.head_branches(head, H)
         residues = [
-            head_offset(pattern, head, branch[1], H, K) if branch in own else ABSENT for branch in pattern.branches
+            pattern.head_offset(head, branch[1], H, K) if branch in own else ABSENT for branch in pattern.branches
         ]
         found.append(tuple(residues))
     return found
@@ -45,8 +44,7 @@ def block_mask(workload: Workload, tokens: Tensor, visible: MaskFunction) -> fle
 
     `visible` is evaluated in partly visible blocks only. Memory: 16 bytes per head and pair of blocks.
     """
-    pattern = workload.pattern
-    assert isinstance(pattern, DilatedPattern)
+    pattern = DilatedPattern.of(workload)
     N = workload.seq_len
     offsets = head_offsets(workload)
     kinds = sorted(set(offsets))

@@ -18,7 +18,8 @@ from torch.nn.attention import flex_attention as flex
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.flex.blocks import block_mask, head_offsets
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import Workload
 
 Index = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -31,7 +32,7 @@ def build(workload: Workload, context: BuildContext) -> Flex:
 
 def build_permuted(workload: Workload, context: BuildContext) -> Flex:
     """Tokens ordered by residue class inside the longest segment."""
-    pattern = _dilated(workload)
+    pattern = DilatedPattern.of(workload)
     modulus = math.lcm(*pattern.dilation_rates)
     longest = min(max(pattern.segment_lengths), workload.seq_len)
     tokens = torch.arange(workload.seq_len, device=context.device)
@@ -99,7 +100,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, score: Score, mask: flex.BlockMask,
 
 def _multiplicity(workload: Workload, device: torch.device, order: Tensor | None) -> Index:
     """C[h, i, j] without causal mask and window, as elementwise arithmetic on index tensors."""
-    pattern = _dilated(workload)
+    pattern = DilatedPattern.of(workload)
     offsets = torch.tensor(head_offsets(workload), device=device).T.contiguous()
 
     def count(_b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -115,8 +116,3 @@ def _multiplicity(workload: Workload, device: torch.device, order: Tensor | None
         return total
 
     return count
-
-
-def _dilated(workload: Workload) -> DilatedPattern:
-    assert isinstance(workload.pattern, DilatedPattern)
-    return workload.pattern

@@ -20,12 +20,12 @@ from dilabench.distributed.block_deal import BlockDeal
 from dilabench.distributed.sharding import Shards, Span
 from dilabench.distributed.world import Pending, World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
-from dilabench.impls.block_sparse.plans import pattern_of
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.sums import Sum
 from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -137,7 +137,7 @@ def _refuse(workload: Workload) -> None:
             f"window {workload.window} on a block mask over ranks: gathered blocks have no distance in rows; use a "
             "local_window mask, or block-sparse on one device"
         )
-    if pattern_of(workload).branches is not None:
+    if BlockSparsePattern.of(workload).branches is not None:
         raise ValueError(
             "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole; use "
             "block-sparse on one device, or ring-allgather without the mask"

@@ -69,7 +69,7 @@ class _SummedGradients(torch.autograd.Function):
 
 def build(workload: Workload, context: BuildContext) -> ShardedProjection | ProjectedAttention:
     """Causal dense attention on zigzag shards, everything else in order; on one rank the plain module."""
-    algorithm = zigzag if workload.causal and workload.pattern.kind == "dense" else overlap
+    algorithm = zigzag if workload.causal and workload.is_dense else overlap
     return projected(workload, context, algorithm.build(workload, context))
 
 

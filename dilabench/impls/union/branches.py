@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dilabench.workload.spec import DilatedPattern, Workload
-from dilabench.workload.work import head_branches, head_offset, rows_kept
+from dilabench.patterns.dilated import rows_kept
+from dilabench.patterns.pattern import SequenceShape
+from dilabench.workload.spec import Workload
 
 
 class Place(NamedTuple):
@@ -62,24 +63,27 @@ class Segments:
 def branches_of(workload: Workload) -> tuple[Branch, ...]:
     """The branches of a workload by rising rate, so that one that covers every row comes first.
 
-    A dense pattern is one branch: a single segment, every row.
+    Any pattern that is a union of strided segments has such; dense attention is a single one, every row. Raises
+    ValueError for a pattern that is no such union.
     """
-    N = workload.seq_len
-    pattern = workload.pattern
-    if not isinstance(pattern, DilatedPattern):
-        pattern = DilatedPattern(segment_lengths=(N,), dilation_rates=(1,))
-    heads = range(workload.num_heads)
-    if pattern.heads == "all":
-        members = [(branch, list(heads)) for branch in sorted(pattern.branches, key=lambda branch: branch[1])]
-    else:
-        groups: dict[tuple[int, int], list[int]] = {}
-        for head in heads:
-            groups.setdefault(head_branches(pattern, head, workload.num_heads)[0], []).append(head)
-        members = list(groups.items())
-    return tuple(
-        Branch(min(length, N), rate, _places(workload, pattern, rate, chosen), pattern.heads == "grouped" or index == 0)
-        for index, ((length, rate), chosen) in enumerate(members)
-    )
+    places: dict[tuple[int, int, int], list[Place]] = {}
+    # As one sequence: packed ones are cut by those who call per sequence.
+    shape = SequenceShape(workload.seq_len, workload.num_heads, workload.num_kv_heads, workload.causal, workload.window)
+    for head in range(workload.num_heads):
+        segments = workload.pattern.strided_segments(shape, head)
+        if segments is None:
+            raise ValueError(f"a {workload.pattern.kind} pattern is no union of strided segments")
+        for index, (length, rate, offset) in enumerate(segments):
+            place = Place(offset, head, head // workload.group_size)
+            places.setdefault((rate, index, length), []).append(place)
+    ordered = sorted(places.items(), key=lambda item: item[0][:2])
+    taken: set[int] = set()
+    branches = []
+    for (rate, _, length), members in ordered:
+        heads = {place.head for place in members}
+        branches.append(Branch(length, rate, tuple(members), not taken & heads))
+        taken |= heads
+    return tuple(branches)
 
 
 def covers_every_row(branches: Sequence[Branch]) -> bool:
@@ -103,8 +107,3 @@ def places_by_rows(branch: Branch, segments: Segments) -> dict[int, list[Place]]
         if rows:
             by_rows.setdefault(rows, []).append(place)
     return by_rows
-
-
-def _places(workload: Workload, pattern: DilatedPattern, rate: int, heads: Sequence[int]) -> tuple[Place, ...]:
-    H, K = workload.num_heads, workload.num_kv_heads
-    return tuple(Place(head_offset(pattern, head, rate, H, K), head, head // workload.group_size) for head in heads)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import AttendBackward, LoadedBackend
 from dilabench.impls.one_operator import as_one_operator, new_number, register
-from dilabench.workload.spec import DilatedPattern, Window, Workload
+from dilabench.workload.spec import Window, Workload
 
 
 class Rows(Protocol):
@@ -215,7 +215,7 @@ def union_of(
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
-        detached=isinstance(workload.pattern, DilatedPattern) and workload.pattern.merge_grad == "detached",
+        detached=workload.pattern.is_detached,
     )
 
 

@@ -2,8 +2,20 @@
 
 from dataclasses import replace
 
-from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, Timer, WorkloadPreset, hookimpl
-from dilabench.plugins.builtin.block_sparse import BLOCK_SPARSE, OVER_BLOCKS
+from dilabench.patterns.registry import PatternKind
+from dilabench.plugins import (
+    ANY_PATTERN,
+    Backend,
+    Capabilities,
+    Implementation,
+    Reporter,
+    Suite,
+    Timer,
+    WorkloadPreset,
+    hookimpl,
+)
+from dilabench.plugins.builtin.block_sparse import OVER_BLOCKS
+from dilabench.plugins.builtin.patterns import PATTERNS
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.builtin.timers import TIMERS
 from dilabench.workload.presets import PRESETS
@@ -110,6 +122,12 @@ _RINGS = (
 
 
 @hookimpl
+def dilabench_register_patterns() -> list[PatternKind]:
+    """Dense, dilated, block-sparse."""
+    return list(PATTERNS)
+
+
+@hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     """Ours, each named after its algorithm; the names of the source documents work as aliases."""
     return [
@@ -118,7 +136,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "the formula in float64, blocked over queries: the oracle",
             "dilabench.impls.reference:build",
             supports=Capabilities(
-                patterns=DENSE | DILATED | BLOCK_SPARSE,
+                patterns=ANY_PATTERN,
                 layouts=frozenset({"padded", "packed"}),
                 merge_grads=BOTH_MERGES,
             ),

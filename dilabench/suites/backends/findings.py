@@ -9,7 +9,7 @@ from dilabench.plugins.descriptors import Catalogue
 from dilabench.record import KernelUse, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section
-from dilabench.report.rows import YARDSTICK, location, pattern_text
+from dilabench.report.rows import YARDSTICK, location
 from dilabench.report.summary import device_text
 from dilabench.request import RunRequest
 from dilabench.stats.decisions.policy import Policy
@@ -138,7 +138,7 @@ def _subject(row: Row) -> str:
     mode = "" if workload.mode == "forward" else f", {workload.mode}"
     shape = f"{workload.batch_size}x{format_count(workload.seq_len)}"
     name = row.case.implementation
-    pattern = "" if name == workload.pattern.kind else f" on {pattern_text(workload.pattern)}"
+    pattern = "" if name == workload.pattern.kind else f" on {workload.pattern.label()}"
     return f"{name}{pattern}, {shape}{mode}"
 
 

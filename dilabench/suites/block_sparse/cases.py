@@ -40,8 +40,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 def _points(base: WorkloadRequest, block_sizes: tuple[int, ...]) -> list[WorkloadRequest]:
     """The request with every block size and sparsity that it does not name itself."""
     named = base.model_fields_set
-    sizes = (base.block_size,) if "block_size" in named or base.mask_file else block_sizes
-    sparsities = (base.sparsity,) if "sparsity" in named or base.mask_file else SPARSITIES
+    from_file = base.pattern_field("mask_file")
+    sizes = (base.pattern_field("block_size"),) if "block_size" in named or from_file else block_sizes
+    sparsities = (base.pattern_field("sparsity"),) if "sparsity" in named or from_file else SPARSITIES
     return [
         base.model_copy(update={"block_size": size, "sparsity": sparsity}) for size in sizes for sparsity in sparsities
     ]

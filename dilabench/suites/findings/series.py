@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dilabench.record import Case, Row, RunRecord
-from dilabench.report.rows import YARDSTICK, location, pattern_text, row_name
+from dilabench.report.rows import YARDSTICK, location, row_name
 from dilabench.stats.samples.location import Location
 from dilabench.workload.spec import Workload
 
@@ -15,7 +15,7 @@ VARIES_ALONG_A_RANGE = {"seq_len", "batch_size", "cu_seqlens"}
 TOLD_APART_BY: tuple[Callable[[Workload], str], ...] = (
     lambda workload: workload.dtype,
     lambda workload: workload.mode,
-    lambda workload: pattern_text(workload.pattern),
+    lambda workload: workload.pattern.label(),
     lambda workload: f"H{workload.num_heads}/{workload.num_kv_heads} D{workload.head_dim}",
     lambda workload: "causal" if workload.causal else "not causal",
     lambda workload: f"batch {workload.batch_size}",

@@ -6,7 +6,7 @@ from dilabench.distributed.model import load_balance
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Section
-from dilabench.report.rows import implementation_text, pattern_text, row_name
+from dilabench.report.rows import implementation_text, row_name
 from dilabench.stats.samples.derive import gigabytes_per_second, tokens_per_second
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons, median_ns
 from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
@@ -91,7 +91,7 @@ def section(title: str, sentence: str, columns: tuple[str, ...], rows: Iterable[
 
 def workload_text(row: Row) -> str:
     """The workload without its mode."""
-    return f"{row.case.workload.label()}, {pattern_text(row.case.workload.pattern)}"
+    return f"{row.case.workload.label()}, {row.case.workload.pattern.label()}"
 
 
 def namer(found: Sequence[Comparison]) -> Callable[[Row], str]:

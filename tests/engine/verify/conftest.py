@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.impls.multiplicity import multiplicity
+from dilabench.impls.visible_keys import multiplicity
 from dilabench.workload.spec import Workload
 
 BRANCHES = {"kind": "dilated", "segment_lengths": (16, 48, 256), "dilation_rates": (1, 3, 6)}

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
-from dilabench.impls.multiplicity import multiplicity
 from dilabench.impls.reference import build
+from dilabench.impls.visible_keys import multiplicity
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from dilabench.engine.verify.sample import choose_sample, segment_edges
+from dilabench.engine.verify.sample import choose_sample
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import edges as edges_of
 
 LONG = {
     "pattern": {"kind": "dilated", "segment_lengths": (2048, 30000), "dilation_rates": (1, 6)},
@@ -32,9 +33,9 @@ def test_first_last_and_both_sides_of_edges_where_it_is_not() -> None:
     sample = choose_sample(w, seed=0)
     rows = set(sample.rows.tolist())
     assert {0, w.seq_len - 1} <= rows
-    edges = [edge for edge in segment_edges(w).tolist() if edge in rows and edge - 1 in rows]
-    assert {2048, max(segment_edges(w).tolist())} <= set(edges)
-    assert any(edge % 30000 == 0 and edge % 2048 for edge in segment_edges(w).tolist())
+    edges = [edge for edge in edges_of(w).tolist() if edge in rows and edge - 1 in rows]
+    assert {2048, max(edges_of(w).tolist())} <= set(edges)
+    assert any(edge % 30000 == 0 and edge % 2048 for edge in edges_of(w).tolist())
     assert len(rows) <= 64
     assert sample.row_count == len(rows)
 
@@ -51,7 +52,7 @@ def test_edges_are_those_of_every_branch_and_sequence() -> None:
         layout="packed",
         cu_seqlens=(0, 23, 50),
     )
-    assert segment_edges(w).tolist() == [8, 16, 20, 23, 31, 39, 43, 47]
+    assert edges_of(w).tolist() == [8, 16, 20, 23, 31, 39, 43, 47]
 
 
 def test_a_large_batch_is_sampled_too() -> None:

@@ -1,11 +1,17 @@
 """Tells dilabench what this package adds. Nothing heavy is imported here."""
 
-from dilabench.plugins import Capabilities, Implementation, hookimpl
+from dilabench.plugins import ANY_PATTERN, Capabilities, Implementation, PatternKind, hookimpl
 
-FULL_PRECISION = Capabilities(dtypes=frozenset({"float32", "float64"}), window=False)
+FULL_PRECISION = Capabilities(patterns=ANY_PATTERN, dtypes=frozenset({"float32", "float64"}))
 
 
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     summary = "one dense softmax with log C as its bias"
     return [Implementation("masked", summary, "dilabench_example.masked:build", supports=FULL_PRECISION)]
+
+
+@hookimpl
+def dilabench_register_patterns() -> list[PatternKind]:
+    summary = "the first keys and a sliding window (StreamingLLM)"
+    return [PatternKind("window_sink", summary, "dilabench_example.window_sink:WindowSinkPattern")]

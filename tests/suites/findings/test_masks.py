@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from dilabench.patterns.block_masks import block_mask, block_shares
+from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.plugins.manager import discover
 from dilabench.record import Skipped
 from dilabench.report import markdown
 from dilabench.report.findings import sections_of
 from dilabench.report.plots import plots
 from dilabench.suites.findings.masks import MAX_CELLS, analyse
-from dilabench.workload.spec import BlockSparsePattern
 
 
 def sparse(**fields):

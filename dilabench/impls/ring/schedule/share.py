@@ -19,7 +19,8 @@ from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
 from dilabench.impls.union.branches import Branch, branches_of
 from dilabench.impls.union.union import Union
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import Workload
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -44,7 +45,7 @@ class Share(Calls):
     def gradient_dtype(self) -> torch.dtype:
         """What dK and dV travel in: a kernel's own result as it is, a sum over branches in float32."""
         dtype: torch.dtype = getattr(torch, self.workload.dtype)
-        if isinstance(self.workload.pattern, DilatedPattern) and dtype != torch.float64:
+        if not self.workload.is_dense and dtype != torch.float64:
             return torch.float32
         return dtype
 
@@ -110,8 +111,7 @@ def _parcel(workload: Workload, pieces: Sequence[Piece], rows: int, context: Bui
 def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) -> bool:
     """Every segment of a dilated branch that touches this rank lies on it, and segments start where the rank does."""
     spans = shards.parts[rank]
-    pattern = workload.pattern
-    if not isinstance(pattern, DilatedPattern) or pattern.heads != "all" or workload.layout == "packed":
+    if workload.is_dense or workload.pattern.has_grouped_heads or workload.layout == "packed":
         return False
     if len(spans) != 1 or spans[0].step != 1:
         return False
@@ -122,11 +122,10 @@ def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) 
 def _local_union(workload: Workload, context: BuildContext, inside: Sequence[Branch], rows: int) -> Union | None:
     if not inside:
         return None
-    assert isinstance(workload.pattern, DilatedPattern)
-    pattern = workload.pattern.model_copy(
+    pattern = DilatedPattern.of(workload).model_copy(
         update={
             "segment_lengths": tuple(branch.segment_length for branch in inside),
             "dilation_rates": tuple(branch.rate for branch in inside),
         }
     )
-    return strided.build(workload.replace(seq_len=rows, pattern=pattern.model_dump()), context)
+    return strided.build(workload.model_copy(update={"seq_len": rows, "pattern": pattern}), context)

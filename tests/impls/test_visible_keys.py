@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from dilabench.impls.multiplicity import alike_heads, covered, multiplicity, seen_by
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.impls.visible_keys import multiplicity
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import alike_heads, covered, seen_by
 from dilabench.workload.work import attended_pairs
 
 BRANCHES = {"kind": "dilated", "segment_lengths": (7, 20, 300), "dilation_rates": (2, 3, 6)}
@@ -69,9 +71,9 @@ def test_columns_and_coverage_follow_from_c(change: dict[str, object]) -> None:
     w = workload(change)
     for head in range(w.num_heads):
         c = multiplicity(w, head, torch.arange(w.seq_len))
-        assert torch.equal(covered(w, head), c.sum(1) > 0)
+        assert torch.equal(torch.from_numpy(covered(w, head)), c.sum(1) > 0)
         for key in range(0, w.seq_len, 7):
-            assert torch.equal(seen_by(w, head, key), c[:, key].nonzero()[:, 0])
+            assert torch.equal(torch.from_numpy(seen_by(w, head, key)), c[:, key].nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
@@ -89,7 +91,7 @@ def test_some_rows_of_a_long_sequence_cost_only_their_keys() -> None:
     w = workload({"seq_len": 2**30, "causal": True})
     rows = torch.tensor([0, 299, 2**30 - 1])
     assert len(seen_by(w, 0, 2**30 - 1)) == 1
-    from dilabench.impls.multiplicity import key_groups
+    from dilabench.impls.visible_keys import key_groups
 
     assert max(len(group.keys) for group in key_groups(w, 0, rows)) <= 300
 

@@ -2,11 +2,17 @@
 
 import numpy as np
 
-from dilabench.cli.show.mask_picture import picture
+from dilabench.cli.show.picture import MAX_COLUMNS, MAX_LINES, picture
+from dilabench.patterns.block_masks import block_shares
 
 
 def test_small_masks_show_every_block():
-    assert picture(np.tril(np.ones((4, 4), bool))) == ["█   ", "██  ", "███ ", "████"]
+    assert picture(block_shares(np.tril(np.ones((4, 4), bool)), MAX_LINES, MAX_COLUMNS)) == [
+        "█   ",
+        "██  ",
+        "███ ",
+        "████",
+    ]
 
 
 def test_large_masks_show_shares_and_single_blocks():
@@ -14,7 +20,7 @@ def test_large_masks_show_shares_and_single_blocks():
     mask[:4, :2] = True
     mask[95, 95] = True
     mask[4, 4:6] = True
-    lines = picture(mask)
+    lines = picture(block_shares(mask, MAX_LINES, MAX_COLUMNS))
     assert (len(lines), len(lines[0])) == (24, 48)
     assert lines[0][:3] == "█  "
     assert lines[1][:4] == "  ▒ ".replace("▒", "░")

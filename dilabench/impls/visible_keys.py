@@ -1,0 +1,83 @@
+"""The matrix C[h, i, j] of a workload (semantics.md §1) as tensors, by groups of rows that share their keys.
+
+C is never built whole: a row costs only its visible keys, so one row of a million-token workload is cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dilabench.workload import visibility
+from dilabench.workload.spec import Workload
+
+if TYPE_CHECKING:
+    from dilabench.patterns.pattern import Positions
+
+
+@dataclass(frozen=True, slots=True)
+class KeyGroup:
+    """Rows of one head that have the same keys, causal mask and window aside.
+
+    rows: [R] positions, ascending, on the CPU. keys: [M] positions, ascending. counts: [parts, M], whether each part of
+    the pattern gives each key; their sum over the parts is C[h, row, key] for every row of the group.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    counts: Tensor
+
+
+def key_groups(
+    workload: Workload, head: int, positions: Tensor, device: torch.device | str = "cpu"
+) -> Iterator[KeyGroup]:
+    """The groups that cover the rows at `positions` ([R] int64, ascending, on the CPU) of head `head`.
+
+    Rows that see nothing are in no group or in one without keys. Positions count along the N axis (packed: T).
+    `device`: where keys and counts are made, for making long ones on the CPU and moving them takes longer than using
+    them on a GPU.
+    """
+    for start, group in visibility.key_groups(workload, head, positions.numpy()):
+        keys, counts = _keys_of(group.parts, torch.device(device))
+        yield KeyGroup(torch.from_numpy(group.rows) + start, keys + start, counts)
+
+
+def _keys_of(parts: tuple[range | Positions, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The union of the parts' keys, and which part has which."""
+    filled = [part for part in parts if len(part)]
+    low = min((int(part[0]) for part in filled), default=0)
+    high = max((int(part[-1]) + 1 for part in filled), default=0)
+    counts = torch.zeros(len(parts), high - low, dtype=torch.int64, device=device)
+    for row, part in zip(counts, parts, strict=True):
+        if isinstance(part, range):
+            row[part.start - low : part.stop - low : part.step] = 1 if len(part) else 0
+        else:
+            row[torch.from_numpy(part - low).to(device)] = 1
+    keys = counts.sum(0).nonzero()[:, 0]
+    return keys + low, counts[:, keys]
+
+
+def visible(workload: Workload, rows: Tensor, keys: Tensor) -> Tensor:
+    """[R, M] bool: what the causal mask and the window let the rows see of the keys, both positions of one sequence."""
+    left, right = workload.shapes[0].reach
+    seen = torch.ones(len(rows), len(keys), dtype=torch.bool, device=keys.device)
+    # Bounds are moved by rows, not pairs: a matrix of distances would be as large as the scores.
+    if left is not None:
+        seen &= keys[None, :] >= (rows - left)[:, None]
+    if right is not None:
+        seen &= keys[None, :] <= (rows + right)[:, None]
+    return seen
+
+
+def multiplicity(workload: Workload, head: int, positions: Tensor) -> Tensor:
+    """C[head, positions, :] as [R, N] int64. For tests and small N: memory is R·N."""
+    counts = torch.zeros(len(positions), workload.seq_len, dtype=torch.int64)
+    for group in key_groups(workload, head, positions):
+        index = torch.searchsorted(positions, group.rows)
+        block = group.counts.sum(0) * visible(workload, group.rows, group.keys)
+        counts[index[:, None], group.keys[None, :]] = block
+    return counts

@@ -1,0 +1,381 @@
+"""Block-sparse attention: blocks of queries see blocks of keys, over a whole sequence or over dilated branches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from dilabench.patterns.block_masks import block_mask, block_shares, visible_blocks
+from dilabench.patterns.dense import DENSE
+from dilabench.patterns.dilated import DilatedPattern, DilatedRequest, rows_kept
+from dilabench.patterns.mask_files import mask_digest
+from dilabench.patterns.pattern import (
+    KeyGroup,
+    Pairs,
+    Pattern,
+    Picture,
+    SequenceShape,
+    StridedSegments,
+    group_rows,
+    hide_future,
+)
+from dilabench.units import format_count
+from dilabench.validation import Model, read_count, validated
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dilabench.patterns.block_masks import Mask
+    from dilabench.patterns.pattern import Positions
+
+MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
+
+
+class BlockSparseRequest(DilatedRequest):
+    """What a request may say of block masks. Segments or rates lay them over the branches of a dilated pattern."""
+
+    mask: MaskKind = "local_window"
+    block_size: int = 128
+    sparsity: float = 0.9
+    mask_seed: int = 0
+    per_head: bool = False
+    mask_file: str | None = None
+
+    @field_validator("block_size", mode="before")
+    @classmethod
+    def _size(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_count(value, str(info.field_name))
+
+
+class BlockSparsePattern(Pattern):
+    """C = 1 where the mask of (head, i // block, j // block) is set.
+
+    `sparsity` is the share of visible blocks that is not computed. With branches (`segment_lengths`, `dilation_rates`)
+    the mask lies over the rows that each dilated branch keeps in a segment, instead of over the whole sequence.
+    The masks themselves are made in `dilabench.patterns.block_masks`.
+    """
+
+    kind: Literal["block_sparse"] = "block_sparse"
+    mask: MaskKind = "local_window"
+    block_size: int = Field(default=128, ge=1, le=2**20)
+    sparsity: float = Field(default=0.9, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0)
+    per_head: bool = False
+    mask_file: str | None = None
+    mask_digest: str | None = None
+    branches: DilatedPattern | None = None
+
+    @model_validator(mode="after")
+    def _file_or_kind(self) -> Self:
+        if (self.mask == "custom") != (self.mask_file is not None):
+            raise ValueError("mask 'custom' and a mask file need each other; give both or neither")
+        return self
+
+    @classmethod
+    def request_model(cls) -> type[Model]:
+        """With the fields of the branches that the mask may lie over."""
+        return BlockSparseRequest
+
+    @classmethod
+    def from_request(cls, fields: Mapping[str, Any]) -> Self:
+        """A mask file stands for kind and sparsity. Raises ConfigError when it cannot be read."""
+        asked = validated(BlockSparseRequest, dict(fields))
+        composed = asked.segment_lengths != "auto" or asked.dilation_rates != "auto"
+        in_branches = asked.model_dump(include=set(DilatedRequest.model_fields))
+        return validated(
+            cls,
+            {
+                "mask": "custom" if asked.mask_file else asked.mask,
+                "block_size": asked.block_size,
+                "sparsity": 0.0 if asked.mask_file else asked.sparsity,
+                "seed": asked.mask_seed,
+                "per_head": asked.per_head,
+                "mask_file": asked.mask_file,
+                "mask_digest": mask_digest(Path(asked.mask_file)) if asked.mask_file else None,
+                "branches": DilatedPattern.from_request(in_branches) if composed else None,
+            },
+        )
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Blocks that do not divide the sequence, a mask per head, and one over branches."""
+        small: dict[str, Any] = {"block_size": 16, "sparsity": 0.5}
+        branches = {"segment_lengths": (48, 160), "dilation_rates": (1, 3)}
+        fields = (small, {**small, "mask": "random", "per_head": True}, {**small, "branches": branches})
+        return tuple(cls.model_validate(one) for one in fields)
+
+    @property
+    def under(self) -> Pattern:
+        """What the mask lies over: the branches, or everything."""
+        return self.branches or DENSE
+
+    @property
+    def per_head_masks(self) -> bool:
+        """Whether heads may differ in their masks: asked for, or possible in a file."""
+        return self.per_head or self.mask == "custom"
+
+    # What it is called.
+
+    def label(self) -> str:
+        """'block-sparse local_window block 128 sparsity 0.9', its branches, and what is not the default."""
+        words = [f"block-sparse {self.mask} block {self.block_size} sparsity {self.sparsity:g}"]
+        words += [self.branches.label()] if self.branches else []
+        named = {"kind", "mask", "block_size", "sparsity", "branches"}
+        unusual = self.model_dump(exclude_defaults=True, exclude=named)
+        return " ".join([*words, *(f"{name}={value}" for name, value in unusual.items())])
+
+    def details(self, shapes: Sequence[SequenceShape]) -> str:
+        """The kind of mask, its blocks, and how dense it was to be and is."""
+        asked = "from a file" if self.mask == "custom" else f"{1 - self.sparsity:.1%} asked"
+        reached = f"{1 - self.sparsity_of(shapes):.1%} reached"
+        heads = ", a mask per head" if self.per_head else ""
+        sizes = ", ".join(f"{segment}/{rate}" for segment, rate in self.branches.branches) if self.branches else ""
+        over = f", over branches {sizes}" if sizes else ""
+        return f"{self.kind} {self.mask}, block {self.block_size}, density {asked}, {reached}{heads}{over}"
+
+    def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
+        """The sparsity that whole blocks came to."""
+        return {"sparsity_reached": f"{self.sparsity_of(shapes):.4f}"}
+
+    # Who sees whom.
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """The mask lies over the rows that each branch keeps in a segment (no branches: over all rows)."""
+        import numpy as np
+
+        if not len(rows):
+            return
+        segments = self._lies_over(shape, head)
+        labels = np.stack([self._block_labels(one, rows) for one in segments])
+        for blocks, members in group_rows(labels, rows):
+            pairs = zip(segments, blocks, strict=True)
+            yield KeyGroup(members, tuple(self._keys_of_block(shape, head, one, block) for one, block in pairs))
+
+    def head_key(self, shape: SequenceShape, head: int) -> Hashable:
+        """Heads with the same mask over the same branches are alike."""
+        return head if self.per_head_masks else None, self._lies_over(shape, head)
+
+    def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
+        """The rows of the blocks whose mask has the key's block set."""
+        import numpy as np
+
+        found = [np.zeros(0, dtype=np.int64)]
+        for one in self._lies_over(shape, head):
+            w, r, offset = one
+            label = int(self._block_labels(one, np.array([key]))[0])
+            if label >= 0:
+                segment, block = divmod(label, w + 1)
+                mask, count = self._mask_of_segment(shape, head, one, segment)
+                found.append(segment * w + offset + r * self._rows_of_blocks(mask[:, block], count))
+        return np.unique(np.concatenate(found))
+
+    def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
+        """A row sees a key when a block is set between the blocks of its first and its last visible one."""
+        import numpy as np
+
+        left, right = shape.reach
+        seen = np.zeros(shape.length, dtype=bool)
+        for one in self._lies_over(shape, head):
+            w, r, offset = one
+            for segment in range(-(-shape.length // w)):
+                if not rows_kept(min(w, shape.length - segment * w), r, offset):
+                    continue
+                mask, count = self._mask_of_segment(shape, head, one, segment)
+                rows = np.arange(count)
+                first = np.zeros_like(rows) if left is None else np.maximum(rows - left // r, 0)
+                last = np.full_like(rows, count - 1) if right is None else np.minimum(rows + right // r, count - 1)
+                before = np.pad(mask.astype(np.int64).cumsum(1), ((0, 0), (1, 0)))
+                own = rows // self.block_size
+                inside = before[own, last // self.block_size + 1] - before[own, first // self.block_size]
+                seen[segment * w + offset + r * rows] |= inside > 0
+        return seen
+
+    def pairs(self, shape: SequenceShape) -> Pairs:
+        """Block by block; at least those of the largest branch differ."""
+        of_branch: Counter[int] = Counter()
+        for branch, times, rows, head, window in self._masked_rows(shape):
+            pairs = _pairs_of_masks(self, rows, shape.num_heads, shape.causal, window)
+            of_branch[branch] += times * pairs[head % len(pairs)]
+        return Pairs(of_branch.total(), max(of_branch.values()))
+
+    def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:
+        """A generated mask holds its diagonal; one from a file may leave out any row."""
+        return (0, 0) if self.mask == "custom" else self.under.reached_rows(shape)
+
+    def keys_per_row(self, length: int) -> int:
+        """As many as without the mask."""
+        return self.under.keys_per_row(length)
+
+    def edges(self, shape: SequenceShape) -> Positions:
+        """Where blocks begin; over branches, where segments do."""
+        import numpy as np
+
+        return self.branches.edges(shape) if self.branches else np.arange(0, shape.length, self.block_size)
+
+    @property
+    def parts(self) -> int:
+        """One per branch."""
+        return self.under.parts
+
+    @property
+    def is_detached(self) -> bool:
+        """As the branches say."""
+        return self.under.is_detached
+
+    @property
+    def has_grouped_heads(self) -> bool:
+        """As the branches say."""
+        return self.under.has_grouped_heads
+
+    @property
+    def has_fixed_length(self) -> bool:
+        """A file has as many blocks as it has."""
+        return self.mask == "custom"
+
+    def files(self) -> tuple[tuple[Path, str], ...]:
+        """The mask file, if there is one."""
+        return ((Path(self.mask_file), self.mask_digest),) if self.mask_file and self.mask_digest else ()
+
+    def sparsity_of(self, shapes: Sequence[SequenceShape]) -> float:
+        """The share of visible blocks that is not computed, over all sequences, heads and branches."""
+        # Per set of rows, blocks computed by each mask, and visible: a mask file is read once for all heads.
+        counted: dict[int, tuple[list[int], int]] = {}
+        computed = visible = 0
+        for shape in shapes:
+            for _, times, rows, head, _ in self._masked_rows(shape):
+                if rows not in counted:
+                    masks = block_mask(self, rows, shape.causal, shape.num_heads)
+                    counted[rows] = [int(mask.sum()) for mask in masks], visible_blocks(masks.shape[-1], shape.causal)
+                blocks, all_blocks = counted[rows]
+                computed += times * blocks[head % len(blocks)]
+                visible += times * all_blocks
+        return 1.0 - computed / visible
+
+    # How it looks.
+
+    def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
+        """Of blocks, exactly; over branches there is no one picture."""
+        if self.branches is not None:
+            return None
+        return block_shares(block_mask(self, shape.length, shape.causal, shape.num_heads)[0], lines, columns)
+
+    def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
+        """One of the mask over the sequence, or one over the rows that each branch keeps in a whole segment."""
+        if self.branches is None:
+            yield self._picture(shape, shape.length, f"{format_count(shape.length)} tokens", cells)
+            return
+        for segment, rate in self.branches.branches:
+            rows = rows_kept(min(segment, shape.length), rate, 0)
+            yield self._picture(shape, rows, f"{rows} rows of a branch of rate {rate}", cells)
+
+    def _picture(self, shape: SequenceShape, rows: int, what: str, cells: int) -> Picture:
+        mask = block_mask(self, rows, shape.causal, shape.num_heads)
+        sparsity = "" if self.mask == "custom" else f"_sparsity_{round(100 * self.sparsity)}"
+        reached = float(mask.sum()) / (mask.shape[0] * visible_blocks(mask.shape[-1], shape.causal))
+        asked = "from a file" if self.mask == "custom" else f"{1 - self.sparsity:.1%} asked"
+        causal = ", causal" if shape.causal else ""
+        head = f", head 0 of {mask.shape[0]}" if mask.shape[0] > 1 else ""
+        return Picture(
+            f"mask_{self.mask}_{rows}_rows_block_{self.block_size}{sparsity}",
+            f"{self.mask}, {what}, block {self.block_size}{causal}{head}:\ndensity {asked}, {reached:.1%} reached",
+            mask.shape[-1],
+            self.block_size,
+            hide_future(block_shares(mask[0], cells, cells), shape.causal),
+        )
+
+    # The mask over the rows of a segment.
+
+    def _lies_over(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:
+        segments = self.under.strided_segments(shape, head)
+        assert segments is not None
+        return segments
+
+    def _block_labels(self, one: StridedSegments, rows: Positions) -> Positions:
+        """[R]: the segment and the block of rows in it that each position lies in, -1 where it is on no residue."""
+        import numpy as np
+
+        w, r, offset = one
+        block = (rows % w - offset) // r // self.block_size
+        labels: Positions = np.where(rows % w % r == offset, rows // w * (w + 1) + block, -1)
+        return labels
+
+    def _keys_of_block(self, shape: SequenceShape, head: int, one: StridedSegments, label: int) -> range | Positions:
+        """Positions that the rows of one block (by its label) see in a branch, ascending."""
+        if label < 0:
+            return range(0)
+        w, r, offset = one
+        segment, block = divmod(label, w + 1)
+        mask, count = self._mask_of_segment(shape, head, one, segment)
+        keys: Positions = segment * w + offset + r * self._rows_of_blocks(mask[block], count)
+        return keys
+
+    def _mask_of_segment(
+        self, shape: SequenceShape, head: int, one: StridedSegments, segment: int
+    ) -> tuple[NDArray[np.bool_], int]:
+        """The head's mask [n, n] over the rows that a branch keeps in a segment, and how many rows they are."""
+        w, r, offset = one
+        count = rows_kept(min(w, shape.length - segment * w), r, offset)
+        mask = block_mask(self, count, shape.causal, shape.num_heads)
+        return mask[head % mask.shape[0]], count
+
+    def _rows_of_blocks(self, chosen: NDArray[np.bool_], count: int) -> Positions:
+        """The rows below `count` of the chosen ([n]) blocks, ascending."""
+        import numpy as np
+
+        rows: Positions = (np.flatnonzero(chosen)[:, None] * self.block_size + np.arange(self.block_size)).ravel()
+        return rows[rows < count]
+
+    def _masked_rows(self, shape: SequenceShape) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
+        """(branch, times, rows, query head, window in rows) of every set of rows that a mask lies over."""
+        for head in range(shape.num_heads):
+            for branch, (w, r, offset) in enumerate(self._lies_over(shape, head)):
+                left, right = (side if side < 0 else side // r for side in shape.window)
+                full, tail = divmod(shape.length, w)
+                for times, part in ((full, w), (1, tail)):
+                    if rows := rows_kept(part, r, offset):
+                        yield branch, times, rows, head, (left, right)
+
+
+@lru_cache(maxsize=4096)
+def _pairs_of_masks(
+    pattern: BlockSparsePattern, rows: int, num_heads: int, causal: bool, window: tuple[int, int]
+) -> tuple[int, ...]:
+    """Pairs of each head, or of the one mask that all heads share."""
+    masks = block_mask(pattern, rows, causal, num_heads)
+    return tuple(masked_pairs(mask, pattern.block_size, rows, causal, window) for mask in masks)
+
+
+def masked_pairs(mask: Mask, size: int, rows: int, causal: bool, window: tuple[int, int]) -> int:
+    """Visible pairs of one head's block mask [n, n] (bool, over blocks of `size`) on `rows` consecutive rows."""
+    last = mask.shape[0] - 1
+    short = rows - last * size
+    row, column = mask.nonzero()
+    # Blocks at one distance hold equally many pairs, but for those that the end of the rows cuts.
+    alike = Counter(((row - column) * 4 + (row == last) * 2 + (column == last)).tolist())
+    total = 0
+    for code, count in alike.items():
+        queries, keys = (short if code & 2 else size), (short if code & 1 else size)
+        total += count * _pairs_of_blocks((code >> 2) * size, queries, keys, causal, window)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _pairs_of_blocks(distance: int, queries: int, keys: int, causal: bool, window: tuple[int, int]) -> int:
+    """Pairs between a block of queries and one of keys that starts `distance` rows earlier."""
+    left, right = window
+    right = 0 if causal else right
+    if left < 0 and (right < 0 or keys - 1 <= distance + right):
+        return queries * keys
+    total = 0
+    for query in range(queries):
+        position = query + distance
+        first = 0 if left < 0 else max(0, position - left)
+        last = keys - 1 if right < 0 else min(keys - 1, position + right)
+        total += max(0, last - first + 1)
+    return total

@@ -1,0 +1,73 @@
+"""Dense attention: every query sees every key. Also the function of every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, SequenceShape, StridedSegments
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dilabench.patterns.pattern import Positions
+
+
+class DensePattern(Pattern):
+    """Every query sees every key once."""
+
+    kind: Literal["dense"] = "dense"
+    drawn_in_reports: ClassVar[bool] = False
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
+        """All rows have all keys."""
+        yield KeyGroup(rows, (range(shape.length),))
+
+    def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
+        """All heads are alike."""
+        return None
+
+    def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:  # noqa: ARG002
+        """All rows."""
+        import numpy as np
+
+        return np.arange(shape.length)
+
+    def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:  # noqa: ARG002
+        """Every row sees at least itself."""
+        import numpy as np
+
+        return np.ones(shape.length, dtype=bool)
+
+    def pairs(self, shape: SequenceShape) -> Pairs:
+        """In closed form."""
+        pairs = shape.num_heads * windowed_pairs(shape.length, shape.causal, *shape.window)
+        return Pairs(pairs, pairs)
+
+    def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:
+        """All of them."""
+        return shape.length * shape.num_heads, shape.length * shape.num_kv_heads
+
+    def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:  # noqa: ARG002
+        """One segment that holds everything."""
+        return (StridedSegments(shape.length, 1, 0),)
+
+    def shares(self, shape: SequenceShape, lines: int, columns: int) -> None:
+        """A full square is not worth a picture."""
+
+
+DENSE = DensePattern()
+
+
+def windowed_pairs(rows: int, causal: bool, left: int, right: int) -> int:
+    """Visible pairs among `rows` consecutive rows under a causal mask and a window (-1: unbounded)."""
+    right = 0 if causal else right
+    reach_left = rows - 1 if left < 0 else min(left, rows - 1)
+    reach_right = rows - 1 if right < 0 else min(right, rows - 1)
+    if rows <= 0:
+        return 0
+    # Sum over distances d of (rows - d), on both sides of the diagonal.
+    below = reach_left * rows - reach_left * (reach_left + 1) // 2
+    above = reach_right * rows - reach_right * (reach_right + 1) // 2
+    return rows + below + above

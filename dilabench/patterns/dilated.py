@@ -1,0 +1,275 @@
+"""LongNet's dilated attention: branches of strided segments, merged as one softmax (semantics.md §2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from functools import lru_cache
+from math import lcm
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from dilabench.patterns.dense import windowed_pairs
+from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, SequenceShape, StridedSegments, group_rows
+from dilabench.units import format_count
+from dilabench.validation import Model, read_counts, validated
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dilabench.patterns.pattern import Positions
+
+Heads = Literal["all", "grouped"]
+Offset = Literal["modulo", "blocked"]
+OffsetBy = Literal["head", "kv_head"]
+MergeGrad = Literal["exact", "detached"]
+
+# Branches `auto` (catalog.md §3): the same along a range, so that only the length changes.
+AUTO_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
+AUTO_RATES = (1, 2, 4, 8, 16)
+MAX_COUNTED_POSITIONS = 2**22
+
+
+class DilatedRequest(Model):
+    """What a request may say of a dilated pattern; `auto` segments and rates are those of the catalogue."""
+
+    segment_lengths: tuple[int, ...] | Literal["auto"] = "auto"
+    dilation_rates: tuple[int, ...] | Literal["auto"] = "auto"
+    heads: Heads = "all"
+    offset: Offset = "modulo"
+    offset_by: OffsetBy = "head"
+    merge_grad: MergeGrad = "exact"
+
+    @field_validator("segment_lengths", "dilation_rates", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return value if value == "auto" else read_counts(value, str(info.field_name))
+
+
+class DilatedPattern(Pattern):
+    """Branches (segment length w, dilation rate r).
+
+    A branch lets i see j when both lie in the same segment of w positions and both sit on the head's residue
+    `offset(h, r)` inside it. Keys that several branches give are counted several times.
+    """
+
+    kind: Literal["dilated"] = "dilated"
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    heads: Heads = "all"
+    offset: Offset = "modulo"
+    offset_by: OffsetBy = "head"
+    merge_grad: MergeGrad = "exact"
+    drawn_in_reports: ClassVar[bool] = False
+
+    @field_validator("segment_lengths", "dilation_rates", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_counts(value, str(info.field_name))
+
+    @model_validator(mode="after")
+    def _pairs(self) -> Self:
+        segments, rates = self.segment_lengths, self.dilation_rates
+        if len(segments) != len(rates):
+            raise ValueError(
+                f"{len(segments)} segment lengths {list(segments)} but {len(rates)} dilation rates {list(rates)}; "
+                "they pair up, give as many of one as of the other"
+            )
+        if not segments:
+            raise ValueError("a dilated pattern needs at least one branch; give for example segment_lengths=2K,4K")
+        return self
+
+    @classmethod
+    def request_model(cls) -> type[Model]:
+        """Segments and rates may be `auto`."""
+        return DilatedRequest
+
+    @classmethod
+    def from_request(cls, fields: Mapping[str, Any]) -> Self:
+        """With `auto` filled in: given segments get rates 1, 2, 4, …; given rates the catalogue's first segments."""
+        asked = validated(DilatedRequest, dict(fields))
+        segments, rates = asked.segment_lengths, asked.dilation_rates
+        if segments == "auto":
+            segments = AUTO_SEGMENTS if rates == "auto" else AUTO_SEGMENTS[: len(rates)]
+        if rates == "auto":
+            rates = AUTO_RATES if len(segments) == len(AUTO_RATES) else tuple(2**k for k in range(len(segments)))
+        return validated(cls, {**asked.model_dump(), "segment_lengths": segments, "dilation_rates": rates})
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Rates that do not divide their segments, segments beyond the sequence, uncovered rows, every option."""
+        covering: dict[str, Any] = {"segment_lengths": (16, 48, 256), "dilation_rates": (1, 3, 6)}
+        sparse: dict[str, Any] = {"segment_lengths": (7, 30), "dilation_rates": (2, 4)}
+        fields: tuple[dict[str, Any], ...] = (
+            covering,
+            sparse,
+            {**sparse, "offset": "blocked"},
+            {**covering, "heads": "grouped"},
+            {**covering, "offset_by": "kv_head"},
+            {**covering, "merge_grad": "detached"},
+        )
+        return tuple(cls.model_validate(one) for one in fields)
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """The (segment length, dilation rate) pairs, as asked for."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def label(self) -> str:
+        """'dilated w 2K,4K r 1,2', and what is not the default."""
+        segments = ",".join(map(format_count, self.segment_lengths))
+        named = {"kind", "segment_lengths", "dilation_rates"}
+        unusual = self.model_dump(exclude_defaults=True, exclude=named)
+        words = [f"dilated w {segments} r {','.join(map(str, self.dilation_rates))}"]
+        return " ".join([*words, *(f"{name}={value}" for name, value in unusual.items())])
+
+    def head_offset(self, head: int, rate: int, num_heads: int, num_kv_heads: int) -> int:
+        """offset(h, r): the residue that query head `head` keeps in a branch of dilation `rate`."""
+        index, count = head, num_heads
+        if self.offset_by == "kv_head":
+            index, count = head // (num_heads // num_kv_heads), num_kv_heads
+        return index % rate if self.offset == "modulo" else index // -(-count // rate)
+
+    def head_branches(self, head: int, num_heads: int) -> tuple[tuple[int, int], ...]:
+        """The (w, r) that head `head` takes part in: all of them, or its group's one.
+
+        Grouped: heads are split over the branches in order, sizes differing by at most one, larger groups first.
+        """
+        if self.heads == "all":
+            return self.branches
+        size, larger = divmod(num_heads, len(self.branches))
+        start = 0
+        for index, branch in enumerate(self.branches):
+            start += size + (index < larger)
+            if head < start:
+                return (branch,)
+        raise ValueError(f"head {head} is not below num_heads {num_heads}")
+
+    def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:
+        """Segments are clamped to the sequence."""
+        return tuple(
+            StridedSegments(min(w, shape.length), r, self.head_offset(head, r, shape.num_heads, shape.num_kv_heads))
+            for w, r in self.head_branches(head, shape.num_heads)
+        )
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """A branch gives row i the keys of segment i // w on the head's residue, if i is on it."""
+        import numpy as np
+
+        if not len(rows):
+            return
+        branches = self.strided_segments(shape, head)
+        labels = np.stack([np.where(rows % w % r == offset, rows // w, -1) for w, r, offset in branches])
+        for segments, members in group_rows(labels, rows):
+            yield KeyGroup(
+                members, tuple(_keys(branch, at, shape.length) for branch, at in zip(branches, segments, strict=True))
+            )
+
+    def head_key(self, shape: SequenceShape, head: int) -> Hashable:
+        """Heads with the same branches are alike."""
+        return self.strided_segments(shape, head)
+
+    def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
+        """i sees j where j sees i: the keys of the key's own row."""
+        import numpy as np
+
+        return next(self.counts(shape, head, np.array([key]))).keys()
+
+    def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
+        """Who is on a residue sees itself, under any causal mask and window."""
+        import numpy as np
+
+        rows = np.arange(shape.length)
+        on = [rows % w % r == offset for w, r, offset in self.strided_segments(shape, head)]
+        seen: NDArray[np.bool_] = np.any(on, axis=0)
+        return seen
+
+    def pairs(self, shape: SequenceShape) -> Pairs:
+        """In closed form; at least those of the largest branch differ."""
+        of_branch: Counter[int] = Counter()
+        for head in range(shape.num_heads):
+            for index, branch in enumerate(self.strided_segments(shape, head)):
+                of_branch[index] += branch_pairs(branch, shape)
+        return Pairs(of_branch.total(), max(of_branch.values()))
+
+    def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:
+        """Rows on any residue of a head, or of the heads that share keys."""
+        group = shape.num_heads // shape.num_kv_heads
+        of_head = [frozenset(self.strided_segments(shape, head)) for head in range(shape.num_heads)]
+        shared = [
+            frozenset[StridedSegments]().union(*of_head[at : at + group]) for at in range(0, shape.num_heads, group)
+        ]
+        return tuple(sum(rows_on(one, shape.length) for one in kept) for kept in (of_head, shared))  # type: ignore[return-value]
+
+    def keys_per_row(self, length: int) -> int:
+        """The rows that the fullest segment keeps."""
+        return max(-(-min(w, length) // r) for w, r in self.branches)
+
+    def edges(self, shape: SequenceShape) -> Positions:
+        """Where the segments begin."""
+        import numpy as np
+
+        return np.unique(np.concatenate([np.arange(0, shape.length, w) for w in self.segment_lengths]))
+
+    @property
+    def cut_length(self) -> int:
+        """The common multiple of all segment lengths."""
+        return lcm(*self.segment_lengths)
+
+    @property
+    def parts(self) -> int:
+        """One per branch that a head takes part in."""
+        return 1 if self.heads == "grouped" else len(self.segment_lengths)
+
+    @property
+    def is_detached(self) -> bool:
+        """As `merge_grad` says."""
+        return self.merge_grad == "detached"
+
+    @property
+    def has_grouped_heads(self) -> bool:
+        """As `heads` says."""
+        return self.heads == "grouped"
+
+
+def rows_kept(length: int, rate: int, offset: int) -> int:
+    """Rows of a segment of `length` positions that lie on the residue: ceil((length - offset) / rate), at least 0."""
+    return max(0, -(-(length - offset) // rate))
+
+
+def branch_pairs(branch: StridedSegments, shape: SequenceShape) -> int:
+    """Visible pairs of one head in a branch (semantics.md §2)."""
+    w, r, offset = branch
+    # Window distances count positions; rows of a branch lie `rate` positions apart.
+    left, right = (side if side < 0 else side // r for side in shape.window)
+    full, tail = divmod(shape.length, w)
+    whole = windowed_pairs(rows_kept(w, r, offset), shape.causal, left, right)
+    return full * whole + windowed_pairs(rows_kept(tail, r, offset), shape.causal, left, right)
+
+
+def _keys(branch: StridedSegments, segment: int, length: int) -> range:
+    """Keys of a branch in a segment, none for segment -1."""
+    w, r, offset = branch
+    return range(segment * w + offset, min((segment + 1) * w, length), r) if segment >= 0 else range(0)
+
+
+@lru_cache(maxsize=4096)
+def rows_on(branches: frozenset[StridedSegments], length: int) -> int:
+    """Positions of a sequence that lie on any of the residues.
+
+    Where they repeat after too many positions to count, those of the residue that keeps most: a lower bound.
+    """
+    most = max(length // w * rows_kept(w, r, offset) + rows_kept(length % w, r, offset) for w, r, offset in branches)
+    # Segments show only where their length is no multiple of the rate, or the sequence has a single one.
+    period = lcm(*(r if w % r == 0 or w == length else w for w, r, _ in branches))
+    counted = min(period, length)
+    if len(branches) == 1 or most == length or counted > MAX_COUNTED_POSITIONS:
+        return most
+    import numpy as np
+
+    position = np.arange(counted)
+    on = np.any([position % w % r == offset for w, r, offset in branches], axis=0)
+    full, tail = divmod(length, period)
+    return full * int(on.sum()) + int(on[:tail].sum())

@@ -1,0 +1,347 @@
+"""What a pattern is: who sees whom, in one frozen model. No torch; numpy is imported on use.
+
+`counts` is the only definition. Everything else follows from it, and the forms given here derive it from there; a
+pattern that knows a shorter way answers by itself, and tests hold that answer to `counts`.
+
+Positions count from 0 in one sequence. C[h, i, j] is how often the query at i sees the key at j, before the causal mask
+and the window, which hold for every pattern and are applied outside of it (semantics.md §1).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from pydantic import BaseModel
+
+from dilabench.units import format_count
+from dilabench.validation import Model, validated
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Positions = NDArray[np.int64]
+else:
+    Positions = Any
+
+# Beyond this a picture drawn from `counts` would take longer than it is worth.
+MAX_PICTURED_LENGTH = 2**17
+ROWS_PER_LINE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShape:
+    """What a pattern lies over: one sequence of `length` positions. `window` is (left, right), -1 unbounded."""
+
+    length: int
+    num_heads: int
+    num_kv_heads: int
+    causal: bool
+    window: tuple[int, int]
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many positions back and ahead a row sees under window and causal mask; None is unbounded."""
+        left, right = (None if side < 0 else side for side in self.window)
+        return left, 0 if self.causal else right
+
+    def bounds(self, rows: Positions) -> tuple[Positions, Positions]:
+        """The first key and one past the last key that the window and the causal mask let each row see."""
+        import numpy as np
+
+        left, right = self.reach
+        first = np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)
+        stop = np.full_like(rows, self.length) if right is None else np.minimum(rows + right + 1, self.length)
+        return first, stop
+
+
+@dataclass(frozen=True, slots=True)
+class KeyGroup:
+    """Rows of one head that have the same keys. `rows`: [R] positions, ascending.
+
+    `parts`: positions of keys, ascending and each once inside a part, as a range or an array. C[h, row, j] is the
+    number of parts that hold j. A detached merge takes the softmax of each part apart (semantics.md §2).
+    """
+
+    rows: Positions
+    parts: tuple[range | Positions, ...]
+
+    def keys(self) -> Positions:
+        """The distinct keys, ascending."""
+        import numpy as np
+
+        if len(self.parts) == 1:
+            return np.asarray(self.parts[0], dtype=np.int64)
+        return np.unique(np.concatenate([np.asarray(part, dtype=np.int64) for part in self.parts]))
+
+
+class StridedSegments(NamedTuple):
+    """Strided segments: i and j see each other where both lie in one segment of `segment_length` positions, and on
+    the residue `offset` of `rate` inside it."""
+
+    segment_length: int
+    rate: int
+    offset: int
+
+
+class Pairs(NamedTuple):
+    """(query, key) pairs over all query heads of one sequence: as often as they count, and a lower bound of those
+    that differ, which an implementation that computes each pair once cannot avoid."""
+
+    attended: int
+    least: int
+
+
+class Picture(NamedTuple):
+    """Cells of a picture of head 0, first queries on top: the share that is computed, None where the mask hides all.
+
+    `blocks`: units a side, of `block_size` positions each. `name`: stem of a file.
+    """
+
+    name: str
+    title: str
+    blocks: int
+    block_size: int
+    cells: tuple[tuple[float | None, ...], ...]
+
+
+class Pattern(Model, ABC):
+    """Base of all patterns. A subclass names its `kind`, has its own fields, and defines `counts`.
+
+    Register it with `dilabench_register_patterns` (docs/how-to/add-pattern.md).
+    """
+
+    kind: str
+
+    # Whether reports draw it: a picture per shape, where the label does not say it all.
+    drawn_in_reports: ClassVar[bool] = True
+
+    # The definition.
+
+    @abstractmethod
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """The keys of some rows ([R] int64, ascending) of a query head, in groups of rows that have the same ones.
+
+        Before causal mask and window. Rows without keys are in no group, or in one whose parts are empty.
+        """
+
+    # What a request may say of it.
+
+    @classmethod
+    def request_model(cls) -> type[BaseModel]:
+        """The fields that TOML and `--set` may give, all with defaults: by default the pattern's own."""
+        return cls
+
+    @classmethod
+    def from_request(cls, fields: Mapping[str, Any]) -> Self:
+        """The pattern of a request's fields. Raises ConfigError when they do not go together."""
+        return validated(cls, dict(fields))
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Small instances with odd sizes that implementations are held to, for sequences of up to a few hundred."""
+        return (cls.from_request({}),)
+
+    @classmethod
+    def of(cls, workload: Any) -> Self:
+        """The pattern of a workload, for those who compute only this kind. Raises ValueError for another one."""
+        if not isinstance(workload.pattern, cls):
+            raise ValueError(f"a {workload.pattern.kind} pattern where only {cls.__name__} can be computed")
+        return workload.pattern
+
+    # What it is called.
+
+    def label(self) -> str:
+        """A few words for tables; defaults are left out."""
+        unusual = self.model_dump(exclude_defaults=True, exclude={"kind"})
+        return " ".join([self.kind.replace("_", "-"), *(f"{name}={value}" for name, value in unusual.items())])
+
+    def details(self, shapes: Sequence[SequenceShape]) -> str:  # noqa: ARG002
+        """What `--dry-run` says of it over these sequences: the kind, and what only the shape decides."""
+        return self.kind
+
+    def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:  # noqa: ARG002
+        """Labels that its rows carry in a record, as what a random choice came to."""
+        return {}
+
+    # What follows from `counts`.
+
+    def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
+        """Equal for query heads with the same counts; by default no two are known to be alike."""
+        return head
+
+    def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
+        """The rows with C[head, row, key] > 0 before causal mask and window, ascending."""
+        import numpy as np
+
+        groups = self.counts(shape, head, np.arange(shape.length))
+        found = [group.rows for group in groups if any(_holds(part, key) for part in group.parts)]
+        return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+
+    def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
+        """[length]: the rows that see a key, under causal mask and window."""
+        import numpy as np
+
+        seen = np.zeros(shape.length, dtype=bool)
+        for group in self.counts(shape, head, np.arange(shape.length)):
+            first, stop = shape.bounds(group.rows)
+            seen[group.rows] = sum(_between(part, first, stop) for part in group.parts) > 0
+        return seen
+
+    def pairs(self, shape: SequenceShape) -> Pairs:
+        """How many pairs are attended, under causal mask and window."""
+        return _counted_pairs(self, shape)
+
+    def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:  # noqa: ARG002
+        """A lower bound of the rows of q, over query heads, and of k, over key/value heads, that belong to any pair.
+
+        By default nothing is certain.
+        """
+        return 0, 0
+
+    def keys_per_row(self, length: int) -> int:
+        """At most so many keys of one part does a row see in a sequence of this length: how far rounding goes."""
+        return length
+
+    def edges(self, shape: SequenceShape) -> Positions:  # noqa: ARG002
+        """Positions where something begins: verification always samples them and the rows before. None by default."""
+        import numpy as np
+
+        return np.zeros(0, dtype=np.int64)
+
+    def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...] | None:  # noqa: ARG002
+        """The pattern of a head as a union of strided segments, None where it is not one.
+
+        With it, whatever computes such unions over a dense backend computes the pattern.
+        """
+        return None
+
+    def is_dense(self, shape: SequenceShape) -> bool:
+        """Whether every query sees every key once."""
+        whole = (StridedSegments(shape.length, 1, 0),)
+        return all(self.strided_segments(shape, head) == whole for head in range(shape.num_heads))
+
+    @property
+    def cut_length(self) -> int | None:
+        """Multiples of so many tokens cut a sequence so that no query sees a key on the other side; None: no cut."""
+        return None
+
+    @property
+    def parts(self) -> int:
+        """In so many parts can the keys of a row come at most."""
+        return 1
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether gradients treat the weights of parts as constants (semantics.md §2)."""
+        return False
+
+    @property
+    def has_grouped_heads(self) -> bool:
+        """Whether heads take part in different branches."""
+        return False
+
+    @property
+    def has_fixed_length(self) -> bool:
+        """Whether it fits sequences of one length only, as a mask from a file does."""
+        return False
+
+    def files(self) -> tuple[tuple[Path, str], ...]:
+        """Files that it is read from, each with the digest of its content; records keep copies of them."""
+        return ()
+
+    # How it looks.
+
+    def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
+        """[lines, columns] of a picture of head 0: the share of (query, key) pairs in each cell that is computed.
+
+        Of several rows in a line some are looked at. None where there is nothing to see or too much to count.
+        """
+        return _shares(self, shape, lines, columns) if shape.length <= MAX_PICTURED_LENGTH else None
+
+    def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
+        """Pictures for a report, of at most `cells` a side. Raises ConfigError when a file does not fit any more."""
+        shares = self.shares(shape, cells, cells) if self.drawn_in_reports else None
+        if shares is not None:
+            causal = ", causal" if shape.causal else ""
+            title = f"{self.label()}, {format_count(shape.length)} tokens{causal}"
+            yield Picture(f"{self.kind}_{shape.length}", title, shape.length, 1, hide_future(shares, shape.causal))
+
+
+def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:
+    """Cells of a picture: None right of the diagonal of a causal one."""
+    return tuple(
+        tuple(None if causal and column > line else share for column, share in enumerate(row))
+        for line, row in enumerate(shares.tolist())
+    )
+
+
+def group_rows(labels: NDArray[np.int64], rows: Positions) -> Iterator[tuple[tuple[int, ...], Positions]]:
+    """Rows with the same column of `labels` ([parts, R]) together: that column, and the rows."""
+    import numpy as np
+
+    order = np.lexsort(labels[::-1])
+    ordered = labels[:, order]
+    starts = np.flatnonzero(np.any(ordered[:, 1:] != ordered[:, :-1], axis=0)) + 1
+    for members in np.split(order, starts):
+        yield tuple(labels[:, members[0]].tolist()), rows[members]
+
+
+def _holds(part: range | Positions, key: int) -> bool:
+    if isinstance(part, range):
+        return key in part
+    at = int(part.searchsorted(key))
+    return at < len(part) and int(part[at]) == key
+
+
+def _between(part: range | Positions, first: Positions, stop: Positions) -> Positions:
+    """How many positions of the part lie in [first, stop), for each pair of bounds."""
+    import numpy as np
+
+    if isinstance(part, range):
+        below = [np.clip(-(-(edge - part.start) // part.step), 0, len(part)) for edge in (first, stop)]
+    else:
+        below = [np.searchsorted(part, edge) for edge in (first, stop)]
+    counted: Positions = np.maximum(below[1] - below[0], 0)
+    return counted
+
+
+@lru_cache(maxsize=4096)
+def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:
+    import numpy as np
+
+    alike: dict[Hashable, list[int]] = {}
+    for head in range(shape.num_heads):
+        alike.setdefault(pattern.head_key(shape, head), []).append(head)
+    attended = least = 0
+    for heads in alike.values():
+        for group in pattern.counts(shape, heads[0], np.arange(shape.length)):
+            first, stop = shape.bounds(group.rows)
+            counted = [int(_between(part, first, stop).sum()) for part in group.parts]
+            attended += len(heads) * sum(counted)
+            least += len(heads) * (int(_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted))
+    return Pairs(attended, least)
+
+
+def _shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
+    import numpy as np
+
+    line_edges, key_edges = (
+        np.arange(min(shape.length, size) + 1) * shape.length // min(shape.length, size) for size in (lines, columns)
+    )
+    shares = np.zeros((len(line_edges) - 1, len(key_edges) - 1))
+    for line, (start, end) in enumerate(pairwise(line_edges.tolist())):
+        rows = np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
+        for group in pattern.counts(shape, 0, rows):
+            keys = group.keys()
+            for first, stop in zip(*shape.bounds(group.rows), strict=True):
+                seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
+                shares[line] += np.diff(np.searchsorted(seen, key_edges))
+        shares[line] /= len(rows) * np.diff(key_edges)
+    return shares

@@ -1,0 +1,95 @@
+"""The models that data crosses boundaries in, and pydantic's refusals as one readable line."""
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dilabench.errors import ConfigError
+from dilabench.units import parse_count
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+# What pydantic adds to a place for the arms of a union.
+_TYPE_TAG = re.compile(r"tuple\[|literal\[|function-|(int|float|str|bool)$")
+_RULE = "should be "
+
+
+class Model(BaseModel):
+    """Base of all data that crosses a boundary: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def validated(model: type[ModelT], fields: Any) -> ModelT:
+    """Build a pydantic model; a refusal becomes a ConfigError with value, rule and place."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(describe(error, model)) from None
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """One sentence per field: the place, the value given and the rule; for an unknown key the nearest known one."""
+    messages: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False):
+        place = _place(item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = unknown_key(place, model.model_fields)
+        elif item["type"] == "missing":
+            message = f"{place} is missing"
+        elif item["type"] != "value_error":
+            message = f"{place} {item['input']!r:.80} {message.removeprefix('Input ')}"
+        messages.setdefault(place, []).append(message)
+    return "; ".join(_merged(alternatives) for alternatives in messages.values())
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The sentence about a key that does not exist, with the nearest one that does."""
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}")
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """The path to a field, without the union arms and without the pattern that a flat request does not have."""
+    parts = [str(part) for part in loc if not _TYPE_TAG.match(str(part))]
+    return ".".join(parts[1:] if parts[0:1] == ["pattern"] and len(parts) > 1 else parts)
+
+
+def _merged(alternatives: list[str]) -> str:
+    """One sentence for the arms of a union that all refused a value: 'n 2.5 should be an integer or 'auto''."""
+    different = list(dict.fromkeys(alternatives))
+    start = different[0].partition(_RULE)[0] + _RULE
+    if len(different) > 1 and all(text.startswith(start) for text in different):
+        return start + " or ".join(text.removeprefix(start) for text in different)
+    return "; ".join(different)
+
+
+def read_counts(value: Any, what: str) -> Any:
+    """Let lists of sizes be written as '2K,4K', [2048, '4K'] or, when there is one, 2048."""
+    if isinstance(value, str):
+        value = [part for part in value.strip("()[] ").split(",") if part.strip()]
+    elif isinstance(value, int):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple(parse_count(item, what) if isinstance(item, str | int) else item for item in value)
+    return value
+
+
+def read_count(value: Any, what: str) -> Any:
+    """Let a size be written as '4K'; None and 'auto' stay as they are."""
+    if value is None or value == "auto":
+        return value
+    return parse_count(value if isinstance(value, int) else str(value), what)
+
+
+def content_hash(content: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of the content's canonical JSON."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,0 +1,174 @@
+"""What a pattern answers by itself is what follows from its counts, for every kind and for one of a third party."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dilabench.errors import ConfigError, PluginError
+from dilabench.patterns import registry
+from dilabench.patterns.dense import DENSE, DensePattern
+from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.registry import PatternKind, known_kinds, load, pattern_type, read_pattern
+from dilabench.validation import validated
+from dilabench.workload.spec import Workload, WorkloadRequest
+
+EXAMPLE = Path(__file__).parents[1] / "example_plugin" / "dilabench_example" / "window_sink.py"
+SHAPES = [
+    SequenceShape(61, 4, 2, True, (-1, -1)),
+    SequenceShape(97, 6, 3, False, (-1, -1)),
+    SequenceShape(53, 5, 5, False, (9, 4)),
+    SequenceShape(48, 4, 4, True, (11, 0)),
+    SequenceShape(1, 2, 1, True, (-1, -1)),
+]
+
+
+def third_party() -> type[Pattern]:
+    spec = importlib.util.spec_from_file_location("window_sink_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.WindowSinkPattern
+
+
+BUILT_IN = [pattern_type(kind) for kind in ("dense", "dilated", "block_sparse")]
+EXAMPLES = [example for kind in (*BUILT_IN, third_party()) for example in kind.examples()]
+
+
+def matrix(pattern: Pattern, shape: SequenceShape, head: int, masked: bool = True) -> np.ndarray:
+    """C[head] from the counts, with causal mask and window or without."""
+    counts = np.zeros((shape.length, shape.length), int)
+    for group in pattern.counts(shape, head, np.arange(shape.length)):
+        for part in group.parts:
+            keys = np.asarray(part, int)
+            assert (np.diff(keys) > 0).all()
+            counts[group.rows[:, None], keys] += 1
+    if masked:
+        i, j = np.indices(counts.shape)
+        left, right = shape.reach
+        counts *= (left is None or j >= i - left) & (right is None or j <= i + right)
+    return counts
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
+def test_every_answer_follows_from_the_counts(pattern: Pattern, shape: SequenceShape) -> None:
+    seen = [matrix(pattern, shape, head) for head in range(shape.num_heads)]
+    anywhere = [matrix(pattern, shape, head, masked=False) for head in range(shape.num_heads)]
+    pairs = pattern.pairs(shape)
+    assert pairs.attended == sum(int(c.sum()) for c in seen)
+    assert 0 <= pairs.least <= sum(int((c > 0).sum()) for c in seen)
+    for head, c in enumerate(seen):
+        assert pattern.covered(shape, head).tolist() == (c.sum(1) > 0).tolist()
+        for key in range(0, shape.length, 7):
+            assert pattern.rows_seeing(shape, head, key).tolist() == np.flatnonzero(anywhere[head][:, key]).tolist()
+    group = shape.num_heads // shape.num_kv_heads
+    queries, keys = pattern.reached_rows(shape)
+    assert queries <= sum(int((c.sum(1) > 0).sum()) for c in seen)
+    by_kv_head = [sum(seen[at : at + group]) for at in range(0, shape.num_heads, group)]
+    assert keys <= sum(int((c.sum(0) > 0).sum()) for c in by_kv_head)
+    assert max(int(c.sum(1).max()) for c in anywhere) <= pattern.parts * pattern.keys_per_row(shape.length)
+    heads = [pattern.head_key(shape, head) for head in range(shape.num_heads)]
+    assert all(np.array_equal(seen[a], seen[b]) for a in range(len(heads)) for b in range(a) if heads[a] == heads[b])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
+def test_the_derived_answers_hold_as_well(pattern: Pattern, shape: SequenceShape) -> None:
+    """A pattern that answers nothing by itself gets these."""
+    assert Pattern.pairs(pattern, shape).attended == pattern.pairs(shape).attended
+    for head in range(shape.num_heads):
+        assert Pattern.covered(pattern, shape, head).tolist() == pattern.covered(shape, head).tolist()
+        for key in range(0, shape.length, 13):
+            derived = Pattern.rows_seeing(pattern, shape, head, key)
+            assert derived.tolist() == pattern.rows_seeing(shape, head, key).tolist()
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
+def test_some_rows_are_as_all_rows_have_them(pattern: Pattern) -> None:
+    shape, rows = SHAPES[1], np.array([0, 5, 47, 48, 96])
+    whole = matrix(pattern, shape, 1, masked=False)[rows]
+    found = np.zeros_like(whole)
+    for group in pattern.counts(shape, 1, rows):
+        for part in group.parts:
+            found[np.searchsorted(rows, group.rows)[:, None], np.asarray(part, int)] += 1
+    assert np.array_equal(found, whole)
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
+def test_strided_segments_are_the_pattern_or_not_given(pattern: Pattern) -> None:
+    shape = SHAPES[0]
+    i = np.arange(shape.length)
+    for head in range(shape.num_heads):
+        segments = pattern.strided_segments(shape, head)
+        if segments is not None:
+            on = [np.where(i % w % r == offset, i // w, -1 - i) for w, r, offset in segments]
+            counts = sum((own[:, None] == own) & (own >= 0) for own in on)
+            assert np.array_equal(counts, matrix(pattern, shape, head, masked=False))
+    assert pattern.is_dense(shape) == (matrix(pattern, shape, 0, masked=False) == 1).all()
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
+def test_no_query_looks_over_a_cut(pattern: Pattern) -> None:
+    cut = pattern.cut_length
+    if cut is not None:
+        c = matrix(pattern, SequenceShape(2 * cut + 5, 2, 2, False, (-1, -1)), 1)
+        assert not c[:cut, cut:].any()
+        assert not c[cut:, :cut].any()
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
+def test_pictures_show_the_share_of_pairs(pattern: Pattern) -> None:
+    shape = SHAPES[0]
+    shares = pattern.shares(shape, 61, 61)
+    if shares is not None and shares.shape == (61, 61):
+        assert np.array_equal(shares > 0, matrix(pattern, shape, 0) > 0)
+    for picture in pattern.pictures(shape, 32):
+        assert 0 < len(picture.cells) <= 32
+        assert all(share is None or 0 <= share <= 1 for line in picture.cells for share in line)
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES[:-2], ids=lambda one: one.label())
+def test_a_pattern_survives_json(pattern: Pattern) -> None:
+    workload = Workload(pattern=pattern, batch_size=1, seq_len=61, num_heads=4, num_kv_heads=2, head_dim=8)
+    again = Workload.model_validate_json(workload.model_dump_json())
+    assert (again, hash(again)) == (workload, hash(workload))
+    assert type(again.pattern) is type(pattern)
+
+
+def test_unknown_kinds_are_refused_and_never_dense() -> None:
+    with pytest.raises(ConfigError, match="unknown pattern 'nope'; known: "):
+        read_pattern({"kind": "nope"})
+    with pytest.raises(ConfigError, match="unknown pattern 'densee'; did you mean dense"):
+        validated(WorkloadRequest, {"pattern": "densee"})
+    with pytest.raises(ConfigError, match="has no kind"):
+        read_pattern({"segment_lengths": [8]})
+
+
+def test_only_its_own_kind_is_taken_by_who_computes_one() -> None:
+    workload = Workload(pattern=DENSE, batch_size=1, seq_len=8, num_heads=1, num_kv_heads=1, head_dim=8)
+    assert DensePattern.of(workload) is DENSE
+    with pytest.raises(ValueError, match="a dense pattern where only DilatedPattern"):
+        pattern_type("dilated").of(workload)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (PatternKind("x", "", "nowhere.at_all:X"), "cannot be loaded"),
+        (PatternKind("x", "", "dilabench.patterns.dense:DENSE"), "is no subclass"),
+        (PatternKind("x", "", "dilabench.patterns.dense:DensePattern"), "the field kind of .* is 'dense'"),
+    ],
+)
+def test_what_is_no_pattern_is_not_let_in(kind: PatternKind, text: str) -> None:
+    with pytest.raises(PluginError, match=text):
+        load(kind)
+
+
+def test_fields_of_another_pattern_wait_for_it() -> None:
+    asked = WorkloadRequest(pattern="dense", segment_lengths="2K,4K", block_size=64)
+    assert asked.resolve("float32").pattern == DENSE
+    dilated = asked.model_copy(update={"pattern": "dilated"}).resolve("float32").pattern
+    assert dilated.segment_lengths == (2048, 4096)
+    assert set(known_kinds()) >= {"dense", "dilated", "block_sparse"}
+    assert list(registry.kinds_with("sparsity")) == ["block_sparse"]
