@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,13 +22,41 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.failures import RanksDisagreeError
-from dilabench.distributed.traffic import Traffic
 from dilabench.distributed.transport.copies import Copies
 
 DEFAULT_TIMEOUT_S = 120.0
 # "nccl" leaves the copy engines alone; anything else uses them where they work.
 TRANSPORT_VARIABLE = "DILABENCH_TRANSPORT"
 TRIAL_TIMEOUT_S = 20.0
+
+
+class Traffic:
+    """Bytes that one rank really sent and received; what stays on the rank does not count.
+
+    Kinds: 'keys' (K and V), 'gradients' (dK and dV), 'heads' (Ulysses's exchange) and 'whole' (whole tensors).
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+
+    def add(self, kind: str, *, sent: int, received: int) -> None:
+        """Count one operation."""
+        self.sent[kind] += sent
+        self.received[kind] += received
+        self.operations[kind] += 1
+
+    def clear(self) -> None:
+        """Start from zero."""
+        for counter in (self.sent, self.received, self.operations):
+            counter.clear()
+
+    def counters(self) -> dict[str, int]:
+        """As they stand in a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
+        named = {f"sent_{kind}_bytes": count for kind, count in self.sent.items()}
+        named |= {f"received_{kind}_bytes": count for kind, count in self.received.items()}
+        return named | {"sent_bytes": self.sent.total(), "received_bytes": self.received.total()}
 
 
 class Pending:

@@ -3,12 +3,11 @@
 import random
 from collections.abc import Iterator, Sequence
 
-from dilabench.engine.backend_evidence import unproven_backend
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
-from dilabench.engine.interference import SLOTS_ALONE, interference
 from dilabench.engine.method import LAUNCH_BOUND, MIN_TURNS
+from dilabench.engine.plausibility import SLOTS_ALONE, interference, unproven_backend
 from dilabench.engine.rounds import Rounds
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import case_spec, worker_key

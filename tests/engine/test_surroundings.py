@@ -216,7 +216,18 @@ def test_git_tells_commit_and_changes(monkeypatch):
 
 @pytest.mark.parametrize(
     "module",
-    ["runner", "worker.protocol", "worker.client", "worker.main", "device.environment", "device.lock", "method", "plausibility", "workload_group", "progress"],
+    [
+        "runner",
+        "worker.protocol",
+        "worker.client",
+        "worker.main",
+        "device.environment",
+        "device.lock",
+        "method",
+        "plausibility",
+        "workload_group",
+        "progress",
+    ],
 )
 def test_the_light_half_never_imports_torch(module):
     code = f"import sys, dilabench.engine.{module}; sys.exit('torch' in sys.modules)"

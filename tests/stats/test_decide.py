@@ -13,8 +13,7 @@ from dilabench.stats.decisions.decide import decide, judge, judge_many
 from dilabench.stats.decisions.paired import PairedCell, estimate
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, confirm
-from dilabench.stats.samples.estimate import Estimate
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Estimate, Interval
 
 MIRROR = {Code.SLOWER: Code.FASTER, Code.FASTER: Code.SLOWER}
 NO_FLOOR = Policy(user_margin=0.02, min_change_ns=0)

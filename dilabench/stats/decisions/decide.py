@@ -14,8 +14,7 @@ from dilabench.stats.decisions import explain
 from dilabench.stats.decisions.paired import PairedCell, estimate_many
 from dilabench.stats.decisions.policy import Margin, Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
-from dilabench.stats.samples.estimate import Estimate
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
 
 
 def judge(cell: PairedCell, policy: Policy) -> Verdict:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.effect import a12
-from dilabench.stats.samples.estimate import Estimate
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
+from dilabench.stats.samples.location import a12
 from dilabench.stats.samples.slots import Floats, flatten_slots, group_medians, group_quantiles
 
 SESSIONS_FOR_GATE = 5

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.effect import a12
-from dilabench.stats.samples.estimate import MIN_ROUNDS, Estimate
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import MIN_ROUNDS, Estimate, Interval, t_quantile
+from dilabench.stats.samples.location import a12
 from dilabench.stats.samples.moments import SESSIONS_FOR_SPREAD, ErrorTerms, Layout, paired_moments
 from dilabench.stats.samples.slots import Floats, Slots, flatten_slots, group_medians, group_quantiles
 

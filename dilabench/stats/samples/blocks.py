@@ -13,7 +13,7 @@ from math import sqrt
 import numpy as np
 
 from dilabench.stats.samples.autocorrelation import effective_size
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import Interval, t_quantile
 from dilabench.stats.samples.location import Location, locate, quantile
 from dilabench.stats.samples.moments import SESSIONS_FOR_SPREAD
 from dilabench.stats.samples.slots import Floats

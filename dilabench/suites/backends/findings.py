@@ -14,7 +14,7 @@ from dilabench.report.summary import device_text
 from dilabench.request import RunRequest
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Interval
 from dilabench.suites.planner import Planner
 from dilabench.units import format_count
 
