@@ -1,4 +1,4 @@
-"""Reasons to doubt a measured row: the wrong kernels ran, its time cannot be, its neighbours changed it. No torch."""
+"""Reasons to doubt a measured row: other kernels ran, its time is impossible, neighbours changed it. No torch."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

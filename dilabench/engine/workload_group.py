@@ -1,4 +1,4 @@
-"""One group: all implementations of one workload, verified, timed in interleaved rounds, then weighed. No torch."""
+"""A workload group: its cases are verified, timed in interleaved rounds, then their memory is measured. No torch."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class WorkloadGroupRun:
         ready: list[CaseState] = []
         for state in sorted(self.states, key=self._compiles):
             if ready and self._compiles(state) and self._driver.budget.clock() > last_call:
-                # Whoever compiles for minutes takes no time from those that are ready.
+                # Cases that compile for minutes come last, so that they take no time from the others.
                 state.outcome = self._driver.budget_skip("before its turn")
                 yield self._row(state)
             elif self._qualify(state):
@@ -62,11 +62,11 @@ class WorkloadGroupRun:
         return case.optimizations.compile or kernel or catalogue.implementations.get(case.implementation).compiles
 
     def _crowded(self, state: CaseState) -> bool:
-        """Memory ran out while other cases of the group were there, too: it deserves a try alone."""
+        """Whether memory ran out while other cases of the group were in memory, too; then it is tried by itself."""
         return state.out_of_memory and not state.alone and len(self.states) > 1
 
     def _alone(self, state: CaseState) -> Iterator[Row]:
-        """Another chance without the rest of the group in memory: only what does not fit alone has failed."""
+        """Measure again without the rest of the group in memory; only what does not fit then has failed."""
         self._driver.pool.close()
         state.home, state.outcome, state.out_of_memory, state.alone = None, None, False, True
         state.runs.clear()
@@ -124,7 +124,7 @@ class WorkloadGroupRun:
         return budget.clock() + budget.share_s([one.case for one in states])
 
     def _measured(self, states: Sequence[CaseState], deadline: float) -> Iterator[Row]:
-        """Time the states, free them, and weigh each: on a CPU in a process of its own."""
+        """Time the cases, free them, and measure the peak memory of each: on a CPU in a fresh process."""
         driver = self._driver
         over_ranks = self.states[0].case.world_size > 1 and driver.method.max_turns > 0
         diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0

@@ -12,7 +12,7 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 `paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)
 `history`           stored baseline sessions against new ones -> `Estimate` by a prediction interval
 `decide`            `Estimate` + `Policy` -> `Verdict` SLOWER, FASTER, SAME or INCONCLUSIVE
-`multiplicity`      Holm and Benjamini-Hochberg over all cells of a comparison; second data decide
+`multiplicity`      Holm and Benjamini-Hochberg over all pairs of a comparison; second data decide
 `memory`            the exact memory gate
 `calibration`       noise floor and detection rates of this machine
 `steps`             level shifts in a history (L1 Potts)
@@ -22,9 +22,9 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 
 A comparison in four lines::
 
-    cells = [PairedCell(rounds) for rounds in ...]        # rounds[session][round] = (baseline_ns, candidate_ns)
+    pairs = [PairedRounds(rounds) for rounds in ...]        # rounds[session][round] = (baseline_ns, candidate_ns)
     policy = Policy.for_device("cpu", sigma_aa=0.01)
-    verdicts = control_family(judge_many(cells, policy))  # Holm over all gated cells
+    verdicts = control_family(judge_many(pairs, policy))  # Holm over all gated pairs
     failed = [verdict for verdict in verdicts if verdict.fails_gate]
 
 The modules are imported one by one (`from dilabench.stats.decisions.decide import judge_many`), because numpy and

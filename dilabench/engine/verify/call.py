@@ -32,14 +32,14 @@ SPIN_CYCLES = 30_000_000
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a call gave. gradients: of the inputs, then of the parameters; empty in mode forward, None where unused."""
+    """The result of a call. gradients: of inputs, then of parameters; empty in mode forward, None where unused."""
 
     out: Tensor
     gradients: tuple[Tensor | None, ...] = ()
 
 
 class Call:
-    """Calls a function as it will be timed: without a graph in mode forward, with forward and backward otherwise."""
+    """Calls a function as it will be timed: in mode forward without autograd graph, else forward and backward."""
 
     def __init__(self, function: Callable[..., Tensor], parameters: Sequence[Tensor] = ()) -> None:
         self._function = function
@@ -65,7 +65,7 @@ class Call:
         return Result(out.detach() if isinstance(out, Tensor) else out, gradients)
 
     def unwatched(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Only the call: no graph, no poison, nothing that would wait for the device."""
+        """Call without autograd, without poisoned memory and without waiting for the device."""
         with torch.no_grad():
             return self._function(*(inputs if len(inputs) == 3 else list(inputs) * 3))
 

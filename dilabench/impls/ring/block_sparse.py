@@ -156,7 +156,7 @@ def _shards(deal: BlockDeal) -> Shards:
 
 
 def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchange:
-    """What this rank computes and trades.
+    """What this rank computes, sends and receives.
 
     The last block may be short, and comes last among gathered ones: behind a causal mask only its holder sees it,
     otherwise the last rank holds it.

@@ -1,4 +1,4 @@
-"""The median of samples that were taken in blocks, with an interval that knows it.
+"""The median of samples that were taken in blocks, with an interval that allows for that.
 
 The samples of one turn share the moment they were taken in, and so do the turns of one process: a hundred samples in
 twenty turns say little more than twenty do. The median is that of all samples; its error is taken from how the share of

@@ -23,7 +23,7 @@ MIN_SAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What one sample says about its time; `interval` belongs to the median and is None below `MIN_SAMPLES`."""
+    """Quantiles of one sample in ns; `interval` belongs to the median and is None below `MIN_SAMPLES`."""
 
     n: int
     min_ns: float

@@ -88,7 +88,7 @@ def _standing(record: RunRecord, rows: Sequence[Row]) -> Standing:
         base=best.backend,
         select=lambda case: case.case_id in ids,
     )
-    slower = {cell.candidate.backend for cell in comparison.cells if cell.verdict.code is Code.SLOWER}
+    slower = {cell.candidate.backend for cell in comparison.pairs if cell.verdict.code is Code.SLOWER}
     return Standing(
         rows=tuple(ordered),
         ratios=tuple(medians[row.case.case_id] / medians[best.case_id] for row in ordered),
