@@ -1,4 +1,4 @@
-"""What went wrong first. When one rank fails, the others fail because of it; the user must read the first reason."""
+"""Which rank failed first. When one rank fails, the others fail because of it; the user must read the first reason."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """It only tells that some other rank is gone or slow."""
+        """Whether the failure only says that some other rank has ended or is slow."""
         return tells_of_another(self.why)
 
     @classmethod

@@ -25,7 +25,7 @@ from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.transport.copies import Copies
 
 DEFAULT_TIMEOUT_S = 120.0
-# "nccl" leaves the copy engines alone; anything else uses them where they work.
+# "nccl" does not use the copy engines; anything else uses them where they work.
 TRANSPORT_VARIABLE = "DILABENCH_TRANSPORT"
 TRIAL_TIMEOUT_S = 20.0
 

@@ -23,7 +23,7 @@ CALLS_BEFORE_TURNS = 12
 
 
 class WorkloadGroupRun:
-    """Takes the cases of one group from planned to rows. A case that fails ends alone; the others go on."""
+    """Measures the cases of one group and makes their rows. A failing case ends by itself; the others go on."""
 
     def __init__(self, driver: Driver, planned: Sequence[PlannedCase]) -> None:
         self._driver = driver
@@ -142,7 +142,7 @@ class WorkloadGroupRun:
             for state in states:
                 if on_cuda and state.running:
                     self._weigh_here(state)
-            # Last of all: should a part fail and take the ranks along, every row has what it needs.
+            # Last of all: a part that fails may end the ranks, and every row is complete by now.
             if over_ranks:
                 self._diagnose([one for one in states if one.running], share_s * diagnosing_share)
             for state in states:
@@ -161,7 +161,7 @@ class WorkloadGroupRun:
             raise
 
     def _recheck(self, states: Sequence[CaseState]) -> None:
-        """Measure one of them alone."""
+        """Measure one of the cases without the others in between, to see whether they changed its time."""
         driver, timer = self._driver, self._driver.method.timer
         if not driver.method.recheck or len(states) < 2 or driver.budget.exhausted:
             return

@@ -135,7 +135,7 @@ class HistoryIndex:
         return connection
 
     def _refresh(self, connection: sqlite3.Connection) -> None:
-        """Take in the files that are new, drop those that are gone."""
+        """Add the files that are new, drop those that no longer exist."""
         known = {file for (file,) in connection.execute("SELECT file FROM runs")}
         present = self._archive.names()
         for file in known.difference(present):

@@ -59,15 +59,15 @@ def _plugins(found: Found) -> list[dict[str, Any]]:
 
 
 def _entries(found: Found, name: str, machine: Machine) -> list[dict[str, Any]]:
-    shelf = getattr(found.catalogue, name)
+    registry = getattr(found.catalogue, name)
     entries = []
-    for descriptor in shelf:
+    for descriptor in registry:
         reasons = reasons_against(descriptor, machine)
         entry: dict[str, Any] = {
             "name": descriptor.name,
             "summary": descriptor.summary,
             "aliases": list(descriptor.aliases),
-            "plugin": shelf.origin(descriptor.name),
+            "plugin": registry.origin(descriptor.name),
             "usable": not reasons,
             "reasons": list(reasons),
         }

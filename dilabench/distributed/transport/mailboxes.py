@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-# Counters lie a cache line apart, so that ranks that count at once do not meet on one.
+# Counters lie a cache line apart, so that ranks that count at the same time write different lines.
 _LINE = 64
 # Of the places of chunks: every dtype may lie there.
 _ALIGNMENT = 512

@@ -24,7 +24,7 @@ from dilabench.plugins.descriptors import load_target
 MAX_INPUT_SETS = 32
 SLOW_CALL_NS = 200_000_000
 
-# Takes a part away from what an implementation is built with, so that the rest can be timed alone.
+# Replaces a part of the build context (messages, kernels) by nothing, so that the rest can be timed by itself.
 Ablation = Callable[[BuildContext], BuildContext]
 
 

@@ -17,7 +17,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
-    """A command did not end well. `died`: the process is gone, and every case that was prepared in it with it."""
+    """A command did not end well. `died`: the process has ended, and every case prepared in it is lost."""
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ class Handlers:
         """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""
         settings = self._settings
         if settings.world_size > 1 and self._world is None:
-            # torchrun tells how many of its ranks are here.
+            # torchrun says how many of its ranks are on this machine.
             share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
             store = meeting_store(settings.store, settings.world_size)
             self._world = World.join(

@@ -167,8 +167,8 @@ def _merged_isolated(results: Sequence[IsolatedResult]) -> IsolatedResult:
     }
     if slots := [one.slot for one in results if one.slot is not None]:
         changes["slot"] = _slowest_samples(slots)
-    if weighed := [one.memory for one in results if one.memory is not None]:
-        changes["memory"] = max(weighed, key=lambda memory: memory.peak_bytes)
+    if measured := [one.memory for one in results if one.memory is not None]:
+        changes["memory"] = max(measured, key=lambda memory: memory.peak_bytes)
     failed = [one for one in results if one.verification is not None and not one.verification.passed]
     if failed:
         changes |= {"verification": failed[0].verification, "why": f"rank {results.index(failed[0])}: {failed[0].why}"}

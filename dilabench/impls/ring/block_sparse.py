@@ -104,7 +104,7 @@ class BlockExchange:
 
 @dataclass(frozen=True, slots=True)
 class NoRows:
-    """`function.Algorithm` of a rank that holds no block: it needs nothing, and nobody needs anything of it."""
+    """`function.Algorithm` of a rank that holds no block: it neither sends nor receives."""
 
     def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Empty results."""
