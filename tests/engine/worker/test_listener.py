@@ -37,7 +37,7 @@ def test_a_stranger_stays_outside_and_the_door_stays_open(listener):
     assert listener.wait("friend", 10) is not None
 
 
-def test_hanging_up_wakes_whoever_listens(listener):
+def test_disconnecting_wakes_a_waiting_receiver(listener):
     theirs = connect(("127.0.0.1", listener.port), listener.key, "rank 1")
     heard = []
 
@@ -47,15 +47,15 @@ def test_hanging_up_wakes_whoever_listens(listener):
         except (EOFError, OSError) as error:
             heard.append(type(error))
 
-    listener = threading.Thread(target=listen)
-    listener.start()
+    thread = threading.Thread(target=listen)
+    thread.start()
     time.sleep(0.1)
     disconnect(listener.wait("rank 1", 10))
-    listener.join(10)
+    thread.join(10)
     assert len(heard) == 1
 
 
-def test_nobody_home_is_an_error_after_the_time_allowed(listener):
+def test_no_listener_is_an_error_after_the_time_allowed(listener):
     port = listener.port
     listener.close()
     with pytest.raises(OSError, match="refused"):
