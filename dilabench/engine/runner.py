@@ -130,7 +130,7 @@ class _Run:
         try:
             warm_server()
             with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
-                # The time that another run held the device is not this one's.
+                # Waiting for another run to release the device does not count against the budget.
                 self.driver.budget.start()
                 header = self._described(header)
                 self.sink.start(header)
@@ -171,7 +171,7 @@ class _Run:
             self.progress.run_started(len(self.planned.keys() - self.completed))
 
     def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
-        """Cases that are measured alone each by itself, then the rest of the group together."""
+        """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
         alone = [one for one in group if is_measured_alone(one)]
         for one in alone:
             measured = IsolatedRun(self.driver, one)
@@ -189,7 +189,7 @@ class _Run:
         return list(groups.values())
 
     def _keep(self, row: Row) -> None:
-        """Flag what cannot be, write the row down, and only then tell."""
+        """Add notes on impossible times, give the row to the sink, then report progress."""
         notes = suspicions(row, self.rows.values(), self.ceilings, self.machine.device)
         if notes and isinstance(row.outcome, Measured):
             outcome = row.outcome.model_copy(update={"notes": (*row.outcome.notes, *notes)})
@@ -215,6 +215,6 @@ class _Run:
             header = header.model_copy(update={"environment": environment})
             self.ceilings = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
         except WorkerFailure:
-            # A machine on which no worker starts says so in the row of each case.
+            # Where no worker starts, the row of each case says so.
             return header
         return header.model_copy(update={"ceilings": self.ceilings})

@@ -19,7 +19,7 @@ def migrated(
     steps: Mapping[str, tuple[Callable[[Document], Document], str]] = STEPS,
     current: str = SCHEMA_VERSION,
 ) -> Document:
-    """The document as the current version writes it. Raises ConfigError for a version without a way here."""
+    """The document as the current version writes it. Raises ConfigError for a version that cannot be converted."""
     version = str(document.get("schema_version", current))
     while version != current:
         if version not in steps:

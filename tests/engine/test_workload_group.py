@@ -226,7 +226,7 @@ def test_what_was_measured_alone_after_the_others_took_no_turns_with_them(measur
     lab.script["c", "prepare"] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True)]
     timings = {name: outcome.timings[0] for name, outcome in measure(["a", "b", "c"], lab).items()}
     assert pair([(timings["a"], timings["b"])]).left_out == 0
-    assert pair([(timings["a"], timings["c"])]).cell is None
+    assert pair([(timings["a"], timings["c"])]).rounds is None
 
 
 @pytest.mark.parametrize("command", ["prepare", "verify", "warm_up", "slot", "memory"])

@@ -1,4 +1,4 @@
-"""What crosses the pipe between the runner and its workers: plain data, checked at both ends. No torch."""
+"""The messages between the runner and its workers: plain data, checked at both ends. No torch."""
 
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class TimerSpec(Model):
 
 
 class WorkerSettings(Model):
-    """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at `store`.
+    """How a worker sets its process up: by itself, or as one of `world_size` ranks that meet at `store`.
 
     gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. lanes: how many
     workers of this machine work at the same time, each on its own cases.
@@ -114,7 +114,7 @@ class WarmedUp(Model):
 
 
 class IsolatedResult(Model):
-    """What came of a case that was measured alone, or of some pieces of a stream."""
+    """The result of an isolated case, or of some pieces of a stream."""
 
     verification: Verification | None = None
     why: str = ""

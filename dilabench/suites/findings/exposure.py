@@ -7,7 +7,7 @@ from statistics import median
 from dilabench.distributed.model import ideal_efficiency, joined_bytes, load_balance, overlapping_share, received_bytes
 from dilabench.record import Diagnostic, Measured, Row
 from dilabench.report.rows import first_timing
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Interval
 from dilabench.stats.samples.location import locate
 
 

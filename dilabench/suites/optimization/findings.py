@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedCell
+from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.within import compare_within
 from dilabench.record import Case, Measured, Row, RunRecord
 from dilabench.report import figures
@@ -25,7 +25,7 @@ class Gain:
 
     row: Row
     variant: str
-    cell: ComparedCell
+    cell: ComparedPair
 
     @property
     def speedup(self) -> float:
@@ -68,7 +68,7 @@ def gains_of(record: RunRecord) -> tuple[Gain, ...]:
     comparison = compare_within([record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop())
     return tuple(
         Gain(row=row, variant=row.planned.labels.get(VARIANT_LABEL, "?"), cell=cell)
-        for cell in comparison.cells
+        for cell in comparison.pairs
         if (row := rows[cell.candidate.case_id])
     )
 
