@@ -223,7 +223,8 @@ def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
     for head in range(workload.num_heads):
         for group in key_groups(workload, head, rows, q.device):
             per_row = max(1, q.shape[0] * len(group.keys))
-            for part in group.rows.split(max(1, MAX_BLOCK_SCORES // per_row)):
+            height = max(1, MAX_BLOCK_SCORES // per_row)
+            for at, part in zip(range(0, len(group.rows), height), group.rows.split(height), strict=True):
                 low = 0 if left is None else int(torch.searchsorted(group.keys, int(part[0]) - left))
                 high = (
                     len(group.keys)
@@ -233,11 +234,14 @@ def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
                 if low >= high:
                     continue
                 keys, part_rows = group.keys[low:high], part.to(q.device)
+                seen = visible(workload, part_rows, keys)
+                if group.own is not None:
+                    seen &= group.own[at : at + height, low:high]
                 yield Block(
                     head=head,
                     index=torch.searchsorted(rows, part).to(q.device),
                     rows=part_rows,
                     keys=keys,
                     counts=group.counts[:, low:high],
-                    seen=visible(workload, part_rows, keys),
+                    seen=seen,
                 )

@@ -5,10 +5,11 @@ C is never built whole: a row costs only its visible keys, so one row of a milli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,15 @@ from dilabench.workload import visibility
 from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
+    from dilabench.patterns.pattern import KeyGroup as PatternGroup
     from dilabench.patterns.pattern import Positions
+
+
+# Groups of fewer rows are put together, so many at a time, where a key counts once at most.
+FEW_ROWS = 8
+GROUPS_TOGETHER = 64
+# Keys of longer groups are made where they are used, not on the CPU.
+MANY_KEYS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +33,14 @@ class KeyGroup:
     """Rows of one head that have the same keys, causal mask and window aside.
 
     rows: [R] positions, ascending, on the CPU. keys: [M] positions, ascending. counts: [parts, M], whether each part of
-    the pattern gives each key; their sum over the parts is C[h, row, key] for every row of the group.
+    the pattern gives each key; their sum over the parts is C[h, row, key] for every row of the group. own: [R, M],
+    which keys each row really has, where rows with different keys were put together; None where all have all.
     """
 
     rows: Tensor
     keys: Tensor
     counts: Tensor
+    own: Tensor | None = None
 
 
 def key_groups(
@@ -41,9 +52,29 @@ def key_groups(
     `device`: where keys and counts are made, for making long ones on the CPU and moving them takes longer than using
     them on a GPU.
     """
+    few: list[tuple[int, PatternGroup]] = []
     for start, group in visibility.key_groups(workload, head, positions.numpy()):
+        if len(group.parts) == 1 and len(group.rows) < FEW_ROWS and len(group.parts[0]) < MANY_KEYS:
+            few.append((start, group))
+            continue
         keys, counts = _keys_of(group.parts, torch.device(device))
         yield KeyGroup(torch.from_numpy(group.rows) + start, keys + start, counts)
+    for at in range(0, len(few), GROUPS_TOGETHER):
+        yield _together(few[at : at + GROUPS_TOGETHER], torch.device(device))
+
+
+def _together(groups: Sequence[tuple[int, PatternGroup]], device: torch.device) -> KeyGroup:
+    """Groups of few rows each as one, since each would cost a round of small operations: their keys' union."""
+    parts = [np.asarray(group.parts[0], dtype=np.int64) + start for start, group in groups]
+    keys = np.unique(np.concatenate(parts))
+    rows = np.concatenate([group.rows + start for start, group in groups])
+    own = np.concatenate(
+        [np.tile(np.isin(keys, part), (len(group.rows), 1)) for part, (_, group) in zip(parts, groups, strict=True)]
+    )
+    order = np.argsort(rows)
+    counts = torch.ones(1, len(keys), dtype=torch.int64, device=device)
+    has = torch.from_numpy(own[order]).to(device)
+    return KeyGroup(torch.from_numpy(rows[order]), torch.from_numpy(keys).to(device), counts, has)
 
 
 def _keys_of(parts: tuple[range | Positions, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -78,6 +109,7 @@ def multiplicity(workload: Workload, head: int, positions: Tensor) -> Tensor:
     counts = torch.zeros(len(positions), workload.seq_len, dtype=torch.int64)
     for group in key_groups(workload, head, positions):
         index = torch.searchsorted(positions, group.rows)
-        block = group.counts.sum(0) * visible(workload, group.rows, group.keys)
+        seen = visible(workload, group.rows, group.keys)
+        block = group.counts.sum(0) * (seen if group.own is None else seen & group.own)
         counts[index[:, None], group.keys[None, :]] = block
     return counts
