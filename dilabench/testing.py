@@ -20,6 +20,7 @@ from dilabench.backends.load import load_backend
 from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.engine.verify import Oracle, poisoned, summary, verify
 from dilabench.machine import Machine
+from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, load_target
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, Verification
@@ -34,24 +35,25 @@ _SHAPE: dict[str, Any] = {"batch_size": 2, "num_heads": 5, "num_kv_heads": 5, "h
 
 
 def odd_workloads(dtype: DType = "float32") -> tuple[Workload, ...]:
-    """Small workloads with the sizes that break things: H = 5, N prime or 3·2^k, D = 24 and 80, rates that do not
-    divide their segments, segments longer than N, K < H, both offsets, grouped heads, windows, dense."""
-    branches = {"kind": "dilated", "segment_lengths": (16, 48, 256), "dilation_rates": (1, 3, 6)}
-    sparse = {"kind": "dilated", "segment_lengths": (7, 30), "dilation_rates": (2, 4)}
-    changes: tuple[dict[str, Any], ...] = (
-        {"pattern": branches, "seq_len": 97, "causal": True},
-        {"pattern": branches, "seq_len": 96, "causal": False, "head_dim": 80},
-        {"pattern": sparse, "seq_len": 61, "causal": False},
-        {"pattern": {**sparse, "offset": "blocked"}, "seq_len": 61, "causal": True},
-        {"pattern": {**branches, "heads": "grouped"}, "seq_len": 53, "causal": True},
-        {"pattern": {**branches, "offset_by": "kv_head"}, "seq_len": 96, "num_heads": 6, "num_kv_heads": 2},
-        {"pattern": branches, "seq_len": 48, "causal": False, "window": (9, 4)},
-        {"pattern": {**branches, "merge_grad": "detached"}, "seq_len": 53, "causal": True},
-        {"pattern": branches, "seq_len": 1, "causal": True},
-        {"pattern": {"kind": "dense"}, "seq_len": 97, "num_heads": 6, "num_kv_heads": 3, "scale": 0.3},
-        {"pattern": branches, "seq_len": 97, "batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 97)},
+    """Small workloads of every known pattern with the sizes that break things: H = 5, N prime or 3·2^k, D = 24 and 80,
+    K < H, windows, a single token, packed sequences; and each pattern's own examples (`Pattern.examples`)."""
+    shapes: tuple[dict[str, Any], ...] = (
+        {"seq_len": 97, "causal": True},
+        {"seq_len": 96, "causal": False, "head_dim": 80},
+        {"seq_len": 61, "causal": False},
+        {"seq_len": 53, "causal": True},
+        {"seq_len": 96, "num_heads": 6, "num_kv_heads": 2, "scale": 0.3},
+        {"seq_len": 48, "causal": False, "window": (9, 4)},
+        {"seq_len": 1, "causal": True},
+        {"seq_len": 97, "batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 97)},
     )
-    return tuple(Workload.model_validate({**_SHAPE, **change, "dtype": dtype}) for change in changes)
+    workloads = []
+    for kind in known_kinds():
+        examples = pattern_type(kind).examples()
+        for index in range(max(len(shapes), len(examples))):
+            pattern, shape = examples[index % len(examples)], shapes[index % len(shapes)]
+            workloads.append(Workload.model_validate({**_SHAPE, **shape, "pattern": pattern, "dtype": dtype}))
+    return tuple(workloads)
 
 
 def check_implementation(
@@ -118,25 +120,16 @@ def poisoned_memory() -> Iterator[None]:
 def random_workloads(
     dtype: DType = "float64", kind: str = "dilated", max_seq_len: int = 64
 ) -> SearchStrategy[Workload]:
-    """A Hypothesis strategy of small workloads in mode both: any segments, rates, heads, offsets, mask and window."""
+    """A Hypothesis strategy of small workloads in mode both: any heads, mask and window over the patterns of a kind
+    that its `strategy` draws."""
     from hypothesis import strategies as st
 
     @st.composite
     def workloads(draw: st.DrawFn) -> Workload:
         kv_heads = draw(st.integers(1, 4))
-        pattern: dict[str, Any] = {"kind": kind}
-        if kind == "dilated":
-            count = draw(st.integers(1, 4))
-            pattern |= {
-                "segment_lengths": draw(st.lists(st.integers(1, max_seq_len + 8), min_size=count, max_size=count)),
-                "dilation_rates": draw(st.lists(st.integers(1, 12), min_size=count, max_size=count)),
-                "heads": draw(st.sampled_from(["all", "grouped"])),
-                "offset": draw(st.sampled_from(["modulo", "blocked"])),
-                "offset_by": draw(st.sampled_from(["head", "kv_head"])),
-            }
         return Workload.model_validate(
             {
-                "pattern": pattern,
+                "pattern": draw(pattern_type(kind).strategy(max_seq_len)),
                 "batch_size": draw(st.integers(1, 2)),
                 "seq_len": draw(st.integers(1, max_seq_len)),
                 "num_heads": kv_heads * draw(st.integers(1, 3)),

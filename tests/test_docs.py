@@ -64,8 +64,9 @@ def test_included_files_are_verbatim(path: Path) -> None:
         assert text == (ROOT / name).read_text(), name
 
 
-def test_the_whole_example_plugin_is_in_its_page() -> None:
-    included = {name for name, _ in INCLUDE.findall((DOCS / "how-to" / "add-implementation.md").read_text())}
+def test_the_whole_example_plugin_is_in_its_pages() -> None:
+    pages = [DOCS / "how-to" / name for name in ("add-implementation.md", "add-pattern.md")]
+    included = {name for page in pages for name, _ in INCLUDE.findall(page.read_text())}
     files = (path for path in (ROOT / "tests" / "example_plugin").rglob("*") if path.suffix in {".py", ".toml"})
     assert included == {page_name(path) for path in files if path.read_text()}
 

@@ -24,7 +24,7 @@ def test_reference_by_name_runs_every_odd_workload() -> None:
 
 @pytest.mark.slow
 def test_a_build_function_runs_what_it_supports() -> None:
-    workloads = odd_workloads()[:3]
+    workloads = [one for one in odd_workloads() if isinstance(one.pattern, DilatedPattern)][:3]
     assert len(check_implementation(reference.build, workloads, deterministic=True)) == 3
     (forward,) = check_implementation(reference.build, workloads[:1], supports=FORWARD_ONLY)
     assert "dq" not in [check.name for check in forward.checks]

@@ -17,6 +17,7 @@ from dilabench.validation import Model, read_counts, validated
 
 if TYPE_CHECKING:
     import numpy as np
+    from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
     from dilabench.patterns.pattern import Positions
@@ -111,6 +112,25 @@ class DilatedPattern(Pattern):
             {**covering, "merge_grad": "detached"},
         )
         return tuple(cls.model_validate(one) for one in fields)
+
+    @classmethod
+    def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:
+        """Any segments and rates, up to four branches, every option but a detached merge."""
+        from hypothesis import strategies as st
+
+        def sizes(count: int, largest: int) -> SearchStrategy[list[int]]:
+            return st.lists(st.integers(1, largest), min_size=count, max_size=count)
+
+        return st.integers(1, 4).flatmap(
+            lambda count: st.builds(
+                cls,
+                segment_lengths=sizes(count, max_seq_len + 8).map(tuple),
+                dilation_rates=sizes(count, 12).map(tuple),
+                heads=st.sampled_from(["all", "grouped"]),
+                offset=st.sampled_from(["modulo", "blocked"]),
+                offset_by=st.sampled_from(["head", "kv_head"]),
+            )
+        )
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:

@@ -24,6 +24,7 @@ from dilabench.validation import Model, validated
 
 if TYPE_CHECKING:
     import numpy as np
+    from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
     Positions = NDArray[np.int64]
@@ -147,6 +148,13 @@ class Pattern(Model, ABC):
     def examples(cls) -> tuple[Self, ...]:
         """Small instances with odd sizes that implementations are held to, for sequences of up to a few hundred."""
         return (cls.from_request({}),)
+
+    @classmethod
+    def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:  # noqa: ARG003
+        """A Hypothesis strategy of patterns for sequences up to a length; by default it draws the examples."""
+        from hypothesis import strategies as st
+
+        return st.sampled_from(cls.examples())
 
     @classmethod
     def of(cls, workload: Any) -> Self:

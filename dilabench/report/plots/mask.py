@@ -22,8 +22,8 @@ def draw_mask(plot: MaskPlot) -> Figure:
     shares = np.array([[np.nan if cell is None else cell for cell in line] for line in plot.cells])
     size = plot.blocks
     image = axes.imshow(shares, cmap=SHADES, vmin=0, vmax=1, interpolation="nearest", extent=(0, size, size, 0))
-    axes.set_xlabel(f"keys (blocks of {plot.block_size} tokens)")
-    axes.set_ylabel(f"queries (blocks of {plot.block_size} tokens)")
+    axes.set_xlabel(f"keys ({_unit(plot)})")
+    axes.set_ylabel(f"queries ({_unit(plot)})")
     axes.set_title(plot.title, loc="left", fontsize=8.5)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
@@ -39,3 +39,7 @@ def _name_colours(figure: Figure, axes: Axes, hidden: bool) -> None:
         named.append(Patch(facecolor=HIDDEN, label="hidden by the causal mask"))
     figure.legend(handles=named, loc="outside lower center", ncols=len(named), frameon=False)
     axes.spines[:].set_color("0.6")
+
+
+def _unit(plot: MaskPlot) -> str:
+    return "tokens" if plot.block_size == 1 else f"blocks of {plot.block_size} tokens"
