@@ -110,6 +110,11 @@ class BlockSparsePattern(Pattern):
         fields = (small, {**small, "mask": "random", "per_head": True}, {**small, "branches": branches})
         return tuple(cls.model_validate(one) for one in fields)
 
+    @classmethod
+    def trials(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Blocks that do not divide the sequence."""
+        return {"sparse": {"mask": "random", "block_size": 48, "sparsity": 0.6}}
+
     @property
     def under(self) -> Pattern:
         """What the mask lies over: the branches, or everything."""

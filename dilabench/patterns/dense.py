@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, SequenceShape, StridedSegments
 
@@ -23,6 +23,11 @@ class DensePattern(Pattern):
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
         """All rows have all keys."""
         yield KeyGroup(rows, (range(shape.length),))
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Under each mask."""
+        return {"dense": {}, "dense-full": {"causal": False}, "dense-window": {"window": (40, 0)}}
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
         """All heads are alike."""

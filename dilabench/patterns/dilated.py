@@ -114,6 +114,20 @@ class DilatedPattern(Pattern):
         return tuple(cls.model_validate(one) for one in fields)
 
     @classmethod
+    def trials(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Segments that divide nothing or are longer than the sequence, rates that do not divide them, every option."""
+        branches = {"segment_lengths": (48, 125, 1024), "dilation_rates": (1, 3, 4)}
+        return {
+            "causal": branches,
+            "full": {**branches, "causal": False},
+            "window": {**branches, "window": (40, 0)},
+            "blocked": {**branches, "offset": "blocked", "offset_by": "kv_head"},
+            "grouped": {**branches, "heads": "grouped"},
+            "detached": {**branches, "merge_grad": "detached"},
+            "scale": {**branches, "scale": 0.25, "num_kv_heads": 4},
+        }
+
+    @classmethod
     def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:
         """Any segments and rates, up to four branches, every option but a detached merge."""
         from hypothesis import strategies as st

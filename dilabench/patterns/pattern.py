@@ -150,6 +150,15 @@ class Pattern(Model, ABC):
         return (cls.from_request({}),)
 
     @classmethod
+    def trials(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Named requests that `verify --all` goes through, as fields of the pattern and of the shape.
+
+        `verify NAME` takes the first of those of a pattern that NAME computes.
+        """
+        kind = cls.model_fields["kind"].default
+        return {kind: {}, f"{kind}-full": {"causal": False}}
+
+    @classmethod
     def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:  # noqa: ARG003
         """A Hypothesis strategy of patterns for sequences up to a length; by default it draws the examples."""
         from hypothesis import strategies as st
