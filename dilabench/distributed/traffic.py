@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
+
 
 class Traffic:
-    """Counters of one rank. The kinds are 'keys' (K and V), 'gradients' (dK and dV), 'heads' (Ulysses), 'whole'."""
+    """Counters of one rank. The kinds are those of `metadata.TRAFFIC`, or a plug-in's own ('plugin:kind')."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -26,6 +28,6 @@ class Traffic:
 
     def counters(self) -> dict[str, int]:
         """As they stand in a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
-        named = {f"sent_{kind}_bytes": count for kind, count in self.sent.items()}
-        named |= {f"received_{kind}_bytes": count for kind, count in self.received.items()}
-        return named | {"sent_bytes": self.sent.total(), "received_bytes": self.received.total()}
+        named = {traffic_key("sent", kind): count for kind, count in self.sent.items()}
+        named |= {traffic_key("received", kind): count for kind, count in self.received.items()}
+        return named | {SENT_BYTES.key: self.sent.total(), RECEIVED_BYTES.key: self.received.total()}

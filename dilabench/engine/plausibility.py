@@ -5,6 +5,7 @@ from statistics import median
 
 from dilabench.engine.device.peak_names import COPY_KEY, matmul_key
 from dilabench.engine.lower_bounds import least_bytes, least_flops
+from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, GROWS_TOO_SLOWLY
 from dilabench.record import Case, Measured, Note, Row
 from dilabench.workload.work import flops
 
@@ -35,14 +36,13 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
     # Ranks have a GPU each, and share one processor.
     seconds *= case.world_size if on_cuda else 1
     hint = "part of the work was not done, was cached, or ran elsewhere; do not quote this time"
-    limits = [("above_peak_flops", "FLOP/s", least_flops(workload), ceilings.get(matmul_key(workload.dtype)))]
+    limits = [(ABOVE_PEAK_FLOPS, least_flops(workload), ceilings.get(matmul_key(workload.dtype)))]
     if on_cuda:
-        limits.append(("above_peak_bandwidth", "bytes/s", float(least_bytes(workload)), ceilings.get(COPY_KEY)))
-    for code, unit, work, ceiling in limits:
+        limits.append((ABOVE_PEAK_BANDWIDTH, float(least_bytes(workload)), ceilings.get(COPY_KEY)))
+    for kind, work, ceiling in limits:
         if ceiling and work / seconds > margin * ceiling:
-            yield Note(
-                code=code,
-                message=f"{work / seconds:.3g} {unit} is more than this device can do ({ceiling:.3g} measured)",
+            yield kind.note(
+                f"{work / seconds:.3g} {kind.unit} is more than this device can do ({ceiling:.3g} measured)",
                 observed=work / seconds,
                 threshold=margin * ceiling,
                 hint=hint,
@@ -68,9 +68,8 @@ def _too_flat(row: Row, seconds: float, earlier: Iterable[Row], ceilings: Mappin
             continue
         growth, wanted = seconds / other_seconds, work / other_work
         if growth * SLOWER_GROWTH < wanted:
-            yield Note(
-                code="grows_too_slowly",
-                message=(
+            yield GROWS_TOO_SLOWLY.note(
+                (
                     f"{wanted:.3g} times the work of {other.case.workload.label()} takes {growth:.3g} times as long, "
                     f"though that kept the device {busy:.0%} busy"
                 ),

@@ -35,7 +35,7 @@ class Pool:
     @contextlib.contextmanager
     def fresh(self, key):
         if not self.starts:
-            raise WorkerFailure("no answer to 'start'", died=True, timed_out=True)
+            raise WorkerFailure("timeout", "no answer to 'start'", died=True)
         yield self
 
     def ask(self, name, handle, *, timeout_s, **arguments):
@@ -44,7 +44,7 @@ class Pool:
             if isinstance(answer, KeyboardInterrupt):
                 raise answer
             return answer
-        raise WorkerFailure(f"no answer to {name!r} within {timeout_s:.3g} s", died=True, timed_out=True)
+        raise WorkerFailure("timeout", f"no answer to {name!r} within {timeout_s:.3g} s", died=True)
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Ve
 from dilabench.workload.spec import Model, content_hash
 
 CommandName = Literal[
-    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "alone", "stream"
+    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "isolated", "stream"
 ]
+# Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
+TroubleCode = Literal["exception", "crash", "timeout", "out_of_memory", "peer_lost", "unusable_optimization"]
 
 
 class BackendSpec(Model):
@@ -54,7 +56,7 @@ class TimerSpec(Model):
 
 
 class WorkerSettings(Model):
-    """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at `store`.
+    """How a worker sets its process up: by itself, or as one of `world_size` ranks that meet at `store`.
 
     gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. lanes: how many
     workers of this machine work at the same time, each on its own cases.
@@ -85,16 +87,12 @@ class Command(Model):
 
 
 class Trouble(Model):
-    """A command that raised inside the worker. `fatal`: the process is of no more use (a sticky CUDA error).
+    """A command that raised inside the worker. `fatal`: the process is of no more use (a sticky CUDA error)."""
 
-    `unusable`: an optimization cannot be switched on for this function; nothing is wrong with the function.
-    """
-
+    code: TroubleCode = "exception"
     why: str
     traceback: str | None = None
-    out_of_memory: bool = False
     fatal: bool = False
-    unusable: bool = False
 
 
 class Prepared(Model):
@@ -114,7 +112,7 @@ class WarmedUp(Model):
 
 
 class IsolatedResult(Model):
-    """What came of a case that was measured alone, or of some pieces of a stream."""
+    """What came of an isolated case, or of some pieces of a stream."""
 
     verification: Verification | None = None
     why: str = ""
@@ -137,7 +135,7 @@ class Reply(Model):
     warmed_up: WarmedUp | None = None
     slot: Slot | None = None
     memory: Memory | None = None
-    alone: IsolatedResult | None = None
+    isolated: IsolatedResult | None = None
     ceilings: dict[str, float] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()

@@ -159,7 +159,7 @@ def test_an_absurd_allocation_is_out_of_memory(spec):
     case = Case(implementation="honest", workload=huge)
     arguments = {"spec": spec("honest").model_copy(update={"case": case}).model_dump(mode="json")}
     trouble = handlers.answer(Command(name="prepare", arguments=arguments)).trouble
-    assert trouble.out_of_memory
+    assert trouble.code == "out_of_memory"
     assert trouble.why.startswith("out of memory: ")
 
 
