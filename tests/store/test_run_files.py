@@ -1,6 +1,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dilabench.record import (
     Row,
     RunHeader,
     RunRecord,
+    SkipCode,
     Skipped,
     Slot,
     Timing,
@@ -157,9 +159,11 @@ def test_resume_repeats_what_the_budget_left_out_and_nothing_else(folder):
     folder.start(header())
     folder.row(measured(512))
     folder.row(failed(1024))
-    folder.row(skipped(2048, "unsupported"))
-    folder.row(skipped(4096, "budget"))
-    assert [row.case.workload.seq_len for row in completed_rows(folder.path)] == [512, 1024, 2048]
+    codes = dict(enumerate(get_args(SkipCode), 2048))
+    for length, code in codes.items():
+        folder.row(skipped(length, code))
+    kept = [length for length, code in codes.items() if code != "budget"]
+    assert [row.case.workload.seq_len for row in completed_rows(folder.path)] == [512, 1024, *kept]
 
 
 def test_the_latest_row_of_a_case_counts(folder):

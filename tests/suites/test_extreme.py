@@ -1,6 +1,7 @@
 """The search of `extreme`: doubling, bisection, ways, and one real search in worker processes."""
 
 import sys
+from typing import get_args
 
 import pytest
 
@@ -155,6 +156,23 @@ def test_a_wrong_or_late_row_stops_its_search_only(catalogue):
     more = follow_up(rows, request, Planner(catalogue, CPU, request))
     assert [one.case.implementation for one in more] == ["gather"]
     assert [one.case.workload.seq_len > 8192 for one in more] == [True]
+
+
+@pytest.mark.parametrize("code", get_args(results.SkipCode))
+def test_a_search_decides_on_the_code_whatever_the_text_says(catalogue, code):
+    request = asked(catalogue)
+    (first,) = expand(catalogue, CPU, request)
+    rows = [results.Row(planned=first, outcome=results.Skipped(code=code, why="does not fit into memory"))]
+    (search,) = searches(rows)
+    ran_out = code == "out_of_memory"
+    assert (search.too_long, search.interrupted is None) == ((8192, True) if ran_out else (None, False))
+    more = follow_up(rows, request, Planner(catalogue, CPU, request))
+    assert [one.case.workload.seq_len for one in more] == ([4096] if ran_out else [])
+
+
+def test_every_case_is_isolated(catalogue):
+    planned = expand(catalogue, CPU, asked(catalogue))
+    assert {one.procedure for one in planned} == {"isolated"}
 
 
 def test_both_modes_and_every_way_are_rows_of_their_own(catalogue):
