@@ -190,19 +190,19 @@ class NoPool:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor) -> None:
-        """Nothing to do: the allocator frees it with its last reference."""
+        """Do nothing: the allocator frees the buffer with its last reference."""
 
     def clear(self) -> None:
-        """Nothing to forget."""
+        """Do nothing: no buffer is kept."""
 
     def counters(self) -> dict[str, int]:
-        """No counters: nothing is pooled."""
+        """No counters, because nothing is pooled."""
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What an implementation gets to build with."""
+    """What `build` may use: device, backend, ranks, pattern cache and buffer pool."""
 
     device: torch.device
     backend: LoadedBackend | None = None

@@ -41,7 +41,7 @@ class ConfigError(DilabenchError):
 
 
 class EnvironmentNotReady(DilabenchError):
-    """The machine cannot do it: no such device, no disk space, a folder that is not writable."""
+    """The machine lacks what the request needs: a device, disk space, a writable folder."""
 
     exit_code = ExitCode.ENVIRONMENT
 

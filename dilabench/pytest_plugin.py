@@ -53,7 +53,7 @@ class Timed:
         return locate(self.samples_ns)
 
     def assert_below(self, limit: str) -> None:
-        """Fail when the median is proven to lie above a limit such as "5ms": its whole interval does."""
+        """Fail when the whole interval of the median lies above a limit such as "5ms"."""
         interval, allowed_ns = self.location.interval, parse_duration(limit) * 1e9
         if interval is not None and interval.low > allowed_ns:
             low, high = (format_seconds(end * 1e-9) for end in (interval.low, interval.high))
@@ -61,8 +61,8 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Faced:
-    """The verdict on a candidate against a baseline, after a second look where the first one was SLOWER."""
+class JudgedPair:
+    """The verdict on a candidate against a baseline, measured a second time where the first verdict was SLOWER."""
 
     name: str
     verdict: "Verdict"
@@ -107,7 +107,7 @@ class Benchmark:
             raise ConfigError(f"rounds={self.rounds} and samples={self.samples} must be at least 1")
 
     def adjusted(self, **changes: Any) -> "Benchmark":
-        """The same with other settings: `dilabench_benchmark.adjusted(rounds=40)(function, data)`."""
+        """A copy with other settings: `dilabench_benchmark.adjusted(rounds=40)(function, data)`."""
         return replace(self, **changes)
 
     def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Timed:
@@ -117,7 +117,7 @@ class Benchmark:
         self.tell(f"{timed.name}: {format_seconds(timed.location.median_ns * 1e-9)} ({len(timed.samples_ns)} samples)")
         return timed
 
-    def compare(self, baseline: Function, candidate: Function, *args: Any, **kwargs: Any) -> Faced:
+    def compare(self, baseline: Function, candidate: Function, *args: Any, **kwargs: Any) -> JudgedPair:
         """Judge `candidate(*args, **kwargs)` against `baseline`, in rounds in which both take turns.
 
         A candidate that looks slower is measured once more, and only the second data decide.
@@ -128,19 +128,19 @@ class Benchmark:
         verdict = self._judged(pair)
         if verdict.flagged:
             verdict = confirm(verdict, self._judged(pair))
-        faced = Faced(f"{_name(candidate)} against {_name(baseline)}", verdict)
+        faced = JudgedPair(f"{_name(candidate)} against {_name(baseline)}", verdict)
         self.tell(f"{faced.name}: {verdict.code}: {verdict.reason}")
         return faced
 
     def _judged(self, pair: Sequence[Work]) -> "Verdict":
         from dilabench.stats.decisions.decide import judge
-        from dilabench.stats.decisions.paired import PairedCell
+        from dilabench.stats.decisions.paired import PairedRounds
         from dilabench.stats.decisions.policy import Policy
 
         rounds = [(baseline, candidate) for baseline, candidate in self._interleaved(pair)]
         margin = None if self.margin is None else parse_fraction(self.margin)
         device = "cpu" if _device_wait() is None else "cuda"
-        return judge(PairedCell([rounds]), Policy.for_device(device, user_margin=margin))
+        return judge(PairedRounds([rounds]), Policy.for_device(device, user_margin=margin))
 
     def _interleaved(self, works: Sequence[Work]) -> list[list[list[int]]]:
         """Samples `[round][work][sample]` in ns per call; the order inside a round is random but reproducible."""

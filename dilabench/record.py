@@ -66,7 +66,7 @@ class Case(Model):
 
     @property
     def group_id(self) -> str:
-        """Hash of the case without implementation and backend: cases of one cell may be compared."""
+        """Hash of the case without implementation and backend: cases of one workload group may be compared."""
         return content_hash(self.model_dump(mode="json", exclude={"implementation", "backend", "optimizations"}))
 
 

@@ -73,7 +73,7 @@ def check_implementation(
     mode forward where only the gradient is not.
 
     Raises AssertionError with the failing check, or when no workload is supported; ConfigError for an unknown name.
-    What building or calling raises comes out.
+    Exceptions of building or calling pass through.
     """
     catalogue = discover().catalogue
     implementation = Implementation(

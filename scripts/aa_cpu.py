@@ -87,7 +87,7 @@ def rates(sessions: Sequence[Mapping[str, Timing]], policy: Policy) -> list[dict
     """Verdicts of single sessions, by injected slow-down."""
     found = []
     for name in CANDIDATES:
-        cells = [pair([(session[calibration.BASELINE], session[name])]).cell for session in sessions]
+        cells = [pair([(session[calibration.BASELINE], session[name])]).rounds for session in sessions]
         verdicts = judge_many([cell for cell in cells if cell is not None], policy)
         rate = detection_rate(verdicts)
         counts = {code.value: sum(verdict.code is code for verdict in verdicts) for code in Code}
@@ -116,7 +116,7 @@ def main() -> None:
         neighbour.terminate()
     loads.append(psutil.getloadavg()[0])
     plain = Policy.for_device("cpu")
-    first = [pair([(one[calibration.BASELINE], one["same-2"])]).cell for one in sessions[:CALIBRATED_ON]]
+    first = [pair([(one[calibration.BASELINE], one["same-2"])]).rounds for one in sessions[:CALIBRATED_ON]]
     sigma = noise_floor([one.numbers.log_ratio for one in judge_many([cell for cell in first if cell], plain)])
     environment = snapshot(machine)
     result = {

@@ -21,7 +21,7 @@ import torch
 
 from dilabench.backends.load import load_backend
 from dilabench.contracts import BuildContext
-from dilabench.distributed.lone_rank import LoneRank
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.worker.protocol import case_spec
@@ -238,7 +238,7 @@ def _rank(
     """The calls of one rank, on shards of its own."""
     workload, implementation = case.workload, catalogue.implementations.get(case.implementation)
     loaded = load_backend(catalogue.backends.get(case.backend or ""))
-    world = LoneRank.of(rank, case.world_size, device)
+    world = SingleRank.of(rank, case.world_size, device)
     function = load_target(implementation.target)(workload, BuildContext(device=device, backend=loaded, world=world))
     leaves = _shards(workload, function.shards.rows[world.rank], implementation.takes, device)
     targets = [*leaves, *(function.parameters() if isinstance(function, torch.nn.Module) else ())]

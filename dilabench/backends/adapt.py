@@ -1,4 +1,4 @@
-"""What kernels cannot take is brought into a shape that they can: one place for padding, repeating and splitting.
+"""Brings tensors into a form that a kernel can take: padding, repeating heads, copying and splitting batches.
 
 A kernel module writes its forward and backward for the plain case and declares what the plain case is; `adapted`
 gives the two functions of the backend contract.
@@ -31,8 +31,8 @@ class Plain:
     grouped_heads: it reads fewer K/V heads than query heads; otherwise they are repeated, and dk, dv summed in float32.
     max_batch: rows of the batch per launch; a CUDA grid's second and third axes end at 65535.
     alignment_bytes: what addresses and outer strides must be a multiple of; a tensor that is not is copied.
-    forward_span, backward_span: elements from the first to the last of a tensor, gaps included, that a launch finds its
-    way in (32-bit arithmetic somewhere inside); where a batch spans more, it goes in several launches.
+    forward_span, backward_span: elements from the first to the last of a tensor, gaps included, that one launch can
+    address (32-bit arithmetic somewhere inside); where a batch spans more, it goes in several launches.
     aligns_ends: a causal mask over fewer queries than keys lets the last query see the last key.
     places_results: it writes out and dq to where it is told.
     """
@@ -147,7 +147,7 @@ def _placeable(place: Tensor | None, batch: int, plain: Plain) -> bool:
 
 
 def _put(found: Tensor, place: Tensor | None) -> Tensor:
-    """A result in its place, if there is one."""
+    """`found`, copied into `place` if there is one."""
     if place is None or found is place:
         return found
     return place.copy_(found)
@@ -233,7 +233,7 @@ def _split(call: Callable[..., tuple[Tensor, ...]], batch: int, *tensors: Tensor
 def _placed(wholes: tuple[Tensor, ...], parts: tuple[Tensor, ...], start: int, rows: int) -> tuple[Tensor, ...]:
     """The wholes of so many rows, made with the first parts, with these parts in them.
 
-    Parts are gone after this: together they would take as much again as the result.
+    The parts are freed afterwards: together they would take as much memory as the result.
     """
     wholes = wholes or tuple(x.new_empty((rows, *x.shape[1:])) for x in parts)
     for whole, part in zip(wholes, parts, strict=True):

@@ -1,4 +1,4 @@
-"""From the names of a backend's functions to the functions."""
+"""Loads a backend: imports the functions that its descriptor names."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from dilabench.plugins.descriptors import load_target
 
 
 class Described(Protocol):
-    """A descriptor of a backend, or what of it goes to a worker."""
+    """A backend's descriptor, or the part of it that is sent to a worker."""
 
     @property
     def name(self) -> str: ...

@@ -34,12 +34,12 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except KeyboardInterrupt:
             raise _stop("interrupted", ExitCode.INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader (head, say) has seen enough.
+            # The reading end of the pipe (`head`, say) was closed.
             discard(sys.stdout)
             raise typer.Exit(ExitCode.OK) from None
         except typer.Exit:
             raise
-        # The outermost boundary: whatever is left is a mistake of ours.
+        # The outermost boundary: whatever arrives here is a bug of dilabench.
         except Exception as error:  # noqa: BLE001
             text = (
                 f"internal error: {type(error).__name__}: {error}\n"

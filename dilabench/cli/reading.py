@@ -13,7 +13,7 @@ CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """The state of one GPU; None where the driver does not tell."""
+    """The state of one GPU; None where the driver does not report it."""
 
     name: str
     processes: int = 0
@@ -24,7 +24,7 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What was read off the machine; None where it does not tell."""
+    """The state of the machine; None where it does not report a value."""
 
     cpus: int
     usable_cpus: int
@@ -40,7 +40,7 @@ class Reading:
 
 
 def read(machine: Machine) -> Reading:
-    """Look at the machine now."""
+    """The state of the machine now."""
     import psutil
 
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None

@@ -23,7 +23,7 @@ RESULT_WIDTH = 7
 
 
 def say(text: str = "", err: bool = False) -> None:
-    """Print a line. A reader that has seen enough does not end the command: its work and its exit code still count."""
+    """Print a line. A closed pipe does not end the command, whose work and exit code still count."""
     try:
         typer.echo(text, err=err)
     except BrokenPipeError:
@@ -31,7 +31,7 @@ def say(text: str = "", err: bool = False) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Let what is still written to a stream, and the interpreter's own flush at exit, go nowhere."""
+    """Redirect a stream to /dev/null, so that later writes and the flush at exit do not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,12 +1,12 @@
-"""Comparisons of measured cases: which rows face each other, and what can be said of each pair.
+"""Comparisons of measured cases: which rows are compared with which, and the verdict on each pair.
 
 ================  ===========================================================================================
 `fingerprint`     may two records be compared at all? hard fields refuse, soft ones warn
 `pairing`         slots of two cases that took turns -> rounds (`stats.paired`)
 `within`          rows of one record (or several of the same request) against each other, by interleaved rounds
 `across`          two records joined on `case_id`, by the spread of the stored sessions
-`comparison`      what comes out: compared cells, and by name every row that has no counterpart
-`gate`            exit code of a comparison, and the second look at flagged cells
+`comparison`      the result: compared pairs, and by name every row without a counterpart
+`gate`            exit code of a comparison, and the second measurement of flagged pairs
 `selection`       `-k`: the cases that a text names
 ================  ===========================================================================================
 

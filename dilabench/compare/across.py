@@ -1,20 +1,20 @@
 """Two sides measured at different times, joined on `case_id`.
 
-Nothing interleaves them, so the spread between sessions is the error, and only the baseline's sessions know it: below
+They were not interleaved, so the spread between sessions is the error, and only the baseline's sessions show it: below
 five of them every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedCell, Comparison, Uncompared, is_measured, uncompared
+from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, is_measured, uncompared
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
 from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.record import Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide
-from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredCell, estimate_stored
+from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredSessions, estimate_stored
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Verdict
 
@@ -28,7 +28,7 @@ class _Match:
     timer: str
 
     def timings(self, rows: Sequence[Row]) -> list[Timing]:
-        """What the common timer took."""
+        """The timings of the timer that both sides have."""
         outcomes = [row.outcome for row in rows]
         return [
             timing
@@ -57,7 +57,7 @@ def compare_across(
     policy: Policy,
     select: Selection = everything,
 ) -> Comparison:
-    """Every case of both sides; several records of a side add up to its sessions, and the last one tells the rest.
+    """Every case of both sides; each record of a side adds its sessions, and the last record gives everything else.
 
     Call `refusals` first: this compares whatever it is given.
     """
@@ -71,10 +71,10 @@ def compare_across(
         else:
             rest.append(found)
     sides = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
-    stored = [StoredCell(sessions_of(old), sessions_of(new)) for old, new in sides]
+    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in sides]
     verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence)]
     throttled = [is_throttled(old) or is_throttled(new) for old, new in sides]
-    cells = tuple(map(_cell, matches, corrected(verdicts, throttled, policy)))
+    pairs = tuple(map(_compared, matches, corrected(verdicts, throttled, policy)))
     warnings = [*soft_warnings(baseline, candidate), *_shared_runs(baseline, candidate)]
     fewest = min((len(one.baseline) for one in stored), default=SESSIONS_FOR_GATE)
     if fewest < SESSIONS_FOR_GATE:
@@ -83,7 +83,7 @@ def compare_across(
             f"the sides were measured at different times and the baseline has {fewest} {sessions}: verdicts on time "
             f"are advisory and fail nothing (a gate rests on {SESSIONS_FOR_GATE}); memory and correctness count"
         )
-    return Comparison(cells=cells, uncompared=tuple(rest), warnings=tuple(warnings))
+    return Comparison(pairs=pairs, uncompared=tuple(rest), warnings=tuple(warnings))
 
 
 def _rows_by_case(records: Sequence[RunRecord], select: Selection) -> dict[str, list[Row]]:
@@ -120,10 +120,10 @@ def _timers(row: Row) -> str:
     return ", ".join(timing.timer for timing in row.outcome.timings) or "no timer"
 
 
-def _cell(match: _Match, verdict: Verdict) -> ComparedCell:
+def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
     memory, no_memory = memory_verdict(match.baseline, match.candidate)
     notes = row_notes(match.baseline[-1], match.candidate[-1])
-    return ComparedCell(
+    return ComparedPair(
         baseline=match.baseline[-1].case,
         candidate=match.candidate[-1].case,
         timer=match.timer,

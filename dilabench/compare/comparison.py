@@ -1,4 +1,4 @@
-"""What a comparison comes to: verdicts on cells, and by name every row that got none."""
+"""The result of a comparison: verdicts on pairs, and by name every row without a verdict."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +14,12 @@ ABSENT = "not in the record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedCell:
-    """One case against its baseline: the same case in other records, or another case of the same cell.
+class ComparedPair:
+    """One case against its baseline: the same case in other records, or another case of the same workload group.
 
-    route: "interleaved" when both sides took turns in the same rounds, "stored" when the sessions lie apart. memory is
-    None where a side has no peak, or the peaks were taken in different ways. notes: warnings of the rows themselves.
+    route: "interleaved" when both sides took turns in the same rounds, "stored" when they were measured in different
+    sessions. memory is None where a side has no peak, or the peaks were taken in different ways. notes: warnings of the
+    rows themselves.
     """
 
     baseline: Case
@@ -32,7 +33,7 @@ class ComparedCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncompared:
-    """A case without a verdict: what it is on each side, and what the candidate side lacks.
+    """A case without a verdict: how it ended on each side, and what the candidate side lacks.
 
     regressed: the baseline was measured and the candidate was not, so something that used to work may be broken.
     """
@@ -46,16 +47,16 @@ class Uncompared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All verdicts of one comparison, corrected together, and everything that must be said beside them."""
+    """All verdicts of one comparison, corrected together, and the warnings that belong to them."""
 
-    cells: tuple[ComparedCell, ...]
+    pairs: tuple[ComparedPair, ...]
     uncompared: tuple[Uncompared, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def flagged(self) -> tuple[Case, ...]:
         """Candidates that look slower and are to be measured once more."""
-        return tuple(cell.candidate for cell in self.cells if cell.verdict.flagged)
+        return tuple(pair.candidate for pair in self.pairs if pair.verdict.flagged)
 
 
 def is_measured(row: Row | None) -> bool:

@@ -1,4 +1,4 @@
-"""May two records be compared? Hard fields must agree, soft ones are told when they do not (measurement.md §5.3)."""
+"""May two records be compared? Hard fields must agree; soft ones that differ become warnings (measurement.md §5.3)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

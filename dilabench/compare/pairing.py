@@ -1,10 +1,10 @@
-"""From slots to rounds: which turns of two cases belong together, and which sessions lie apart."""
+"""From slots to rounds: which slots of two cases were measured in the same round."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dilabench.record import Measured, Row, Slot, Timing
-from dilabench.stats.decisions.paired import PairedCell
+from dilabench.stats.decisions.paired import PairedRounds
 
 # Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
@@ -15,9 +15,9 @@ SessionSlots = list[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """The rounds of two cases. `cell` is None when they never took turns; `throttled` when too many rounds were."""
+    """The rounds of two cases. `rounds` is None when they were never interleaved; `throttled`: too many rounds were."""
 
-    cell: PairedCell | None
+    rounds: PairedRounds | None
     left_out: int = 0
     throttled: bool = False
 
@@ -46,19 +46,19 @@ def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
         found = _matched(baseline, candidate)
         left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, found))
         sessions += found
-    rounds = sum(map(len, sessions))
-    if not rounds:
+    count = sum(map(len, sessions))
+    if not count:
         return Pairing(None, left_out)
     sound = [[turn for turn in session if not _is_faulty(turn)] for session in sessions]
-    faulty = rounds - sum(map(len, sound))
-    throttled = faulty > MAX_FAULTY_SHARE * rounds
+    faulty = count - sum(map(len, sound))
+    throttled = faulty > MAX_FAULTY_SHARE * count
     if not throttled:
         sessions, left_out = [session for session in sound if session], left_out + faulty
-    cell = PairedCell(
+    rounds = PairedRounds(
         rounds=[[(a.samples_ns, b.samples_ns) for a, b in session] for session in sessions],
         clocks_mhz=[[(a.sm_clock_mhz, b.sm_clock_mhz) for a, b in session] for session in sessions],
     )
-    return Pairing(cell, left_out, throttled)
+    return Pairing(rounds, left_out, throttled)
 
 
 def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
@@ -81,8 +81,8 @@ def is_throttled(timings: Sequence[Timing]) -> bool:
 def _matched(baseline: Timing, candidate: Timing) -> list[list[tuple[Slot, Slot]]]:
     """Pairs of slots by session.
 
-    Where a round has one number throughout, that number alone decides: a case whose worker died goes on in a session
-    of its own, and its neighbours do not.
+    Where a round has one number throughout, that number alone decides: a case whose worker died continues in a new
+    session while the other cases stay in the old one.
     """
     alone = _rounds_are_unique(baseline) and _rounds_are_unique(candidate)
     partners = {slot.round if alone else (slot.session, slot.round): slot for slot in candidate.slots}

@@ -8,7 +8,7 @@ Selection = Callable[[Case], bool]
 
 
 def everything(case: Case) -> bool:  # noqa: ARG001
-    """No choice at all."""
+    """The selection of every case."""
     return True
 
 

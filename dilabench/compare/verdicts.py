@@ -1,4 +1,4 @@
-"""What verdicts of both routes share: notes of the rows, memory, throttling, correction for many cells."""
+"""What verdicts of both routes share: notes of the rows, memory, throttling, correction for many pairs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from dilabench.stats.decisions.verdicts import Cause, Code, Verdict
 
 
 def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Policy) -> list[Verdict]:
-    """Verdicts on throttled cells withdrawn, the others corrected by Holm: gated cells and advisory ones apart.
+    """Withdraw verdicts on throttled pairs; correct the others by Holm, gated and advisory ones as two families.
 
     An advisory verdict can fail nothing, so it must not make the gated ones more careful.
     """
@@ -46,8 +46,8 @@ def _withdrawn(verdict: Verdict) -> Verdict:
 def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[MemoryVerdict | None, str | None]:
     """The verdict on peak memory, or why there is none although a side has a peak.
 
-    The baseline's largest peak faces the candidate's smallest. A count of CUDA's allocator is judged exactly, the
-    resident set of a process by limits that hold its page-wise wander.
+    The baseline's largest peak is compared with the candidate's smallest. A count of CUDA's allocator is judged
+    exactly, the resident set of a process by wider limits, because it varies by pages from run to run.
     """
     old, new = _memories(baseline), _memories(candidate)
     if not old or not new:

@@ -1,4 +1,4 @@
-"""Rows of one record against each other: they took turns in the same rounds, so drift and load cancel.
+"""Rows of one record against each other: they were interleaved in the same rounds, so drift and load cancel.
 
 Several records of the same request may be given; each adds its sessions.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dilabench.compare.comparison import ComparedCell, Comparison, Uncompared, ending, is_measured, lack_of
+from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, ending, is_measured, lack_of
 from dilabench.compare.pairing import Pairing, common_timings, pair, sessions_of
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
@@ -24,8 +24,8 @@ PLAIN_METHODS = ("gather", "gather-multihead")
 
 
 @dataclass(frozen=True, slots=True)
-class _Duel:
-    """Two cases of one cell with their timings in every record that measured both."""
+class _Pair:
+    """Two cases of one workload group with their timings in every record that measured both."""
 
     baseline: Row
     candidate: Row
@@ -40,7 +40,7 @@ def compare_within(
     base: str | None = None,
     select: Selection = everything,
 ) -> Comparison:
-    """Every row against the baseline row of its cell.
+    """Every row against the baseline row of its workload group.
 
     by: what may differ inside a pair. base: its value on the baseline side; by default the plain method, else whatever
     the record has first. Raises ConfigError when no row has that value.
@@ -50,20 +50,20 @@ def compare_within(
     chosen = [row for row in first.values() if select(row.case)]
     if base is not None and not any(_value(row.case, by) == base for row in first.values()):
         raise unknown_name(f"baseline {by}", base, {_value(row.case, by) for row in first.values()})
-    duels: list[_Duel] = []
+    pairs: list[_Pair] = []
     rest: list[Uncompared] = []
     for group in _groups(chosen, by):
-        for baseline, candidate in _facing(group, by, base):
-            duel = _duel(baseline, candidate, rows)
-            if isinstance(duel, _Duel):
-                duels.append(duel)
+        for baseline, candidate in _baseline_of_each(group, by, base):
+            found = _pair(baseline, candidate, rows)
+            if isinstance(found, _Pair):
+                pairs.append(found)
             else:
-                rest.append(duel)
-    return Comparison(cells=tuple(_cells(duels, policy)), uncompared=tuple(rest))
+                rest.append(found)
+    return Comparison(pairs=tuple(_compared(pairs, policy)), uncompared=tuple(rest))
 
 
 def _groups(rows: Sequence[Row], by: By) -> list[list[Row]]:
-    """Rows that may face each other: the same workload, taking the same inputs, and alike in the other dimensions."""
+    """Rows that may be compared: the same workload, taking the same inputs, and alike in the other dimensions."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         # an implementation brings its backend with it, the other two are compared with all else equal
@@ -72,7 +72,7 @@ def _groups(rows: Sequence[Row], by: By) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _facing(group: Sequence[Row], by: By, base: str | None) -> Iterator[tuple[Row | None, Row]]:
+def _baseline_of_each(group: Sequence[Row], by: By, base: str | None) -> Iterator[tuple[Row | None, Row]]:
     """(baseline, candidate) for every candidate of a group; a baseline of the candidate's own backend is preferred."""
     named = base or _default_base(group, by)
     baselines = [row for row in group if _value(row.case, by) == named]
@@ -102,10 +102,10 @@ def _value(case: Case, by: By) -> str:
     return case.implementation if by == "implementation" else case.backend or "none"
 
 
-def _duel(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]]) -> _Duel | Uncompared:
-    """Everything that the records hold on a pair, or why there is nothing."""
+def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]]) -> _Pair | Uncompared:
+    """The timings of a pair in all records, or why it cannot be compared."""
     if baseline is None:
-        other = "nothing in its cell to compare with"
+        other = "nothing in its workload group to compare with"
         return Uncompared(case=candidate.case, lack="not comparable", baseline=other, candidate=ending(candidate))
     ids = baseline.case.case_id, candidate.case.case_id
     both = [(record[ids[0]], record[ids[1]]) for record in records if all(one in record for one in ids)]
@@ -122,40 +122,40 @@ def _duel(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]
     if not same_timer:
         text = "not measured by the same timer"
         return Uncompared(case=candidate.case, lack="not comparable", baseline=text, candidate=text)
-    return _Duel(measured[-1][0], measured[-1][1], tuple(same_timer))
+    return _Pair(measured[-1][0], measured[-1][1], tuple(same_timer))
 
 
-def _cells(duels: Sequence[_Duel], policy: Policy) -> Iterator[ComparedCell]:
-    pairings = [pair(duel.timings) for duel in duels]
-    paired = iter(judge_many([one.cell for one in pairings if one.cell is not None], policy))
+def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
+    pairings = [pair(found.timings) for found in pairs]
+    paired = iter(judge_many([one.rounds for one in pairings if one.rounds is not None], policy))
     verdicts = [
-        next(paired) if one.cell is not None else _apart(duel, policy)
-        for duel, one in zip(duels, pairings, strict=True)
+        next(paired) if one.rounds is not None else _by_sessions(found, policy)
+        for found, one in zip(pairs, pairings, strict=True)
     ]
     final = corrected(verdicts, [one.throttled for one in pairings], policy)
-    for duel, pairing, verdict in zip(duels, pairings, final, strict=True):
-        memory, no_memory = memory_verdict([duel.baseline], [duel.candidate])
+    for found, pairing, verdict in zip(pairs, pairings, final, strict=True):
+        memory, no_memory = memory_verdict([found.baseline], [found.candidate])
         notes = [*_pairing_notes(pairing), *([no_memory] if no_memory else [])]
-        yield ComparedCell(
-            baseline=duel.baseline.case,
-            candidate=duel.candidate.case,
-            timer=duel.timings[0][0].timer,
-            route="stored" if pairing.cell is None else "interleaved",
+        yield ComparedPair(
+            baseline=found.baseline.case,
+            candidate=found.candidate.case,
+            timer=found.timings[0][0].timer,
+            route="stored" if pairing.rounds is None else "interleaved",
             verdict=verdict,
             memory=memory,
-            notes=(*notes, *row_notes(duel.baseline, duel.candidate)),
+            notes=(*notes, *row_notes(found.baseline, found.candidate)),
         )
 
 
-def _apart(duel: _Duel, policy: Policy) -> Verdict:
-    """Cases of one cell that did not take turns (one did not fit beside the other, say) are compared by sessions."""
-    baseline, candidate = zip(*duel.timings, strict=True)
+def _by_sessions(found: _Pair, policy: Policy) -> Verdict:
+    """The verdict on cases that were not interleaved (both did not fit into memory, say), from their sessions."""
+    baseline, candidate = zip(*found.timings, strict=True)
     estimate = estimate_from_history(sessions_of(baseline), sessions_of(candidate), confidence=policy.confidence)
     return decide(estimate, policy)
 
 
 def _pairing_notes(pairing: Pairing) -> Iterator[str]:
-    if pairing.cell is None:
+    if pairing.rounds is None:
         yield "the two did not take turns in the same rounds, so they are compared as if measured at different times"
     elif pairing.left_out:
         yield f"{pairing.left_out} rounds without a sound partner were left out"

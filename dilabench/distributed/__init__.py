@@ -1,1 +1,1 @@
-"""Several devices, one problem: the world of ranks, who holds which positions, what crosses the wire."""
+"""Computing over several ranks: the world of ranks, which positions each holds, what is sent."""

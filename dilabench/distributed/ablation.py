@@ -1,7 +1,7 @@
 """What a parallel call costs without its communication, and without its computation.
 
 exposed communication = the whole call - computation alone; it is hidden where communication alone is longer than that.
-Results computed this way are wrong on purpose: never verify or report anything but their time.
+Results computed this way are wrong on purpose; only their times are used.
 """
 
 # ruff: noqa: ARG001, ARG002 (what stands in for something takes what that takes)
@@ -19,27 +19,27 @@ from dilabench.workload.spec import UNBOUNDED, Window
 
 
 class MuteWorld(World):
-    """A world that sends nothing: what should arrive is whatever lies in memory."""
+    """A world that sends nothing: receive buffers keep whatever was in memory."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, world: World) -> MuteWorld:
-        """The same ranks; small facts are still shared."""
+        """The same ranks without messages; `share`, `agree` and `barrier` still work."""
         return cls(world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s)
 
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Pending:
-        """Nothing is sent."""
+        """Send nothing and return at once."""
         return Pending(())
 
     def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
-        """Nothing is sent."""
+        """Send nothing and return at once."""
         return flat.new_empty(sum(take)), Pending(())
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing is sent: each rank keeps its own."""
+        """Leave each rank's tensors as they are."""
 
 
 def computation_only(context: BuildContext) -> BuildContext:

@@ -1,4 +1,4 @@
-"""What went wrong first. When one rank fails, the others fail because of it; the user must read the first reason."""
+"""Which rank failed first. When one rank fails, the others fail because of it; the user must read the first reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONSEQUENCES = (
 
 
 def tells_of_another(why: str) -> bool:
-    """The text of an exception is what torch.distributed says on a rank that only misses another.
+    """Whether an exception's text is what torch.distributed says on a rank that only waits for another one.
 
     Asked where the exception is caught and nowhere later: its types are those of any other fault.
     """
@@ -81,29 +81,29 @@ class Failure:
         return cls(rank, why, text, time.time_ns(), int(code), tells_of_another(why))
 
 
-class Board(Protocol):
-    """Where ranks pin their failures: any store of torch.distributed."""
+class FailureStore(Protocol):
+    """Where ranks report their failures: any key-value store of torch.distributed."""
 
     def set(self, key: str, value: str) -> object: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
 
 
-def pin(board: Board, failure: Failure) -> None:
-    """Tell the others."""
-    board.set(f"failure/{failure.rank}", json.dumps(asdict(failure)))
+def report_failure(store: FailureStore, failure: Failure) -> None:
+    """Write a failure into the store for the other ranks."""
+    store.set(f"failure/{failure.rank}", json.dumps(asdict(failure)))
 
 
-def pinned(board: Board, size: int) -> list[Failure]:
-    """What ranks have told so far."""
+def reported_failures(store: FailureStore, size: int) -> list[Failure]:
+    """The failures that ranks have reported so far."""
     keys = [f"failure/{rank}" for rank in range(size)]
-    return [Failure(**json.loads(board.get(key))) for key in keys if board.check([key])]
+    return [Failure(**json.loads(store.get(key))) for key in keys if store.check([key])]
 
 
 def first_cause(failures: Sequence[Failure], died: Mapping[int, str] | None = None) -> RankFailedError:
     """The failure that the others follow from.
 
-    A rank that said what went wrong comes before one that died without a word (`died`: how, by rank), and both come
+    A rank that reported a failure comes before one that died without a report (`died`: how, by rank), and both come
     before ranks that only missed a peer. Raises ValueError when there is no failure at all.
     """
     causes = sorted((one for one in failures if not one.is_consequence), key=lambda one: one.at_ns)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from dilabench.distributed.failures import Failure, RankFailedError, first_cause, pin, pinned
+from dilabench.distributed.failures import Failure, RankFailedError, first_cause, report_failure, reported_failures
 from dilabench.distributed.world import DEFAULT_TIMEOUT_S, World
 from dilabench.errors import EnvironmentNotReady, ExitCode
 
@@ -93,7 +93,7 @@ def world_from_environment(device: str = "cpu", timeout_s: float = DEFAULT_TIMEO
     """The world that torchrun describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises EnvironmentNotReady when a variable is missing or does not fit, the port is taken, this rank has no GPU, or
-    the other ranks do not come.
+    the other ranks do not connect.
     """
     rank, size, local_rank = _integers("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if not 0 <= rank < size:
@@ -162,7 +162,7 @@ def _rank(
     timeout_s: float,
     arguments: Sequence[Any],
 ) -> None:
-    """One process: join, run, tell."""
+    """The main function of one rank: join the world, run the function, send the result or the failure."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cpu":
         torch.set_num_threads(1)
@@ -174,7 +174,7 @@ def _rank(
         with World.join(store, rank, size, where, timeout_s) as world:
             result = function(world, *arguments)
             world.barrier()
-    # The boundary of the process: whatever a rank's function raises is told to the parent.
+    # The boundary of the process: whatever a rank's function raises is sent to the parent.
     except BaseException as error:  # noqa: BLE001
         connection.send(Failure.of(rank, error))
         connection.close()
@@ -199,7 +199,7 @@ def _results(processes: Sequence[Any], connections: Sequence[Any], timeout_s: fl
             if connections[rank] in ready:
                 _hear(rank, connections[rank], processes[rank], results, failures, died)
         if failures or died:
-            # The others may still tell what happened first; those that only wait need not be waited for.
+            # Other ranks may still report an earlier failure; those that only wait for a peer are not waited for.
             if not ready or len(results) + len(_told(failures, died)) == size:
                 raise first_cause(failures, died)
         elif not ready:
@@ -228,15 +228,15 @@ def _hear(
 
 
 @contextlib.contextmanager
-def blame(store: Store, rank: int, size: int) -> Any:
-    """Around a rank's work under torchrun: a failure is pinned to the store, and the first one is what is raised."""
+def reporting_failures(store: Store, rank: int, size: int) -> Any:
+    """Around a rank's work under torchrun: report a failure through the store, raise RankFailedError with the first."""
     try:
         yield
     except Exception as error:
         failure = Failure.of(rank, error)
         with contextlib.suppress(RuntimeError):
-            pin(store, failure)
+            report_failure(store, failure)
             if failure.is_consequence:
                 time.sleep(GRACE_S)
-            raise first_cause([failure, *pinned(store, size)]) from error
+            raise first_cause([failure, *reported_failures(store, size)]) from error
         raise

@@ -1,7 +1,7 @@
 """Which rank holds which positions of a sequence, and how tensors are cut up and put together again.
 
 A rank's part is a tuple of spans, in the order of its local rows. Parts differ in size where N does not divide: nothing
-is padded, so nothing that is padding can be attended. Spans of a rank always rise, so local order is global order.
+is padded, so padding cannot be attended. Spans of a rank always rise, so local order is global order.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def contiguous(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
 def zigzag(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
     """Every sequence in 2P chunks; rank r holds chunks r and 2P-1-r, so that causal work is the same on every rank.
 
-    The dialect of ring-flash-attention, torch's context_parallel and USP (not nnscaler's).
+    The convention of ring-flash-attention, torch's context_parallel and USP (not nnscaler's).
     """
     return _dealt(bounds, size, 2 * size, lambda chunk: min(chunk, 2 * size - 1 - chunk))
 
@@ -108,7 +108,7 @@ def _dealt(bounds: Sequence[tuple[int, int]], size: int, chunks: int, owner: Cal
 
 
 def _hold(part: list[Span], start: int, stop: int, step: int) -> None:
-    """Add a span to a rank's part; neighbours become one, empty ones nothing."""
+    """Add a span to a rank's part; adjacent spans are joined, empty ones left out."""
     if start >= stop:
         return
     row = part[-1].row + part[-1].length if part else 0

@@ -51,12 +51,12 @@ class Whole:
         return whole
 
     def shards_of(self, *tensors: Tensor) -> list[Tensor]:
-        """This rank's part of each."""
+        """This rank's rows of each whole tensor."""
         rank = self.function.world.rank
         return [self.function.shards.take(x, rank, self._dim) for x in tensors]
 
     def joined(self, shard: Tensor, dim: int | None = None) -> Tensor:
-        """The whole of all ranks' parts."""
+        """The whole tensor from all ranks' rows, on every rank."""
         world, shards = self.function.world, self.function.shards
         dim = self._dim if dim is None else dim % shard.ndim
         sizes = []

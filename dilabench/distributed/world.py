@@ -1,4 +1,4 @@
-"""The ranks that compute one problem together: who they are, and how tensors get from one to another.
+"""The ranks that compute one workload together, and how tensors get from one to another.
 
 Everything goes through torch.distributed (NCCL for CUDA, gloo for the CPU) and is counted; messages between the GPUs of
 one host go by their copy engines where these can be used. Point-to-point messages are always batched: a send before a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,13 +22,42 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.failures import RanksDisagreeError
-from dilabench.distributed.traffic import Traffic
 from dilabench.distributed.transport.copies import Copies
+from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 
 DEFAULT_TIMEOUT_S = 120.0
-# "nccl" leaves the copy engines alone; anything else uses them where they work.
+# "nccl" does not use the copy engines; anything else uses them where they work.
 TRANSPORT_VARIABLE = "DILABENCH_TRANSPORT"
 TRIAL_TIMEOUT_S = 20.0
+
+
+class Traffic:
+    """Bytes that one rank really sent and received; what stays on the rank does not count.
+
+    Kinds are those of `metadata.TRAFFIC`, or a plug-in's own ('plugin:kind').
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+
+    def add(self, kind: str, *, sent: int, received: int) -> None:
+        """Count one operation."""
+        self.sent[kind] += sent
+        self.received[kind] += received
+        self.operations[kind] += 1
+
+    def clear(self) -> None:
+        """Start from zero."""
+        for counter in (self.sent, self.received, self.operations):
+            counter.clear()
+
+    def counters(self) -> dict[str, int]:
+        """As they stand in a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
+        named = {traffic_key("sent", kind): count for kind, count in self.sent.items()}
+        named |= {traffic_key("received", kind): count for kind, count in self.received.items()}
+        return named | {SENT_BYTES.key: self.sent.total(), RECEIVED_BYTES.key: self.received.total()}
 
 
 class Pending:
@@ -49,7 +79,7 @@ class World:
     """This process among `size` ranks. A world of one has no process group and sends nothing.
 
     `control`: a gloo group for small facts (sizes, times, failures), so that asking never waits for the device.
-    `copies`: the copy engines, where messages go by them; `transport`: what they go by, in words.
+    `copies`: the copy engines, where they carry the messages, else None. `transport`: what carries them, as text.
     """
 
     rank: int
@@ -97,7 +127,7 @@ class World:
                 world = world._with_copies()
         except BaseException:
             if not cuda:
-                # With NCCL this would wait for the ranks that did not come: see `close`.
+                # With NCCL this would wait for the missing ranks: see `close`.
                 dist.destroy_process_group()
             raise
         return world
@@ -109,9 +139,9 @@ class World:
         self.close(failed=error is not None)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the world, together with the other ranks. failed: alone and at once; this process should end then.
+        """Leave the world together with the other ranks. failed: leave at once without them, before the process ends.
 
-        Ranks end NCCL's communicators together: one that does so alone waits for the others and tells nobody why.
+        Ranks end NCCL's communicators together: one that does so by itself waits for the others without an error.
         """
         if self.copies is not None:
             self.copies.close()
@@ -220,7 +250,7 @@ class World:
                 copies = Copies(self.rank, self.device, self.group, region, TRIAL_TIMEOUT_S)
                 copies.try_out()
                 copies.timeout_s = self.timeout_s
-            # Symmetric memory is young: an older torch has none, or has it under other names.
+            # An older torch has no symmetric memory, or has it under other names.
             except (ImportError, AttributeError, RuntimeError) as error:
                 why = f"rank {self.rank}: {next(iter(str(error).splitlines()), '')}"
         why = next(filter(None, self.share(why)), "")

@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 
 def steady(clock: Clock = time.monotonic) -> Clock:
-    """A clock that never runs backwards, whatever the given one does."""
+    """A clock in seconds that never runs backwards, whatever the given one does."""
     latest = -inf
 
     def read() -> float:
@@ -23,7 +23,7 @@ def steady(clock: Clock = time.monotonic) -> Clock:
 
 
 class Budget:
-    """A total in seconds (None: no limit), from `start` on. What a case leaves over goes to those that still wait.
+    """A total in seconds (None: no limit), from `start` on. What a case leaves over goes to those that have not ended.
 
     Half of the time is shared equally, half in proportion to the work, so that long sequences get more.
     """
@@ -61,7 +61,7 @@ class Budget:
 
     @property
     def exhausted(self) -> bool:
-        """Nothing is left."""
+        """Whether no time is left."""
         return self.remaining_s <= 0
 
     def share_s(self, cases: Sequence[Case]) -> float:

@@ -1,4 +1,4 @@
-"""A case on its way through the engine: what is known of it so far, and the row that this comes to. No torch."""
+"""The state of one case during a run: what has been measured so far, and the row made of it. No torch."""
 
 from dataclasses import dataclass, field
 
@@ -42,7 +42,7 @@ class TimerRun:
         return [lower_quartile(slot.samples_ns) for slot in self.slots]
 
     def timing(self) -> Timing:
-        """As it stands in the record."""
+        """The timing for the record."""
         return Timing(
             timer=self.timer.name, proves=self.timer.proves, slots=tuple(self.slots), warmup_ns=self.warmup_ns
         )
@@ -83,7 +83,7 @@ class CaseState:
 
     @property
     def running(self) -> bool:
-        """Nothing has ended it yet."""
+        """Whether the case has no outcome yet."""
         return self.outcome is None
 
     def run_of(self, timer: TimerSpec) -> TimerRun:
@@ -91,7 +91,7 @@ class CaseState:
         return self.runs.setdefault(timer.name, TimerRun(timer))
 
     def row(self) -> Row:
-        """The row that it ends in."""
+        """The row of the case."""
         if self.outcome is not None:
             return Row(planned=self.planned, outcome=self.outcome)
         assert self.verification is not None

@@ -1,4 +1,4 @@
-"""Commands about states to their workers; whatever goes wrong becomes the outcome of a case. No torch."""
+"""Sends commands about cases to their workers; whatever goes wrong becomes the outcome of a case. No torch."""
 
 import time
 from collections.abc import Callable
@@ -26,9 +26,9 @@ OVERRUN_S = 1.0
 
 @dataclass(slots=True)
 class Driver:
-    """What the groups of a run share, and their one way to the workers.
+    """What the groups of a run share: method, budget, progress and the workers.
 
-    `next_round` numbers the rounds of the whole run: slots of one number took turns, and no others did.
+    `next_round` numbers the rounds of the whole run: slots with the same number took turns with each other.
     """
 
     catalogue: Catalogue
@@ -148,7 +148,7 @@ class Driver:
 
     @property
     def _least_s(self) -> float:
-        """Who took less than this was not slow: the budget was too small."""
+        """Seconds below which a timed-out case counts as short of budget, not as slow."""
         return min(self.timeout_s, MIN_TIMEOUT_S[self.pool.settings.device])
 
     def budget_skip(self, when: str) -> Skipped:

@@ -36,7 +36,7 @@ SLICE_S = 5.0
 
 
 class IsolatedRun:
-    """Takes one planned case to its row. Memory that runs out is an answer here, not a failure.
+    """Measures one planned case and makes its row. Running out of memory is an answer here, not a failure.
 
     `interrupted`: Ctrl-C came in a stream; the row holds what had passed by then.
     """

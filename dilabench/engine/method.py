@@ -11,7 +11,7 @@ from dilabench.workload.spec import Model
 METHODS = ("simple", "warmup", "profiler")
 DEFAULT_TIMER = {"cpu": "wall", "cuda": "cold"}
 GRAPH_TIMER = "graph"
-# Fewer turns than this tell nothing of the parts of a call over ranks.
+# Fewer turns than this say nothing about the parts of a call over ranks.
 MIN_TURNS = 3
 SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
 WARM_UP = {"cpu": WarmUpLimits(min_s=0.0, max_s=0.5), "cuda": WarmUpLimits(min_s=0.3, max_s=5.0)}

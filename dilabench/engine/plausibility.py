@@ -1,18 +1,25 @@
-"""Times that cannot be: faster than the device's own ceilings, or growing more slowly than the work. No torch."""
+"""Reasons to doubt a measured row: other kernels ran, its time is impossible, neighbours changed it. No torch."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from dilabench.engine.device.peak_names import COPY_KEY, matmul_key
+from dilabench.engine.device.peaks import COPY_KEY, matmul_key
 from dilabench.engine.lower_bounds import least_bytes, least_flops
-from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, GROWS_TOO_SLOWLY
-from dilabench.record import Case, Measured, Note, Row
+from dilabench.engine.warmup import lower_quartile
+from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, GROWS_TOO_SLOWLY, INTERFERENCE
+from dilabench.plugins.descriptors import Backend
+from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot
 from dilabench.workload.work import flops
 
 ABOVE_PEAK = {"cpu": 1.5, "cuda": 1.1}
 SATURATED = 0.5
 SLOWER_GROWTH = 1.5
 SAME_EXCEPT = {"seq_len", "batch_size", "cu_seqlens"}
+SHOWN = 5
+LEAST_CHANGE = 0.03
+ISOLATED_SLOTS = 3
+SPREADS = 3.0
 
 
 def suspicions(row: Row, earlier: Iterable[Row], ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
@@ -85,3 +92,33 @@ def same_but_length(one: Case, other: Case) -> bool:
     if one.model_copy(update={"workload": other.workload}) != other:
         return False
     return one.workload.model_dump(exclude=SAME_EXCEPT) == other.workload.model_dump(exclude=SAME_EXCEPT)
+
+
+def unproven_backend(backend: Backend, kernels: Iterable[KernelUse]) -> str | None:
+    """Why the kernels that ran do not show this backend at work; None when one does, or when it names no kernels."""
+    names = [use.name for use in kernels]
+    if not backend.kernels or any(re.search(pattern, name) for pattern in backend.kernels for name in names):
+        return None
+    wanted = " or ".join(backend.kernels)
+    ran = ", ".join(names[:SHOWN]) or "none"
+    return f"claims {backend.name} but no such kernel ran: expected a match of {wanted}; ran: {ran}"
+
+
+def interference(together_ns: Sequence[float], isolated: Sequence[Slot]) -> Note | None:
+    """A note when its own lower quartiles differ from those in the rounds by over 3 % and three times their spread.
+
+    `together_ns` are the slot locations of the rounds. The spread is their median absolute deviation, relative.
+    """
+    usual = median(together_ns)
+    spread = median(abs(location - usual) for location in together_ns) / usual
+    threshold = max(LEAST_CHANGE, SPREADS * spread)
+    change = median(lower_quartile(slot.samples_ns) for slot in isolated) / usual - 1
+    if abs(change) <= threshold:
+        return None
+    direction = "slower" if change > 0 else "faster"
+    return INTERFERENCE.note(
+        f"alone it is {abs(change):.1%} {direction} than in turn with the others of its group",
+        observed=change,
+        threshold=threshold,
+        hint="neighbours share caches, clocks or threads; compare runs of this implementation alone (-i NAME)",
+    )

@@ -1,4 +1,4 @@
-"""What a run tells its caller while it goes on, so that a command line can draw a bar. No torch."""
+"""Callbacks for the progress of a run, from which a command line draws a bar. No torch."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Rounds: every state takes its turn in a random order, until the times are known well enough. No torch."""
+"""Rounds: every case is sampled once per round, in random order, until the times are known well enough. No torch."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MAX_COOL_DOWN_S = 10.0
 
 
 class Rounds:
-    """The measurement of some states with one timer, interleaved, so that drift hits all of them alike."""
+    """The interleaved measurement of some cases with one timer, so that drift affects all of them alike."""
 
     def __init__(self, driver: Driver, states: Sequence[CaseState], order: random.Random) -> None:
         self._driver = driver
@@ -53,7 +53,7 @@ class Rounds:
         return max(1, int(min(wanted, affordable)))
 
     def _turn(self, state: CaseState, timer: TimerSpec, count: int, round_index: int, position: int) -> None:
-        # A neighbour's crash may have taken this one's worker along.
+        # Another case in the same worker may have crashed it.
         if self._driver.budget.exhausted or not state.running or not self._driver.warm_up(state, timer):
             return
         self._driver.progress.stage_started(state.case, "time")

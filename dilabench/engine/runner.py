@@ -129,7 +129,7 @@ class _Run:
         try:
             warm_server()
             with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
-                # The time that another run held the device is not this one's.
+                # Waiting for another run to release the device does not count against the budget.
                 self.driver.budget.start()
                 header = self._described(header)
                 self.sink.start(header)
@@ -170,7 +170,7 @@ class _Run:
             self.progress.run_started(len(self.planned.keys() - self.completed))
 
     def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
-        """The isolated cases one after the other, then the rest of the group interleaved."""
+        """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
         for one in [one for one in group if one.procedure == "isolated"]:
             measured = IsolatedRun(self.driver, one)
             yield measured.row()
@@ -187,7 +187,7 @@ class _Run:
         return list(groups.values())
 
     def _keep(self, row: Row) -> None:
-        """Flag what cannot be, write the row down, and only then tell."""
+        """Add notes on impossible times, give the row to the sink, then report progress."""
         notes = suspicions(row, self.rows.values(), self.ceilings, self.machine.device)
         if notes and isinstance(row.outcome, Measured):
             outcome = row.outcome.model_copy(update={"notes": (*row.outcome.notes, *notes)})
@@ -213,6 +213,6 @@ class _Run:
             header = header.model_copy(update={"environment": environment})
             self.ceilings = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
         except WorkerFailure:
-            # A machine on which no worker starts says so in the row of each case.
+            # Where no worker starts, the row of each case says so.
             return header
         return header.model_copy(update={"ceilings": self.ceilings})

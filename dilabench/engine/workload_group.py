@@ -1,14 +1,13 @@
-"""One group: all implementations of one workload, verified, timed in interleaved rounds, then weighed. No torch."""
+"""A workload group: its cases are verified, timed in interleaved rounds, then their memory is measured. No torch."""
 
 import random
 from collections.abc import Iterator, Sequence
 
-from dilabench.engine.backend_evidence import unproven_backend
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
-from dilabench.engine.interference import ISOLATED_SLOTS, interference
 from dilabench.engine.method import MIN_TURNS
+from dilabench.engine.plausibility import ISOLATED_SLOTS, interference, unproven_backend
 from dilabench.engine.rounds import Rounds
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import case_spec, worker_key
@@ -35,7 +34,7 @@ CALLS_BEFORE_TURNS = 12
 
 
 class WorkloadGroupRun:
-    """Takes the cases of one group from planned to rows. A case that fails ends alone; the others go on."""
+    """Measures the cases of one group and makes their rows. A failing case ends by itself; the others go on."""
 
     def __init__(self, driver: Driver, planned: Sequence[PlannedCase]) -> None:
         self._driver = driver
@@ -56,7 +55,7 @@ class WorkloadGroupRun:
         ready: list[CaseState] = []
         for state in sorted(self.states, key=self._compiles):
             if ready and self._compiles(state) and self._driver.budget.clock() > last_call:
-                # Whoever compiles for minutes takes no time from those that are ready.
+                # Cases that compile for minutes come last, so that they take no time from the others.
                 state.outcome = self._driver.budget_skip("before its turn")
                 yield self._row(state)
             elif self._qualify(state):
@@ -74,12 +73,12 @@ class WorkloadGroupRun:
         return case.optimizations.compile or kernel or catalogue.implementations.get(case.implementation).compiles
 
     def _crowded(self, state: CaseState) -> bool:
-        """Memory ran out while other cases of the group were there, too: it deserves a try of its own."""
+        """Whether memory ran out while other cases of the group were in memory, too; then it is tried by itself."""
         ran_out = isinstance(state.outcome, Failed) and state.outcome.code == "out_of_memory"
         return ran_out and not state.isolated and len(self.states) > 1
 
     def _isolated(self, state: CaseState) -> Iterator[Row]:
-        """Another chance without the rest of the group in memory: only what does not fit alone has failed."""
+        """Measure again without the rest of the group in memory; only what does not fit then has failed."""
         self._driver.pool.close()
         state.home, state.outcome, state.isolated = None, None, True
         state.runs.clear()
@@ -137,7 +136,7 @@ class WorkloadGroupRun:
         return budget.clock() + budget.share_s([one.case for one in states])
 
     def _measured(self, states: Sequence[CaseState], deadline: float) -> Iterator[Row]:
-        """Time the states, free them, and weigh each: on a CPU in a process of its own."""
+        """Time the cases, free them, and measure the peak memory of each: on a CPU in a fresh process."""
         driver = self._driver
         over_ranks = self.states[0].case.world_size > 1 and driver.method.max_turns > 0
         diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
@@ -155,7 +154,7 @@ class WorkloadGroupRun:
             for state in states:
                 if on_cuda and state.running:
                     self._weigh_here(state)
-            # Last of all: should a part fail and take the ranks along, every row has what it needs.
+            # Last of all: a part that fails may end the ranks, and every row is complete by now.
             if over_ranks:
                 self._diagnose([one for one in states if one.running], share_s * diagnosing_share)
             for state in states:
@@ -174,7 +173,7 @@ class WorkloadGroupRun:
             raise
 
     def _recheck(self, states: Sequence[CaseState]) -> None:
-        """Measure one of them by itself."""
+        """Measure one of the cases without the others in between, to see whether they changed its time."""
         driver, timer = self._driver, self._driver.method.timer
         if not driver.method.recheck or len(states) < 2 or driver.budget.exhausted:
             return

@@ -33,7 +33,7 @@ new_number = itertools.count().__next__
 
 
 def register(number: int, computation: Computation) -> None:
-    """Let operators find the computation, for as long as somebody else holds it."""
+    """Let operators find the computation by its number for as long as it exists elsewhere (weak reference)."""
     _computations[number] = computation
 
 

@@ -1,6 +1,6 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""What a backward pass needs of each query row, in the order in which the fused kernels read rows: class by class."""
+"""Row sums for the backward pass, in the order in which the fused kernels read rows: class by class."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _rows(length: int, modulus: int, tile: int) -> int:
 
 
 def _empty_rows(like: Tensor, length: int, modulus: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Room for (log2 lse, delta), with what rows beyond the sequence hold."""
+    """Tensors for (log2 lse, delta), filled with infinity and 0 for rows beyond the sequence."""
     shape = (*like.shape[:2], modulus, _rows(length, modulus, tile))
     if shape[-1] * modulus == length:
         return like.new_empty(shape), like.new_empty(shape)

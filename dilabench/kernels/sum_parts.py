@@ -1,6 +1,6 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""Partial results on ranges of rows become one, in one pass: each part is read once, the result is written once."""
+"""Sums and merges partial results on ranges of rows in one pass: each part is read once, the result written once."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Implementation:
     names the only ones that it can call, where it cannot call any.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows that take different things are never ranked together.
-    `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their cell, and a suite
+    `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
     over many lengths has it only by name.
     """
 
@@ -230,7 +230,7 @@ class Registry(Generic[DescriptorT]):
         self._origin: dict[str, str] = {}
 
     def add(self, descriptor: DescriptorT, origin: str) -> None:
-        """Put a descriptor on the shelf; raises PluginError when its name or an alias is taken."""
+        """Add a descriptor; raises PluginError when its name or an alias is taken."""
         for name in (descriptor.name, *descriptor.aliases):
             if name in self._by_name or name in self._aliases:
                 owner = self._origin[self._aliases.get(name, name)]
@@ -269,7 +269,7 @@ class Registry(Generic[DescriptorT]):
 
 
 class Catalogue:
-    """Everything that was found, one shelf per kind."""
+    """Everything that was found, one registry per kind."""
 
     def __init__(self) -> None:
         self.implementations: Registry[Implementation] = Registry("implementation")

@@ -87,7 +87,7 @@ def _guarded(found: Found, name: str, source: Any, info: PluginInfo) -> None:
 
 
 def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
-    """Check the plug-in in a manager of its own, then put its descriptors on the shelves, all or none."""
+    """Check the plug-in in a manager of its own, then add its descriptors to the catalogue, all or none."""
     manager = pluggy.PluginManager(NAME)
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
@@ -117,7 +117,7 @@ def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
 
 
 def _copied(catalogue: Catalogue) -> Catalogue:
-    """A copy of the shelves to try additions on, so that a clash leaves the real catalogue untouched."""
+    """A copy of the registries to try additions on, so that a clash leaves the real catalogue untouched."""
     trial = Catalogue()
     for shelf in REGISTRIES:
         source, target = getattr(catalogue, shelf), getattr(trial, shelf)

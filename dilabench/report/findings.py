@@ -1,7 +1,7 @@
 """What a suite says about a record beside its tables: sentences, figures and plots, as plain data.
 
-A suite names its `analysis`, a function `analyse(record) -> Sequence[Section]`. It is called when somebody looks at a
-record, new or old, and works on the raw samples; nothing that it finds is ever stored.
+A suite names its `analysis`, a function `analyse(record) -> Sequence[Section]`. It is called whenever a record
+is rendered, works on the raw samples, and its result is not stored.
 """
 
 from collections.abc import Callable, Sequence

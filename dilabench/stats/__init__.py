@@ -4,15 +4,15 @@ One idea per module. Nothing here imports torch, reads a file or knows a record;
 natural logarithms of time ratios (candidate / baseline) until a verdict turns them into ratios.
 
 ==================  =====================================================================================
-`location`          quantiles, median with a distribution-free interval, MAD: what one sample says
+`location`          quantiles, median with a distribution-free interval, MAD, Vargha-Delaney A12
 `blocks`            the median of samples taken in turns and sessions, which are alike inside each
 `autocorrelation`   how many independent samples a correlated series is worth
+`estimate`          a confidence interval; an estimated log ratio with its error
 `precision`         the stop rule: measure until the interval is narrow, never until it is significant
 `paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)
 `history`           stored baseline sessions against new ones -> `Estimate` by a prediction interval
 `decide`            `Estimate` + `Policy` -> `Verdict` SLOWER, FASTER, SAME or INCONCLUSIVE
-`multiplicity`      Holm and Benjamini-Hochberg over all cells of a comparison; second data decide
-`effect`            Vargha-Delaney A12
+`multiplicity`      Holm and Benjamini-Hochberg over all pairs of a comparison; second data decide
 `memory`            the exact memory gate
 `calibration`       noise floor and detection rates of this machine
 `steps`             level shifts in a history (L1 Potts)
@@ -22,9 +22,9 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 
 A comparison in four lines::
 
-    cells = [PairedCell(rounds) for rounds in ...]        # rounds[session][round] = (baseline_ns, candidate_ns)
+    pairs = [PairedRounds(rounds) for rounds in ...]        # rounds[session][round] = (baseline_ns, candidate_ns)
     policy = Policy.for_device("cpu", sigma_aa=0.01)
-    verdicts = control_family(judge_many(cells, policy))  # Holm over all gated cells
+    verdicts = control_family(judge_many(pairs, policy))  # Holm over all gated pairs
     failed = [verdict for verdict in verdicts if verdict.fails_gate]
 
 The modules are imported one by one (`from dilabench.stats.decisions.decide import judge_many`), because numpy and

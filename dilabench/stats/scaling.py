@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import Interval, t_quantile
 from dilabench.stats.samples.location import checked_samples
 
 

@@ -1,6 +1,6 @@
 """Finished runs, one immutable compressed file each: `runs/<UTC date>-<run id>.json.gz`. No torch.
 
-They are the truth of the store; the index beside them can always be made again.
+Everything else in the store can be made again from them.
 """
 
 import gzip
@@ -26,7 +26,7 @@ _STAMP = re.compile(r"^\d{8}T\d{6}Z-|^undated-")
 
 
 class Archive:
-    """The runs of a store. Files are only ever added; one that is damaged hurts no other."""
+    """The runs of a store. Files are only added, never changed; a damaged one does not affect the others."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = store_root() if root is None else root
@@ -39,7 +39,7 @@ class Archive:
     def add(self, record: RunRecord) -> str:
         """Keep a record and return its file's name; the same record twice is one file.
 
-        A resumed run has the id of its first part: it gets a file of its own, `<id>+2`, which counts from then on.
+        A resumed run has the id of its first part: it gets a file of its own, `<id>+2`, which replaces the first.
         Raises ConfigError for an id that is no file name, EnvironmentNotReady when it cannot be written.
         """
         if not _RUN_ID.fullmatch(record.run_id):

@@ -1,6 +1,6 @@
 """Named baselines: `baselines.toml`, a name for one or more stored runs. No torch.
 
-Several runs under one name are the sessions that a gate on time rests on.
+Several runs under one name are the sessions of the baseline, of which a gate on time needs five.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A SQLite index of the archive, for questions over many runs. It is a cache: it can always be made again. No torch.
 
-Writers of runs never touch it; whoever asks brings it up to date first. So a kill, a full disk or two writers at once
-cannot harm it, and an index that cannot be read costs only the time to make a new one.
+Writing a run does not touch it; opening it brings it up to date. So a kill, a full disk or two writers at once
+cannot damage it, and an index that cannot be read costs only the time to make a new one.
 """
 
 import sqlite3
@@ -27,7 +27,7 @@ CREATE TABLE cells (file TEXT, case_id TEXT, name TEXT, implementation TEXT, bac
 CREATE INDEX cells_by_case ON cells (case_id);
 """
 RUN_FIELDS = "file, run_id, suite, device, machine, started_at, git, status, measured, rows"
-CELL_FIELDS = (
+CASE_FIELDS = (
     "case_id, implementation, backend, title, status, why, timer, p25_ns, median_ns, low_ns, high_ns, samples, "
     "sessions, peak_bytes"
 )
@@ -53,8 +53,8 @@ class RunEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class CellEntry:
-    """One case in one run; times are None unless it was measured."""
+class CaseEntry:
+    """One case in one run; times (ns) are None unless it was measured."""
 
     run: RunEntry
     case_id: str
@@ -94,17 +94,17 @@ class HistoryIndex:
         entries = [RunEntry(*row) for row in self._connection.execute(query)]
         return entries if limit is None else entries[-limit:]
 
-    def cells(self, words: Sequence[str] = ()) -> Iterator[CellEntry]:
-        """The cells whose name holds all the words, oldest first."""
+    def cases(self, words: Sequence[str] = ()) -> Iterator[CaseEntry]:
+        """The cases of all runs whose name holds all the words, oldest first."""
         runs = {run.file: run for run in self.runs()}
         where = " AND ".join(["instr(cells.name, ?) > 0"] * len(words)) or "1"
         query = (
-            f"SELECT file, {CELL_FIELDS} FROM cells JOIN (SELECT file, started_at FROM runs) USING (file) "
+            f"SELECT file, {CASE_FIELDS} FROM cells JOIN (SELECT file, started_at FROM runs) USING (file) "
             f"WHERE {where} {BY_DATE}, cells.rowid"
         )
         for file, *fields in self._connection.execute(query, [word.lower() for word in words]):
             if file in runs:
-                yield CellEntry(runs[file], *fields)
+                yield CaseEntry(runs[file], *fields)
 
     def _opened(self, rebuild: bool) -> sqlite3.Connection:
         try:
@@ -112,7 +112,7 @@ class HistoryIndex:
                 self._path.unlink(missing_ok=True)
             return self._up_to_date(str(self._path))
         except (sqlite3.OperationalError, OSError) as error:
-            # Locked for good, on a full or read-only disk: the answer does not depend on the file.
+            # The disk is full or read-only, or the file stays locked: an index in memory gives the same answers.
             self._tell(f"the index {str(self._path)!r} cannot be written ({error}); made one in memory")
         except sqlite3.DatabaseError as error:
             self._tell(f"the index {str(self._path)!r} was unreadable ({error}); made anew from the run files")
@@ -135,7 +135,7 @@ class HistoryIndex:
         return connection
 
     def _refresh(self, connection: sqlite3.Connection) -> None:
-        """Take in the files that are new, drop those that are gone."""
+        """Add the files that are new, drop those that no longer exist."""
         known = {file for (file,) in connection.execute("SELECT file FROM runs")}
         present = self._archive.names()
         for file in known.difference(present):
@@ -146,7 +146,7 @@ class HistoryIndex:
                 self._tell(str(record))
                 continue
             try:
-                cells = _cell_fields(file, record)
+                cells = _case_fields(file, record)
             except ConfigError as error:
                 self._tell(f"run file {file!r} is left out: {error}")
                 continue
@@ -193,7 +193,7 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
     )
 
 
-def _cell_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
+def _case_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
     return [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
 
 

@@ -1,4 +1,4 @@
-"""Files of a run: rows streamed line by line, the record written in one step, both readable after any death. No torch.
+"""Files of a run: rows streamed line by line, the record written at once, both readable however a run ended. No torch.
 
 A run's folder is `<UTC time>-<suite>-<run id>/`. It holds `rows.jsonl` (a header line, then a line per finished case),
 once the run has ended `run.json` (the RunRecord), and in `masks/` copies of the mask files that its workloads name.
@@ -66,7 +66,7 @@ class RunFolder:
             self._stream = path.open("ab", buffering=0)
             if self._resumed:
                 _end_last_line(path)
-                # The rows tell more than this record from now on; `finish` writes it anew.
+                # From now on the rows are newer than this record; `finish` writes it again.
                 (self.path / RECORD_NAME).unlink(missing_ok=True)
             else:
                 self._append({"header": header.model_dump(mode="json")})
@@ -161,9 +161,7 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
 
 
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
-    """Rows that `--resume` does not repeat: all but those that the budget left no time for, and interrupted streams.
-
-    What failed has failed.
+    """Rows that `--resume` keeps: all, failed ones too, but those without time in the budget and interrupted streams.
 
     With the header of the run that wants to go on, another device or machine is refused: times would not compare.
     """
@@ -232,7 +230,7 @@ def _text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iterator[None]:
-    """What the system refuses becomes a message with the path and a way out."""
+    """Turn an OSError inside the block into EnvironmentNotReady with the path and a way out."""
     try:
         yield
     except OSError as error:

@@ -80,7 +80,7 @@ def test_only_the_second_data_of_a_flagged_cell_decide(cli, measured, second, co
     result = cli("check", "--against", "main")
     assert result.exit_code == code, result.stdout
     assert measured.asked == [(["gather", "strided", "other"], 1), (["gather", "strided"], 3)]
-    assert "look slower" in result.stderr
+    assert "hold slower cases" in result.stderr
     assert "first look: " in result.stdout
 
 

@@ -30,7 +30,7 @@ def history(make_row, make_record):
 def test_five_sessions_make_a_gate(history, make_row, make_record, ratio, code):
     new = make_record([make_row("strided", seed=99, ns=1e7 * ratio)], run_id="new")
     found = compare_across(history(), [new], policy=CPU)
-    (cell,) = found.cells
+    (cell,) = found.pairs
     assert (cell.verdict.code, cell.verdict.advisory, cell.route) == (code, False, "stored")
     assert found.warnings == ()
     assert exit_code(found) is (ExitCode.REGRESSION if code is Code.SLOWER else ExitCode.OK)
@@ -40,7 +40,7 @@ def test_five_sessions_make_a_gate(history, make_row, make_record, ratio, code):
 def test_fewer_sessions_advise_and_never_fail(history, make_row, make_record, sessions):
     new = make_record([make_row("strided", ns=3e7)], run_id="new")
     found = compare_across(history(sessions), [new], policy=CPU)
-    assert found.cells[0].verdict.advisory
+    assert found.pairs[0].verdict.advisory
     assert f"{sessions} sessions: verdicts on time are advisory" in found.warnings[0]
     assert exit_code(found) is ExitCode.OK
 
@@ -49,7 +49,7 @@ def test_one_session_against_one_says_that_it_cannot_tell(make_row, make_record)
     found = compare_across(
         [make_record([make_row()], run_id="a")], [make_record([make_row(ns=2e7)], run_id="b")], policy=CPU
     )
-    verdict = found.cells[0].verdict
+    verdict = found.pairs[0].verdict
     assert (verdict.code, verdict.cause) == (Code.INCONCLUSIVE, Cause.TOO_FEW_SESSIONS)
     assert "one stored session tells nothing" in verdict.reason
     assert exit_code(found) is ExitCode.OK
@@ -61,7 +61,7 @@ def test_rounds_of_two_records_never_pair(make_row, make_record):
     found = compare_across(
         [make_record([make_row(position=0)], run_id="a")], [make_record([make_row(position=1)], run_id="b")], policy=CPU
     )
-    assert found.cells[0].route == "stored"
+    assert found.pairs[0].route == "stored"
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_a_resident_set_may_wander(make_row, make_record, peak, code):
 
 def test_the_largest_stored_peak_is_the_baseline(make_row, make_record):
     stored = [make_record([make_row(peak=peak)], run_id=f"{peak}") for peak in (2**20, 2**25, 2**21)]
-    (cell,) = compare_across(stored, [make_record([make_row(peak=2**25)], run_id="new")], policy=CPU).cells
+    (cell,) = compare_across(stored, [make_record([make_row(peak=2**25)], run_id="new")], policy=CPU).pairs
     assert (cell.memory.code, cell.memory.baseline_bytes) == ("SAME", 2**25)
 
 
 def test_peaks_taken_in_different_ways_do_not_compare(make_row, make_record):
     old, new = make_row(peak=2**20), make_row(peak=2**30, source="resident_set")
-    (cell,) = compare_across([make_record([old], run_id="a")], [make_record([new], run_id="b")], policy=CPU).cells
+    (cell,) = compare_across([make_record([old], run_id="a")], [make_record([new], run_id="b")], policy=CPU).pairs
     assert cell.memory is None
     assert "different ways" in cell.notes[0]
 
@@ -120,7 +120,7 @@ def test_every_row_that_only_one_side_measured_is_named(make_row, make_record):
         make_row("no", outcome=skipped),
     ]
     found = compare_across([make_record(old, run_id="a")], [make_record(new, run_id="b")], policy=CPU)
-    assert [cell.candidate.implementation for cell in found.cells] == ["both"]
+    assert [cell.candidate.implementation for cell in found.pairs] == ["both"]
     named = {one.case.implementation: (one.lack, one.regressed) for one in found.uncompared}
     assert named == {
         "gone": ("missing", True),
@@ -221,12 +221,12 @@ def test_only_the_second_data_decide(history, flagged, make_row, make_record, ra
     again = make_record([make_row("strided", seed=5, ns=1e7 * ratio)], run_id="second")
     final = confirmed(flagged, compare_across(history(), [again], policy=CPU))
     assert exit_code(final) is code
-    assert final.cells[0].notes[0].startswith("first look: ")
+    assert final.pairs[0].notes[0].startswith("first look: ")
 
 
 def test_what_was_not_measured_again_is_undecided(flagged):
     final = confirmed(flagged, None)
-    assert final.cells[0].verdict.cause is Cause.NOT_REMEASURED
+    assert final.pairs[0].verdict.cause is Cause.NOT_REMEASURED
     assert exit_code(final) is ExitCode.OK
     assert exit_code(final, {"inconclusive"}) is ExitCode.INCONCLUSIVE
 

@@ -15,19 +15,19 @@ def slot(index, position, session=0, ns=100, **fields):
 
 
 def sizes(pairing):
-    return [len(session) for session in pairing.cell.rounds]
+    return [len(session) for session in pairing.rounds.rounds]
 
 
 def test_slots_of_one_round_pair():
     a, b = [slot(i, 0, ns=100 + i) for i in range(3)], [slot(i, 1, ns=200 + i) for i in range(3)]
     found = pair([(timing(a), timing(b))])
-    assert found.cell.rounds == [[((100,), (200,)), ((101,), (201,)), ((102,), (202,))]]
+    assert found.rounds.rounds == [[((100,), (200,)), ((101,), (201,)), ((102,), (202,))]]
     assert (found.left_out, found.throttled) == (0, False)
 
 
 def test_order_in_the_record_does_not_matter():
     a, b = [slot(i, 0) for i in (2, 0, 1)], [slot(i, 1, ns=200 + i) for i in range(3)]
-    assert [pair_[1] for pair_ in pair([(timing(a), timing(b))]).cell.rounds[0]] == [(202,), (200,), (201,)]
+    assert [pair_[1] for pair_ in pair([(timing(a), timing(b))]).rounds.rounds[0]] == [(202,), (200,), (201,)]
 
 
 def test_rounds_that_one_side_lacks_are_counted():
@@ -38,7 +38,7 @@ def test_rounds_that_one_side_lacks_are_counted():
 def test_equal_positions_were_no_common_round():
     """Two cases measured one after the other both number their rounds from zero."""
     found = pair([(timing(slot(i, 0) for i in range(5)), timing(slot(i, 0) for i in range(5)))])
-    assert (found.cell, found.left_out) == (None, 5)
+    assert (found.rounds, found.left_out) == (None, 5)
 
 
 def test_a_session_that_began_in_mid_run_on_one_side_still_pairs():
@@ -57,7 +57,7 @@ def test_sessions_that_number_their_rounds_alike_pair_by_both():
     a = [slot(i, 0, session=s, ns=100 + s) for s in range(2) for i in range(3)]
     b = [slot(i, 1, session=s, ns=200 + s) for s in range(2) for i in range(3)]
     found = pair([(timing(a), timing(b))])
-    assert [session[0] for session in found.cell.rounds] == [((100,), (200,)), ((101,), (201,))]
+    assert [session[0] for session in found.rounds.rounds] == [((100,), (200,)), ((101,), (201,))]
 
 
 @pytest.mark.parametrize(("faulty", "kept", "throttled"), [(0, 10, False), (2, 8, False), (3, 10, True)])
@@ -71,7 +71,7 @@ def test_rounds_slowed_by_heat_are_left_out_while_they_are_few(faulty, kept, thr
 def test_clocks_stay_with_their_rounds():
     a = [slot(i, 0, sm_clock_mhz=1000 + i) for i in range(2)]
     b = [slot(i, 1, sm_clock_mhz=None if i else 1500) for i in range(2)]
-    assert pair([(timing(a), timing(b))]).cell.clocks_mhz == [[(1000, 1500), (1001, None)]]
+    assert pair([(timing(a), timing(b))]).rounds.clocks_mhz == [[(1000, 1500), (1001, None)]]
 
 
 def test_sessions_of_several_records():

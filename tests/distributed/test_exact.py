@@ -3,7 +3,7 @@
 import pytest
 
 from dilabench.distributed.launch import launch
-from dilabench.distributed.lone_rank import LoneRank
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.world import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -68,11 +68,11 @@ def test_a_graph_can_be_passed_back_through_twice():
     ("name", "world", "kept"),
     [
         ("zigzag-ring", World.alone(), []),
-        ("zigzag-ring", LoneRank.of(0, 2), [(2, 12, 2, 6)] * 2),
-        ("zigzag-ring", LoneRank.of(1, 2), [(2, 6, 2, 6)] * 2),
-        ("ring-overlap", LoneRank.of(0, 2), []),
-        ("ring-overlap", LoneRank.of(2, 3), [(2, 8, 2, 6)] * 2),
-        ("ring", LoneRank.of(1, 2), []),
+        ("zigzag-ring", SingleRank.of(0, 2), [(2, 12, 2, 6)] * 2),
+        ("zigzag-ring", SingleRank.of(1, 2), [(2, 6, 2, 6)] * 2),
+        ("ring-overlap", SingleRank.of(0, 2), []),
+        ("ring-overlap", SingleRank.of(2, 3), [(2, 8, 2, 6)] * 2),
+        ("ring", SingleRank.of(1, 2), []),
     ],
     ids=["one rank", "of a later rank", "of an earlier rank", "nothing ahead", "of the last hop", "taking turns"],
 )
@@ -99,4 +99,4 @@ KEYS, GRADIENTS, KERNEL = "keys", "gradients", "kernel"
 def test_returned_gradients_travel_while_something_is_computed(ranks, order, monkeypatch):
     import ring_cases
 
-    assert ring_cases.steps_back(LoneRank.of(ranks // 2, ranks), ring_cases.workload(), monkeypatch) == order
+    assert ring_cases.steps_back(SingleRank.of(ranks // 2, ranks), ring_cases.workload(), monkeypatch) == order

@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 
-from dilabench.engine.backend_evidence import unproven_backend
 from dilabench.engine.budget import Budget, steady
 from dilabench.engine.device.clocks import NvmlClocks, throttle_reasons
-from dilabench.engine.device.peak_names import COPY_KEY, matmul_key
-from dilabench.engine.interference import interference
+from dilabench.engine.device.peaks import COPY_KEY, matmul_key
 from dilabench.engine.lower_bounds import least_flops
-from dilabench.engine.plausibility import suspicions
+from dilabench.engine.plausibility import interference, suspicions, unproven_backend
 from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
 from dilabench.engine.worker.protocol import case_spec, worker_key

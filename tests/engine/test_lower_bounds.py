@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.engine import lower_bounds
-from dilabench.engine.device.peak_names import COPY_KEY
+from dilabench.engine.device.peaks import COPY_KEY
 from dilabench.engine.lower_bounds import least_bytes, reached_rows
 from dilabench.engine.plausibility import suspicions
 from dilabench.impls.multiplicity import multiplicity

@@ -31,7 +31,7 @@ from dilabench.compare.pairing import pair
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
 from dilabench.machine import Machine
-from dilabench.plugins import builtin
+from dilabench.plugins.builtin import timers as builtin
 from dilabench.plugins.descriptors import Capabilities, Catalogue, Implementation
 from dilabench.record import Case, PlannedCase, RunHeader
 from dilabench.workload.spec import Workload
@@ -158,7 +158,7 @@ def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, 
     assert len(engine(sink=folder, progress=Interrupting(), **options).rows) == 1
     record = engine(sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path), **options)
     before, after = [row.outcome.timings[0] for row in record.rows]
-    assert pair([(before, after)]).cell is None
+    assert pair([(before, after)]).rounds is None
 
 
 def test_a_disk_that_fills_up_stops_the_run_and_resumes_with_what_was_written(

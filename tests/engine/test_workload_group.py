@@ -210,7 +210,7 @@ def test_an_idle_workers_death_is_nobodys_fault(measure, monkeypatch):
     assert lab.started["builtin"] == 2
 
 
-def test_out_of_memory_in_company_is_tried_again_alone(measure):
+def test_out_of_memory_in_company_is_tried_again_in_isolation(measure):
     lab = Lab()
     lab.script["b", "prepare"] = [WorkerFailure("out_of_memory", "out of memory: 80 GiB")]
     found = measure(["a", "b"], lab)
@@ -222,17 +222,17 @@ def test_out_of_memory_in_company_is_tried_again_alone(measure):
     )
 
 
-def test_what_was_measured_alone_after_the_others_took_no_turns_with_them(measure):
+def test_what_was_isolated_after_the_others_took_no_turns_with_them(measure):
     """Both have random or first positions in their rounds; only the rounds' numbers tell that they lie apart."""
     lab = Lab()
     lab.script["c", "prepare"] = [WorkerFailure("out_of_memory", "out of memory: 80 GiB")]
     timings = {name: outcome.timings[0] for name, outcome in measure(["a", "b", "c"], lab).items()}
     assert pair([(timings["a"], timings["b"])]).left_out == 0
-    assert pair([(timings["a"], timings["c"])]).cell is None
+    assert pair([(timings["a"], timings["c"])]).rounds is None
 
 
 @pytest.mark.parametrize("command", ["prepare", "verify", "warm_up", "slot", "memory"])
-def test_out_of_memory_alone_is_the_end_of_one_row(measure, command):
+def test_out_of_memory_in_isolation_is_the_end_of_one_row(measure, command):
     lab = Lab()
     lab.script["b", command] = [WorkerFailure("out_of_memory", "out of memory: 80 GiB") for _ in range(3)]
     found = measure(["a", "b"], lab)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from dilabench.stats.decisions.paired import PairedCell
+from dilabench.stats.decisions.paired import PairedRounds
 
 settings.register_profile("dilabench", deadline=None, derandomize=True)
 settings.load_profile("dilabench")
@@ -31,7 +31,7 @@ class NoiseModel:
 
     def cells(
         self, rng: np.random.Generator, count: int, *, effect: float = 0.0, sessions: int = 1
-    ) -> list[PairedCell]:
+    ) -> list[PairedRounds]:
         """`count` comparisons of 20 rounds x 5 samples, in random order within rounds; candidate slower by `effect`."""
         rounds, n = 20, 5
         shape = (count, sessions, rounds * 2 * n)
@@ -50,7 +50,7 @@ class NoiseModel:
         slots[..., 1, :] += np.log1p(effect)
         samples_ns = np.exp(slots).round().astype(np.int64).tolist()
         return [
-            PairedCell([[(baseline, candidate) for baseline, candidate in session] for session in cell])
+            PairedRounds([[(baseline, candidate) for baseline, candidate in session] for session in cell])
             for cell in samples_ns
         ]
 
@@ -68,7 +68,7 @@ def gpu_noise() -> NoiseModel:
 
 
 @pytest.fixture
-def round_noise() -> Callable[..., PairedCell]:
+def round_noise() -> Callable[..., PairedRounds]:
     """A comparison of given size with plain log-normal noise."""
 
     def make(
@@ -80,10 +80,10 @@ def round_noise() -> Callable[..., PairedCell]:
         sd: float = 0.02,
         effect: float = 0.0,
         level_ns: float = 1e7,
-    ) -> PairedCell:
+    ) -> PairedRounds:
         rng = np.random.default_rng(seed)
         sides = [(np.log(level_ns), sizes[0]), (np.log(level_ns) + np.log1p(effect), sizes[1])]
-        return PairedCell(
+        return PairedRounds(
             [
                 [tuple(np.exp(rng.normal(mean, sd, n)).tolist() for mean, n in sides) for _ in range(rounds)]
                 for _ in range(sessions)

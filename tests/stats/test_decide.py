@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.decide import decide, judge, judge_many
-from dilabench.stats.decisions.paired import PairedCell, estimate
+from dilabench.stats.decisions.paired import PairedRounds, estimate
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, confirm
-from dilabench.stats.samples.estimate import Estimate
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Estimate, Interval
 
 MIRROR = {Code.SLOWER: Code.FASTER, Code.FASTER: Code.SLOWER}
 NO_FLOOR = Policy(user_margin=0.02, min_change_ns=0)
@@ -44,7 +43,7 @@ def known(log_ratio=0.0, se=0.001, **changes):
 @given(sessions, st.sampled_from([0.0, 0.03, 0.3]))
 def test_exchanging_the_sides_mirrors_the_verdict(rounds, shift):
     rounds = [[(a, [x * (1 + shift) for x in b]) for a, b in session] for session in rounds]
-    there, back = judge(PairedCell(rounds), NO_FLOOR), judge(PairedCell(swapped(rounds)), NO_FLOOR)
+    there, back = judge(PairedRounds(rounds), NO_FLOOR), judge(PairedRounds(swapped(rounds)), NO_FLOOR)
     assert back.code is MIRROR.get(there.code, there.code)
     assert back.cause is there.cause
     assert back.numbers.log_ratio == pytest.approx(-there.numbers.log_ratio, abs=1e-12)
@@ -57,7 +56,7 @@ def test_exchanging_the_sides_mirrors_the_verdict(rounds, shift):
 def test_scaling_both_sides_leaves_the_verdict(rounds, factor):
     policy = Policy(user_margin=0.02, timer_floor_ns=500, min_change_ns=2000)
     larger = replace(policy, timer_floor_ns=500 * factor, min_change_ns=2000 * factor)
-    one, other = judge(PairedCell(rounds), policy), judge(PairedCell(scaled(rounds, factor)), larger)
+    one, other = judge(PairedRounds(rounds), policy), judge(PairedRounds(scaled(rounds, factor)), larger)
     assert one.code is other.code
     assert one.threshold == pytest.approx(other.threshold)
     assert one.numbers.log_ratio == pytest.approx(other.numbers.log_ratio, abs=1e-12)
@@ -66,7 +65,7 @@ def test_scaling_both_sides_leaves_the_verdict(rounds, factor):
 @given(st.lists(sessions, min_size=1, max_size=5))
 @settings(max_examples=30)
 def test_a_batch_judges_each_cell_as_if_alone(many):
-    cells = [PairedCell(rounds) for rounds in many]
+    cells = [PairedRounds(rounds) for rounds in many]
     assert judge_many(cells, NO_FLOOR) == [judge(cell, NO_FLOOR) for cell in cells]
 
 
@@ -145,19 +144,19 @@ def test_too_few_rounds_give_no_interval(round_noise):
 def test_a_slow_down_that_the_clock_explains_is_not_claimed(round_noise):
     cell = round_noise(1, sd=0.005, effect=0.10)
     slower_clock = [[(1980.0, 1800.0)] * 20]
-    verdict = judge(PairedCell(cell.rounds, slower_clock), NO_FLOOR)
+    verdict = judge(PairedRounds(cell.rounds, slower_clock), NO_FLOOR)
     assert (verdict.code, verdict.cause) == (Code.INCONCLUSIVE, Cause.CLOCK)
     assert verdict.numbers.cycles_ratio == pytest.approx(1.0, abs=0.01)
-    steady = judge(PairedCell(cell.rounds, [[(1980.0, 1980.0)] * 20]), NO_FLOOR)
+    steady = judge(PairedRounds(cell.rounds, [[(1980.0, 1980.0)] * 20]), NO_FLOOR)
     assert steady.code is Code.SLOWER
-    unread = judge(PairedCell(cell.rounds, [[(1980.0, None)] * 20]), NO_FLOOR)
+    unread = judge(PairedRounds(cell.rounds, [[(1980.0, None)] * 20]), NO_FLOOR)
     assert unread.code is Code.SLOWER
     assert unread.numbers.cycles_ratio is None
 
 
 def test_clocks_must_match_the_rounds(round_noise):
     with pytest.raises(ConfigError, match="3 clock readings for 20 rounds"):
-        judge(PairedCell(round_noise(0).rounds, [[(1.0, 1.0)] * 3]), NO_FLOOR)
+        judge(PairedRounds(round_noise(0).rounds, [[(1.0, 1.0)] * 3]), NO_FLOOR)
 
 
 def test_rounds_needed_are_enough_and_not_far_too_many(round_noise):
@@ -214,4 +213,4 @@ def test_policy_refuses_impossible_values(bad):
 @pytest.mark.parametrize("rounds", [[], [[]], [[([1.0], [])]], [[([1.0], [0.0])]], [[([1.0], [float("nan")])]]])
 def test_impossible_samples_are_refused(rounds):
     with pytest.raises(ConfigError):
-        judge(PairedCell(rounds), NO_FLOOR)
+        judge(PairedRounds(rounds), NO_FLOOR)

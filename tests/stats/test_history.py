@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.calibration import detection_rate
 from dilabench.stats.decisions.decide import decide
-from dilabench.stats.decisions.history import StoredCell, estimate_from_history, estimate_stored
+from dilabench.stats.decisions.history import StoredSessions, estimate_from_history, estimate_stored
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code
 
@@ -89,5 +89,5 @@ def test_empty_sides_are_refused(empty):
 
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=4))
 def test_a_batch_estimates_each_cell_as_if_alone(many):
-    cells = [StoredCell(baseline, candidate) for baseline, candidate in many]
+    cells = [StoredSessions(baseline, candidate) for baseline, candidate in many]
     assert estimate_stored(cells) == [estimate_from_history(baseline, candidate) for baseline, candidate in many]

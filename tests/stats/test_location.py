@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
 from dilabench.stats.samples.autocorrelation import autocorrelation, effective_size
-from dilabench.stats.samples.effect import a12
-from dilabench.stats.samples.location import locate, mad, median_interval, quantile, quantiles
+from dilabench.stats.samples.location import a12, locate, mad, median_interval, quantile, quantiles
 from dilabench.stats.samples.precision import precision
 from dilabench.stats.samples.slots import flatten_slots, group_quantiles
 

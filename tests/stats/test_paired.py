@@ -9,7 +9,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.stats.decisions.paired import PairedCell, estimate, estimate_many
+from dilabench.stats.decisions.paired import PairedRounds, estimate, estimate_many
 from dilabench.stats.samples.location import quantile
 
 
@@ -53,7 +53,7 @@ def test_correlated_rounds_count_less():
     wave = np.zeros(60)
     for i in range(1, 60):
         wave[i] = 0.8 * wave[i - 1] + rng.normal(0, 0.01)
-    cell = PairedCell([[([1e6], [1e6 * float(np.exp(y))]) for y in wave]])
+    cell = PairedRounds([[([1e6], [1e6 * float(np.exp(y))]) for y in wave]])
     assert estimate(cell).units < 25
 
 
@@ -63,7 +63,9 @@ def test_sessions_of_any_size_are_kept_apart(sizes, seed):
     """Cells of different shapes side by side: every cell's sessions have the medians of their own rounds."""
     rng = np.random.default_rng(seed)
     cells = [
-        PairedCell([[(rng.uniform(1, 2, 3).tolist(), rng.uniform(1, 2, 3).tolist()) for _ in range(n)] for n in rounds])
+        PairedRounds(
+            [[(rng.uniform(1, 2, 3).tolist(), rng.uniform(1, 2, 3).tolist()) for _ in range(n)] for n in rounds]
+        )
         for rounds in sizes
     ]
     for cell, result in zip(cells, estimate_many(cells, statistic="median"), strict=True):

@@ -36,12 +36,12 @@ def test_runs_and_cells_in_the_order_of_time(archive, told):
     with HistoryIndex(archive, told.append) as index:
         assert [(run.run_id, run.measured, run.rows) for run in index.runs()] == [("run1", 1, 2), ("run2", 1, 2)]
         assert [run.run_id for run in index.runs(limit=1)] == ["run2"]
-        first, second = index.cells(["STRIDED", "fp32"])
+        first, second = index.cases(["STRIDED", "fp32"])
         assert (first.run.run_id, second.run.run_id) == ("run1", "run2")
         assert first.median_ns == pytest.approx(1e6, rel=0.01)
         assert first.low_ns < first.median_ns < first.high_ns
         assert (first.samples, first.sessions, first.peak_bytes) == (100, 1, 2**24)
-        skipped = next(iter(index.cells(["fused"])))
+        skipped = next(iter(index.cases(["fused"])))
         assert (skipped.status, skipped.why, skipped.median_ns) == ("skipped", "needs cuda", None)
     assert told == []
 
@@ -56,7 +56,7 @@ def test_cases_that_differ_in_anything_have_titles_that_do(archive, told, make_r
     )
     archive.add(make_record([plain, pooled, spread], run_id="many", started_at="2026-02-01T00:00:00+00:00"))
     with HistoryIndex(archive, told.append) as index:
-        titles = [cell.title for cell in index.cells(["gather"])]
+        titles = [cell.title for cell in index.cases(["gather"])]
     shape = "1x96 H2 D24 fp32 causal · dense · forward"
     assert titles == [shape, f"{shape} +pool 1G", f"{shape} · 2 devices"]
 
@@ -161,8 +161,8 @@ def test_the_part_of_a_run_that_was_resumed_counts_once(archive, told, make_row,
     )
     with HistoryIndex(archive, told.append) as index:
         assert [(run.run_id, run.rows) for run in index.runs()] == [("run1", 2), ("run2", 2)]
-        assert len(list(index.cells(["strided"]))) == 2
-        assert len(list(index.cells(["gather"]))) == 1
+        assert len(list(index.cases(["strided"]))) == 2
+        assert len(list(index.cases(["gather"]))) == 1
 
 
 def test_no_store_yet(tmp_path, told):

@@ -4,7 +4,7 @@ torch caches an execution plan per shape and strides of q, k and v, not of out a
 layout of out must never meet another, so out and dout are passed as they are only when they are laid out like q;
 otherwise q, out and dout are all passed as contiguous copies, which is again one layout per key.
 cuDNN refuses one query with one key; such a call gets a second query of zeros, whose gradient is zero.
-Its backward loses its way from element 2^31 on: dq and dk were wrong there on an H200 (cuDNN 9.19), without an error.
+Its backward fails from element 2^31 on: dq and dk were wrong there on an H200 (cuDNN 9.19), without an error.
 Its forward is right there, and at 2^34.
 """
 

@@ -115,7 +115,7 @@ def _verdicts(sessions: Sessions, candidate: str, policy: "Policy") -> "list[Ver
     from dilabench.engine.calibration import BASELINE
     from dilabench.stats.decisions.decide import judge_many
 
-    cells = [pair([(session[BASELINE], session[candidate])]).cell for session in sessions]
+    cells = [pair([(session[BASELINE], session[candidate])]).rounds for session in sessions]
     return judge_many([cell for cell in cells if cell is not None], policy)
 
 

@@ -39,7 +39,7 @@ def check(
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.
 
-    Cells that look slower are measured once more in three fresh sessions, and only those decide. Times are gated from
+    Cases that look slower are measured once more in three fresh sessions, and only those decide. Times are gated from
     five baseline sessions on (`dilabench baseline save NAME RUN --add`), below that they advise; memory and correctness
     always count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided
     (with --fail-on inconclusive), 8 nothing measured.
@@ -104,14 +104,17 @@ def _second_look(
     cases: Sequence[PlannedCase],
     measure: Callable[[Sequence[PlannedCase], int], Sequence[RunRecord]],
 ) -> Sequence[RunRecord]:
-    """Fresh sessions of the cells that look slower, whole, so that each case has the neighbours that it had.
+    """Measure the whole workload groups of cases that look slower again, so that each case has the same neighbours.
 
     Empty when this is not the baseline's machine (a run that was brought here, say): then nothing can be confirmed.
     """
-    cells = {case.group_id for case in flagged}
-    say(f"{len(cells)} cells look slower; they are measured again in {SECOND_LOOK_SESSIONS} fresh sessions", err=True)
+    groups = {case.group_id for case in flagged}
+    say(
+        f"{len(groups)} groups hold slower cases and are measured again in {SECOND_LOOK_SESSIONS} fresh sessions",
+        err=True,
+    )
     try:
-        return measure([one for one in cases if one.case.group_id in cells], SECOND_LOOK_SESSIONS)
+        return measure([one for one in cases if one.case.group_id in groups], SECOND_LOOK_SESSIONS)
     except EnvironmentNotReady as error:
         say(f"not possible here: {error}", err=True)
         return ()

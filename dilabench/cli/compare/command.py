@@ -12,7 +12,7 @@ from dilabench.errors import ConfigError
 
 
 class By(StrEnum):
-    """What may differ between two rows of one record that face each other."""
+    """What may differ between two compared rows of one record."""
 
     IMPLEMENTATION = "implementation"
     BACKEND = "backend"

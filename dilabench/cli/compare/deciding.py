@@ -32,7 +32,7 @@ Only = Annotated[
 ]
 FailOnOption = Annotated[
     list[FailOn] | None,
-    typer.Option("--fail-on", help="Exit 6 for slower times or larger peaks, 7 for undecided cells. Repeatable."),
+    typer.Option("--fail-on", help="Exit 6 for slower times or larger peaks, 7 for undecided cases. Repeatable."),
 ]
 
 

@@ -13,11 +13,11 @@ from dilabench.errors import ConfigError
 from dilabench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dilabench.store.index import CellEntry, RunEntry
+    from dilabench.store.index import CaseEntry, RunEntry
 
 SHOWN_RUNS = 20
 RUN_COLUMNS = ("date", "run", "suite", "device", "status", "measured", "git")
-CELL_COLUMNS = ("date", "run", "git", "timer", "p25", "median", "samples", "peak", "")
+CASE_COLUMNS = ("date", "run", "git", "timer", "p25", "median", "samples", "peak", "")
 
 
 def history(
@@ -44,7 +44,7 @@ def history(
     with HistoryIndex(archive, lambda text: typer.echo(f"note: {text}", err=True), rebuild=reindex) as index:
         if case:
             words = [word for text in case for word in text.split()]
-            _show_cases(list(index.cells(words)), " ".join(words), limit, as_json)
+            _show_cases(list(index.cases(words)), " ".join(words), limit, as_json)
         else:
             _show_runs(index.runs(limit or SHOWN_RUNS), str(archive.folder), as_json)
 
@@ -62,15 +62,15 @@ def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
         print_table(None, RUN_COLUMNS, rows, right=("measured",))
 
 
-def _show_cases(cells: "Sequence[CellEntry]", asked: str, limit: int | None, as_json: bool) -> None:
-    if not cells:
+def _show_cases(cases: "Sequence[CaseEntry]", asked: str, limit: int | None, as_json: bool) -> None:
+    if not cases:
         raise ConfigError(f"no stored case has {asked!r} in its name; `dilabench history` lists the runs")
-    groups: dict[tuple[str, str], list[CellEntry]] = {}
-    for cell in cells:
-        groups.setdefault((cell.case_id, cell.run.machine), []).append(cell)
+    groups: dict[tuple[str, str], list[CaseEntry]] = {}
+    for entry in cases:
+        groups.setdefault((entry.case_id, entry.run.machine), []).append(entry)
     if as_json:
         document = [
-            {"cells": [asdict(cell) for cell in _newest(group, limit)], "steps": _steps(group)}
+            {"cells": [asdict(entry) for entry in _newest(group, limit)], "steps": _steps(group)}
             for group in groups.values()
         ]
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
@@ -79,40 +79,40 @@ def _show_cases(cells: "Sequence[CellEntry]", asked: str, limit: int | None, as_
         _show_trend(group, limit)
 
 
-def _newest(group: "Sequence[CellEntry]", limit: int | None) -> "Sequence[CellEntry]":
+def _newest(group: "Sequence[CaseEntry]", limit: int | None) -> "Sequence[CaseEntry]":
     return group if limit is None else group[-limit:]
 
 
-def _show_trend(group: "Sequence[CellEntry]", limit: int | None) -> None:
+def _show_trend(group: "Sequence[CaseEntry]", limit: int | None) -> None:
     first, steps = group[0], _steps(group)
     backend = f" over {first.backend}" if first.backend else ""
     title = f"{first.implementation}{backend}, {first.title} [case {first.case_id}, machine {first.run.machine}]"
-    rows = [_row(cell, steps.get(cell.run.file)) for cell in _newest(group, limit)]
-    print_table(title, CELL_COLUMNS, rows, right=CELL_COLUMNS[4:8])
+    rows = [_row(entry, steps.get(entry.run.file)) for entry in _newest(group, limit)]
+    print_table(title, CASE_COLUMNS, rows, right=CASE_COLUMNS[4:8])
     typer.echo()
 
 
-def _row(cell: "CellEntry", step: float | None) -> Sequence[str]:
-    start = (_date(cell.run), cell.run.run_id, cell.run.git, cell.timer or "")
-    if cell.p25_ns is None or cell.median_ns is None:
-        return (*start, "", "", "", "", f"{cell.status}: {cell.why}")
+def _row(entry: "CaseEntry", step: float | None) -> Sequence[str]:
+    start = (_date(entry.run), entry.run.run_id, entry.run.git, entry.timer or "")
+    if entry.p25_ns is None or entry.median_ns is None:
+        return (*start, "", "", "", "", f"{entry.status}: {entry.why}")
     change = ""
     if step is not None:
         change = f"<- step: {abs(step - 1):.1%} {'slower' if step > 1 else 'faster'}"
-    times = (format_seconds(cell.p25_ns * 1e-9), format_seconds(cell.median_ns * 1e-9))
-    peak = format_bytes(cell.peak_bytes) if cell.peak_bytes is not None else ""
-    return (*start, *times, str(cell.samples), peak, change)
+    times = (format_seconds(entry.p25_ns * 1e-9), format_seconds(entry.median_ns * 1e-9))
+    peak = format_bytes(entry.peak_bytes) if entry.peak_bytes is not None else ""
+    return (*start, *times, str(entry.samples), peak, change)
 
 
-def _steps(group: "Sequence[CellEntry]") -> dict[str, float]:
+def _steps(group: "Sequence[CaseEntry]") -> dict[str, float]:
     """File of the run at which the level changed -> level after / level before."""
     from dilabench.stats.decisions.steps import steps
 
     found: dict[str, float] = {}
     by_timer: dict[str | None, list[tuple[str, float]]] = {}
-    for cell in group:
-        if cell.p25_ns is not None:
-            by_timer.setdefault(cell.timer, []).append((cell.run.file, cell.p25_ns))
+    for entry in group:
+        if entry.p25_ns is not None:
+            by_timer.setdefault(entry.timer, []).append((entry.run.file, entry.p25_ns))
     for measured in by_timer.values():
         found |= {measured[step.index][0]: step.ratio for step in steps([p25_ns for _, p25_ns in measured])}
     return found

@@ -28,7 +28,7 @@ BUSY_GPU_PERCENT = 5
 
 
 def notes(reading: Reading) -> tuple[Note, ...]:
-    """What stands in the way of steady times, worst first."""
+    """What makes times unsteady here, worst first."""
     return (*_gpu_notes(reading), *_load_notes(reading), *_cpu_notes(reading), *_memory_notes(reading))
 
 

@@ -13,7 +13,7 @@ from dilabench.store.calibrations import Calibration
 from dilabench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dilabench.compare.comparison import ComparedCell, Comparison
+    from dilabench.compare.comparison import ComparedPair, Comparison
 
 COLUMNS = ("verdict", "case", "baseline", "candidate", "ratio", "95 % CI", "MDE", "A12", "memory")
 NUMBERS = ("baseline", "candidate", "ratio", "95 % CI", "MDE", "A12")
@@ -29,15 +29,15 @@ WORDS = {
 
 
 def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> None:
-    """Print the table, what stands behind each verdict that matters, what was not compared, and the final line."""
+    """Print the table, the reasons of verdicts that matter, what was not compared, and the final line."""
     for warning in comparison.warnings:
         say(f"note: {warning}")
     say(noise_line(calibration))
-    for title, cells in _by_workload(comparison.cells).items():
+    for title, pairs in _by_workload(comparison.pairs).items():
         say()
-        print_table(title, COLUMNS, [_row(cell) for cell in cells], right=NUMBERS)
-        for cell in cells:
-            _explain(cell)
+        print_table(title, COLUMNS, [_row(pair) for pair in pairs], right=NUMBERS)
+        for pair in pairs:
+            _explain(pair)
     say()
     for one in comparison.uncompared:
         say(f"{one.lack}: {name(one.case)}: baseline {one.baseline}; candidate {one.candidate}")
@@ -49,7 +49,7 @@ def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration |
     document = {
         "exit_code": int(code),
         "sigma_aa": calibration.sigma_aa if calibration else None,
-        "cells": [_plain(asdict(cell), cell.baseline, cell.candidate) for cell in comparison.cells],
+        "cells": [_plain(asdict(pair), pair.baseline, pair.candidate) for pair in comparison.pairs],
         "uncompared": [
             {**asdict(one), "case": one.case.model_dump(mode="json"), "case_id": one.case.case_id}
             for one in comparison.uncompared
@@ -71,12 +71,12 @@ def noise_line(calibration: Calibration | None) -> str:
 
 def final_line(comparison: "Comparison", code: ExitCode) -> str:
     """The line that a CI log ends with."""
-    counts = Counter(cell.verdict.code.value for cell in comparison.cells)
+    counts = Counter(pair.verdict.code.value for pair in comparison.pairs)
     verdicts = [f"{counts[one]} {one}" for one in ("SLOWER", "FASTER", "SAME", "INCONCLUSIVE") if counts[one]]
-    larger = sum(cell.memory is not None and cell.memory.fails_gate for cell in comparison.cells)
+    larger = sum(pair.memory is not None and pair.memory.fails_gate for pair in comparison.pairs)
     parts = [*verdicts, *([f"{larger} larger peaks"] if larger else [])]
     parts += [f"{len(comparison.uncompared)} not compared"] if comparison.uncompared else []
-    return f"verdict: {WORDS[code]} ({', '.join(parts) or 'no cells'}; exit code {int(code)})"
+    return f"verdict: {WORDS[code]} ({', '.join(parts) or 'no pairs'}; exit code {int(code)})"
 
 
 def name(case: Case) -> str:
@@ -92,54 +92,54 @@ def _state(case: Case) -> str:
     return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
 
 
-def _by_workload(cells: Sequence["ComparedCell"]) -> dict[str, list["ComparedCell"]]:
+def _by_workload(pairs: Sequence["ComparedPair"]) -> dict[str, list["ComparedPair"]]:
     from dilabench.report.rows import workload_title
 
-    groups: dict[str, list[ComparedCell]] = {}
-    for cell in cells:
-        groups.setdefault(workload_title(cell.candidate), []).append(cell)
+    groups: dict[str, list[ComparedPair]] = {}
+    for pair in pairs:
+        groups.setdefault(workload_title(pair.candidate), []).append(pair)
     return groups
 
 
-def _row(cell: "ComparedCell") -> Sequence[str]:
-    numbers = cell.verdict.numbers
+def _row(pair: "ComparedPair") -> Sequence[str]:
+    numbers = pair.verdict.numbers
     known = numbers.ratio_low is not None
     return (
-        cell.verdict.code + (" (advisory)" if cell.verdict.advisory else ""),
-        _facing(cell),
+        pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
+        _facing(pair),
         format_seconds(numbers.baseline_ns * 1e-9),
         format_seconds(numbers.candidate_ns * 1e-9),
         f"{numbers.ratio:.3f}",
         f"{numbers.ratio_low:.3f} to {numbers.ratio_high:.3f}" if known else UNKNOWN,
         f"{numbers.mde:.1%}" if numbers.mde is not None else UNKNOWN,
         f"{numbers.a12:.2f}",
-        _memory(cell),
+        _memory(pair),
     )
 
 
-def _facing(cell: "ComparedCell") -> str:
-    text = _state(cell.candidate)
-    return text if cell.baseline == cell.candidate else f"{text} against {_state(cell.baseline)}"
+def _facing(pair: "ComparedPair") -> str:
+    text = _state(pair.candidate)
+    return text if pair.baseline == pair.candidate else f"{text} against {_state(pair.baseline)}"
 
 
-def _memory(cell: "ComparedCell") -> str:
-    if cell.memory is None:
+def _memory(pair: "ComparedPair") -> str:
+    if pair.memory is None:
         return UNKNOWN
-    change = cell.memory.candidate_bytes - cell.memory.baseline_bytes
+    change = pair.memory.candidate_bytes - pair.memory.baseline_bytes
     sign = "-" if change < 0 else "+"
-    return cell.memory.code + ("" if cell.memory.code == "SAME" else f" {sign}{format_bytes(abs(change))}")
+    return pair.memory.code + ("" if pair.memory.code == "SAME" else f" {sign}{format_bytes(abs(change))}")
 
 
-def _explain(cell: "ComparedCell") -> None:
-    verdict = cell.verdict
+def _explain(pair: "ComparedPair") -> None:
+    verdict = pair.verdict
     lines = []
     if verdict.code != "SAME":
         lines.append(f"{verdict.code}: {verdict.reason}" + (f"; {verdict.hint}" if verdict.hint else ""))
-    if cell.memory is not None and cell.memory.fails_gate:
-        lines.append(f"LARGER: {cell.memory.reason}; {cell.memory.hint}")
-    lines += cell.notes
+    if pair.memory is not None and pair.memory.fails_gate:
+        lines.append(f"LARGER: {pair.memory.reason}; {pair.memory.hint}")
+    lines += pair.notes
     if lines:
-        say(f"{_facing(cell)} [{cell.timer}, {cell.route}]")
+        say(f"{_facing(pair)} [{pair.timer}, {pair.route}]")
         for line in lines:
             say(f"  {line}")
 

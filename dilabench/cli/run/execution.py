@@ -99,7 +99,7 @@ class Execution:
         self._say("\n" + "\n".join(str(path) for path in paths if path.exists()))
 
     def _store(self, record: RunRecord) -> None:
-        """Keep the record for `history` and baselines. The run's own folder has it anyway, so trouble is only told."""
+        """Keep the record for `history` and baselines. The run's own folder has it, so errors are only printed."""
         if not self.keep or not any(row.outcome.status == "measured" for row in record.rows):
             return
         try:
@@ -115,7 +115,7 @@ class Execution:
         return f"dilabench {self.request.suite} on {self.machine.device} ({where}): {runs} cases{kept}{budget}"
 
     def _say(self, text: str) -> None:
-        """Words for people go to stderr when something else than the table is printed, so that stdout is that alone."""
+        """Print a message: to stderr when stdout carries another format than the table."""
         say(text, err=[one.name for one in self.formats] != [TABLE])
 
 

@@ -1,4 +1,4 @@
-"""The progress of a run on a terminal; in a pipe only what makes it stand still."""
+"""The progress of a run on a terminal; in a pipe only why it waits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ class ProgressBar(Silent):
         self._bar.update(self._task, total=total, refresh=True)
 
     def waiting(self, why: str) -> None:
-        """Says why nothing moves."""
+        """Show why nothing is measured."""
         self._bar.update(self._task, description=why, refresh=True)
 
     def stage_started(self, case: Case, stage: str) -> None:
@@ -45,7 +45,7 @@ class ProgressBar(Silent):
 
 
 class WaitingTold(Silent):
-    """Says once why nothing moves, so that the log of a job that another run holds up is not empty."""
+    """Prints once why nothing is measured, so that the log of a waiting job is not empty."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

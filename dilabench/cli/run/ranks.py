@@ -50,6 +50,6 @@ def asking_all(request: RunRequest, nodes: "Nodes | None") -> RunRequest:
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:
-    # Once: what follows is the saving.
+    # Only the first signal: what follows saves the record.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt

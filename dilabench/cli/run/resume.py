@@ -32,7 +32,7 @@ def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRe
 def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunHeader:
     """The header of a run that goes on, in today's environment.
 
-    What only a worker can tell of its torch stays as it was, for a part that needs no worker any more.
+    Facts of torch that only a worker knows are kept, in case the rest of the run needs no worker.
     """
     from dilabench.engine.device.environment import with_torch
 

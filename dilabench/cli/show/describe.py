@@ -26,13 +26,13 @@ def describe(
 ) -> None:
     """Show everything known about a name; a name that stands for several things shows all of them."""
     catalogue, machine = discover().catalogue, detect()
-    sheets = [sheet for shelf in REGISTRIES for sheet in _sheets(catalogue, shelf, name, machine)]
+    sheets = [sheet for registry in REGISTRIES for sheet in _sheets(catalogue, registry, name, machine)]
     if name in (*RANGES, ALL):
         sheets.append(("range", [("lengths", " ".join(map(str, range_lengths(name))))]))
     if name in PREFERENCES:
         sheets.append(("mask", list(mask_facts(name))))
     if not sheets:
-        known = {other for shelf in REGISTRIES for other in getattr(catalogue, shelf).names}
+        known = {other for registry in REGISTRIES for other in getattr(catalogue, registry).names}
         raise unknown_name("name", name, [*known, *RANGES, *PREFERENCES])
     for index, (kind, facts) in enumerate(sheets):
         typer.echo(("\n" if index else "") + f"{kind} {name}")
@@ -41,23 +41,23 @@ def describe(
 
 
 def _sheets(
-    catalogue: Catalogue, shelf_name: str, name: str, machine: Machine
+    catalogue: Catalogue, registry_name: str, name: str, machine: Machine
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    shelf = getattr(catalogue, shelf_name)
-    if name not in shelf:
+    registry = getattr(catalogue, registry_name)
+    if name not in registry:
         return
-    descriptor = shelf.get(name)
+    descriptor = registry.get(name)
     facts = [("summary", descriptor.summary)]
     if name != descriptor.name:
         facts.append(("alias of", descriptor.name))
     if descriptor.aliases:
         facts.append(("aliases", ", ".join(descriptor.aliases)))
-    facts.append(("plug-in", shelf.origin(name)))
+    facts.append(("plug-in", registry.origin(name)))
     if isinstance(descriptor, WorkloadPreset):
         facts += _workload_facts(catalogue, descriptor, machine)
     else:
         facts += _target_facts(descriptor, machine)
-    yield shelf.kind, facts
+    yield registry.kind, facts
 
 
 def _target_facts(descriptor: object, machine: Machine) -> Facts:

@@ -61,10 +61,13 @@ def _facts(machine: Machine, environment: Environment, found: Found) -> list[tup
         ("Python", environment.python),
         ("packages", ", ".join(f"{name} {version}" for name, version in environment.packages.items())),
     ]
-    for kind, shelf in (("impls", found.catalogue.implementations), ("backends", found.catalogue.backends)):
-        usable = [descriptor.name for descriptor in shelf if not reasons_against(descriptor, machine)]
+    for kind, known in (("impls", found.catalogue.implementations), ("backends", found.catalogue.backends)):
+        usable = [descriptor.name for descriptor in known if not reasons_against(descriptor, machine)]
         facts.append(
-            (kind, f"{', '.join(usable)} ({len(usable)} of {len(shelf)}; `dilabench list {shelf.kind}s` says why)")
+            (
+                kind,
+                f"{', '.join(usable)} ({len(usable)} of {len(known)}; `dilabench list {known.kind}s` says why)",
+            )
         )
     if environment.git:
         facts.append(("git", environment.git.sha + (" with changes" if environment.git.dirty else "")))

@@ -38,7 +38,7 @@ def list_names(
     """Show what there is and, for what cannot be used on this machine, why."""
     found, machine = discover(), detect()
     kinds = [kind] if kind else list(Kind)
-    listing = {name: _plugins(found) if name == PLUGINS else _shelf(found, name, machine) for name in kinds}
+    listing = {name: _plugins(found) if name == PLUGINS else _entries(found, name, machine) for name in kinds}
     if as_json:
         problems = [{"plugin": problem.plugin, "why": problem.why} for problem in found.problems]
         typer.echo(json.dumps({**listing, "problems": problems}, indent=2, ensure_ascii=False))
@@ -58,16 +58,16 @@ def _plugins(found: Found) -> list[dict[str, Any]]:
     return loaded + broken
 
 
-def _shelf(found: Found, name: str, machine: Machine) -> list[dict[str, Any]]:
-    shelf = getattr(found.catalogue, name)
+def _entries(found: Found, name: str, machine: Machine) -> list[dict[str, Any]]:
+    registry = getattr(found.catalogue, name)
     entries = []
-    for descriptor in shelf:
+    for descriptor in registry:
         reasons = reasons_against(descriptor, machine)
         entry: dict[str, Any] = {
             "name": descriptor.name,
             "summary": descriptor.summary,
             "aliases": list(descriptor.aliases),
-            "plugin": shelf.origin(descriptor.name),
+            "plugin": registry.origin(descriptor.name),
             "usable": not reasons,
             "reasons": list(reasons),
         }

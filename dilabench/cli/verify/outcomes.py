@@ -1,4 +1,4 @@
-"""What `verify` finds of each case, in their order.
+"""Verification of planned cases: an outcome per case, in their order.
 
 Nothing is timed, so a GPU may have several cases at once: most of what a check takes there is compiling and launching,
 on the host.
@@ -66,7 +66,7 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     finally:
         over.set()
         for pool in pools:
-            # What is under way ends with its worker.
+            # Ending the workers ends the checks that are still running.
             pool.close()
         executor.shutdown(cancel_futures=True)
         # One may have been starting while its pool was closed.

@@ -1,7 +1,7 @@
 """Messages between the GPUs of one host by their copy engines, over memory that torch maps into every rank.
 
-What is sent is laid into a mailbox on the current stream, which costs it one pass over the bytes; everything after that
-runs beside it: readers take the bytes over the links, straight to where they are wanted.
+The sender copies its bytes into a mailbox on the current stream, one pass over them; the rest runs on other streams:
+readers copy the bytes over the links directly to their destination.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRIAL_NUMBERS = 1 << 20
 
 
 class Arrival:
-    """A transfer to this rank; `wait` as torch's works have it."""
+    """A transfer to this rank, with `wait` like torch.distributed's `Work`."""
 
     def __init__(self, copies: Copies, event: torch.cuda.Event) -> None:
         self._copies, self._event = copies, event
@@ -40,7 +40,7 @@ class Arrival:
 
 
 class Copies:
-    """This rank's transfers. All ranks make theirs together.
+    """This rank's transfers. All ranks construct it together.
 
     A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines: past one, it raises this
     rank's counters, which ends every wait, and from then on each use raises RuntimeError.
@@ -113,7 +113,7 @@ class Copies:
             raise RuntimeError(self._trouble)
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop the thread that watches deadlines."""
         self._closed.set()
 
     def _send(self, queue: StreamQueue, peer: int, tensor: Tensor) -> None:

@@ -1,10 +1,10 @@
-"""How bytes get from rank to rank through memory that all of them can reach: nobody is overrun, nobody polls.
+"""Messages through memory that all ranks can reach: no chunk is overwritten before it was read, no processor polls.
 
-Every rank owns a mailbox: a region for each reader, written round and round, and two counters for each other rank. A
-sender waits until what lay there has been taken, lays a chunk down and counts up `posted` at the reader; the reader
-waits for that count, takes the chunk straight to its place and counts up `taken` at the sender. All of this is put into
-queues of the device in advance; the processor is not asked again. Both sides know the lengths of all messages, so both
-know where each chunk lies.
+Every rank owns a mailbox: a region for each reader, used as a ring buffer, and two counters for each other rank. A
+sender waits until the old chunk there has been taken, writes the new one and increments `posted` at the reader; the
+reader waits for that count, copies the chunk to its destination and increments `taken` at the sender. All of this is
+put into queues of the device in advance; the processor is not asked again. Both sides know the lengths of all messages,
+so both know where each chunk lies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-# Counters lie a cache line apart, so that ranks that count at once do not meet on one.
+# Counters lie a cache line apart, so that ranks that count at the same time write different lines.
 _LINE = 64
 # Of the places of chunks: every dtype may lie there.
 _ALIGNMENT = 512
@@ -23,7 +23,7 @@ _RELEASED = 0x7FFFFFFF
 
 
 class Queue(Protocol):
-    """Work that happens in the order in which it was put in. Addresses are those of this process."""
+    """Work that is executed in the order in which it was queued. Addresses are those of this process."""
 
     def wait(self, counter: int, count: int) -> None:
         """Go on when the 32-bit counter at this address has reached the count."""
@@ -36,8 +36,8 @@ class Queue(Protocol):
 
 
 @dataclass(slots=True)
-class _Way:
-    """From one rank to another: chunks so far, bytes so far (unused ends of rounds too), chunks that may lie there."""
+class _Channel:
+    """From one rank to another: chunks and bytes sent so far (unused ends included), chunks not yet taken."""
 
     count: int = 0
     position: int = 0
@@ -45,7 +45,7 @@ class _Way:
 
 
 class Mailboxes:
-    """One rank's way to and from the mailboxes of all ranks.
+    """One rank's messages to and from the mailboxes of all ranks.
 
     addresses: where each rank's mailbox of `mailbox_bytes` is mapped in this process; its counters are zero at first.
     Messages between two ranks must be sent and received in the same order. With the peers of each exchange in the order
@@ -54,8 +54,8 @@ class Mailboxes:
 
     def __init__(self, rank: int, addresses: Sequence[int], region: int) -> None:
         self._rank, self._addresses, self._region = rank, addresses, region
-        self._out = [_Way() for _ in addresses]
-        self._in = [_Way() for _ in addresses]
+        self._out = [_Channel() for _ in addresses]
+        self._in = [_Channel() for _ in addresses]
 
     @staticmethod
     def mailbox_bytes(size: int, region: int) -> int:
@@ -96,7 +96,7 @@ class Mailboxes:
 
     @property
     def longest_chunk(self) -> int:
-        """Bytes: half a region, so that one is laid down while another is taken."""
+        """Bytes: half a region, so that one is written while another is read."""
         return self._region // 2
 
     @property
@@ -108,7 +108,7 @@ class Mailboxes:
         for start in range(0, nbytes, self.longest_chunk):
             yield start, min(self.longest_chunk, nbytes - start)
 
-    def _next(self, way: _Way, length: int) -> tuple[int, int]:
+    def _next(self, way: _Channel, length: int) -> tuple[int, int]:
         """Where the next chunk begins: in bytes since the first one, and in the region."""
         place = way.position % self._region
         if place + length > self._region:
@@ -122,11 +122,11 @@ class Mailboxes:
         return _counters_bytes(self._size) + ((reader - owner) % self._size - 1) * self._region
 
     def _posted(self, owner: int, sender: int) -> int:
-        """In the reader's mailbox: chunks that this sender has laid down for it."""
+        """Address, in the reader's mailbox, of the count of chunks that this sender has written for it."""
         return self._addresses[owner] + sender * _LINE
 
     def _taken(self, owner: int, reader: int) -> int:
-        """In the sender's mailbox: chunks that this reader has taken."""
+        """Address, in the sender's mailbox, of the count of chunks that this reader has taken."""
         return self._addresses[owner] + (self._size + reader) * _LINE
 
 

@@ -18,7 +18,7 @@ _LARGEST = 0xFFFFFFFF
 
 
 class StreamQueue:
-    """What is put in goes onto the stream."""
+    """Queues work onto a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream

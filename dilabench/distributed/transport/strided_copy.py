@@ -13,7 +13,11 @@ _WORDS = (torch.complex128, torch.int64, torch.int32)
 
 
 def copy_strided_(target: Tensor, source: Tensor) -> None:
-    """Overwrite target with source: the same shape and dtype, any strides."""
+    """Overwrite `target` with `source`, of the same shape and dtype, with any strides.
+
+    Bit-exact: the words are only moved. Words wider than the elements are used where strides, the last dimension and
+    the addresses of both are multiples of them.
+    """
     for word in _WORDS:
         if _consists_of(word, target) and _consists_of(word, source):
             target, source = target.view(word), source.view(word)
@@ -22,7 +26,7 @@ def copy_strided_(target: Tensor, source: Tensor) -> None:
 
 
 def _consists_of(word: torch.dtype, x: Tensor) -> bool:
-    """Whether every row of x is whole words that lie where words may lie."""
+    """Whether every row of x is whole words at aligned addresses."""
     per_word = word.itemsize // x.element_size()
     if per_word < 2 or not x.ndim or x.stride(-1) != 1 or x.shape[-1] % per_word or x.data_ptr() % word.itemsize:
         return False

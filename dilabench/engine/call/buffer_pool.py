@@ -21,11 +21,11 @@ LARGEST_WASTE = 4
 
 
 class SizedBufferPool:
-    """Keeps buffers that were given back, up to `max_bytes`, and hands the smallest one that fits out again.
+    """Keeps up to `max_bytes` of buffers that were given back; `take` reuses the smallest one that is large enough.
 
-    Buffers are raw bytes in sizes rounded up to a power of two, so that shapes which differ a little share them. What
-    is lent is known by the tensor itself, so that giving back twice, or something else, does nothing. While a CUDA
-    graph is captured, every buffer is a new one from the graph's own memory, which the graph will go on using.
+    Buffers are raw bytes in sizes rounded up to a power of two, so that shapes which differ a little share them. A
+    buffer in use is known by the tensor itself, so that giving it back twice, or another tensor, does nothing. While a
+    CUDA graph is captured, every buffer is a new one from the graph's own memory, which the graph will go on using.
 
     Safe to use from several threads: one lock, under which nothing is called that could come back here.
     """
@@ -34,9 +34,9 @@ class SizedBufferPool:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._free: dict[Place, list[Tensor]] = {}
-        self._lent: dict[int, tuple[Tensor, Tensor, Place]] = {}
+        self._used: dict[int, tuple[Tensor, Tensor, Place]] = {}
         self._held_bytes = 0
-        self._lent_bytes = 0
+        self._used_bytes = 0
         self._requests = 0
         self._reuses = 0
         self._reused_bytes = 0
@@ -60,33 +60,33 @@ class SizedBufferPool:
             raw = torch.empty(1 << max(0, nbytes - 1).bit_length(), dtype=torch.uint8, device=device)
         buffer = raw[:nbytes].view(dtype).view(shape)
         with self._lock:
-            # Held here as well, the tensor keeps its id as long as it is lent.
-            self._lent[id(buffer)] = (buffer, raw, place)
-            self._lent_bytes += raw.nbytes
-            self._peak_bytes = max(self._peak_bytes, self._held_bytes + self._lent_bytes)
+            # Held here as well, the tensor keeps its id for as long as it is in use.
+            self._used[id(buffer)] = (buffer, raw, place)
+            self._used_bytes += raw.nbytes
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes + self._used_bytes)
         return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, the very tensor that `take` gave; it is dropped when the pool is full."""
         with self._lock:
-            lent = self._lent.pop(id(buffer), None)
-            if lent is None:
+            used = self._used.pop(id(buffer), None)
+            if used is None:
                 return
-            _, raw, place = lent
-            self._lent_bytes -= raw.nbytes
+            _, raw, place = used
+            self._used_bytes -= raw.nbytes
             if self._held_bytes + raw.nbytes <= self.max_bytes:
                 self._free.setdefault(place, []).append(raw)
                 self._held_bytes += raw.nbytes
 
     def clear(self) -> None:
-        """Forget every buffer, as after a reset of the device; those that are lent are not taken back any more."""
+        """Forget every buffer, as after a reset of the device; those in use are not taken back any more."""
         with self._lock:
             self._free.clear()
-            self._lent.clear()
-            self._held_bytes = self._lent_bytes = 0
+            self._used.clear()
+            self._held_bytes = self._used_bytes = 0
 
     def counters(self) -> dict[str, int]:
-        """Requests, reuses, and bytes: reused, peak (lent and free) and held now (free)."""
+        """Requests, reuses, and bytes: reused, peak (in use and free) and held now (free)."""
         with self._lock:
             return {
                 BUFFER_POOL_REQUESTS.key: self._requests,

@@ -28,9 +28,9 @@ def compiled(function: AttentionFn) -> AttentionFn:
 
 
 class OptimizedShards(torch.nn.Module):
-    """What is around a function of shards, with what `Whole` asks of that function: its shards, world and parameters.
+    """A compiled, checkpointed or captured function of shards that still has `shards`, `world` and parameters.
 
-    torch.compile, checkpointing and graphs give plain functions.
+    torch.compile, checkpointing and graphs give plain functions; `Whole` asks its function for these attributes.
     """
 
     def __init__(self, optimized: AttentionFn, built: Sharded) -> None:

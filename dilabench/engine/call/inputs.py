@@ -1,4 +1,4 @@
-"""Random inputs of a workload, made once per cell and shared by its implementations."""
+"""Random inputs of a workload, made once per workload group and shared by its implementations."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ SEED_STEP, SEEDS = 0x9E3779B1, 2**32
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """q, k, v (or three times the same embeddings)."""
+    """q [B, N, H, D], k and v [B, N, K, D]; or three times the same embeddings [B, N, H·D]."""
 
     q: Tensor
     k: Tensor
@@ -57,7 +57,7 @@ def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tup
 def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device, rows: int | None = None) -> InputSet:
     """Standard normal inputs. The same seed gives the same numbers on the same kind of device.
 
-    `rows`: the shards of a rank that holds so many positions, drawn by themselves: the whole is nowhere.
+    `rows`: the shards of a rank that holds so many positions, drawn directly: the whole tensors exist nowhere.
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = TORCH_DTYPE[workload.dtype]
@@ -75,7 +75,7 @@ def rank_seed(seed: int, rank: int) -> int:
 
 
 class InputStore:
-    """The input sets of the cell in work. Another cell's sets push them out, so that memory holds one cell only."""
+    """The input sets of one workload. Asking for another workload's frees them, so that memory holds one only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

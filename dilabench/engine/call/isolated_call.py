@@ -1,4 +1,4 @@
-"""What a worker does with an isolated case: call, weigh, time, verify, with nothing else in memory."""
+"""What a worker does with an isolated case: a call, its peak memory, samples, verification; nothing else in memory."""
 
 import gc
 import time
@@ -28,7 +28,7 @@ VERIFIED_PIECES = 4
 def measure_isolated(
     spec: CaseSpec, device: torch.device, limit_bytes: int | None, seconds: float, world: World | None = None
 ) -> IsolatedResult:
-    """Inputs, a first call, its peak, then samples for about `seconds`, all within the limit; sampled rows after it.
+    """Make inputs, call once, take the peak, sample for about `seconds`, all within the memory limit; then verify rows.
 
     With a world, one rank's part of that. Raises whatever the call raises, out of memory above all. The oracle works
     outside the limit.
@@ -62,8 +62,8 @@ class Stream:
         self._generator = torch.Generator(device)
         self._verified = _spread(pieces)
 
-    def pass_on(self, start: int, count: int) -> IsolatedResult:
-        """Pieces `start` to `start + count - 1`. A piece's inputs depend on the seed and on its number only."""
+    def process(self, start: int, count: int) -> IsolatedResult:
+        """Make, call and time pieces `start` to `start + count - 1`. Inputs depend on seed and number of a piece."""
         started = time.perf_counter_ns()
         samples, checks, rows = [], [], 0
         for piece in range(start, start + count):
@@ -90,13 +90,13 @@ class Stream:
             notes=self._notes(),
         )
 
-    def weigh(self) -> IsolatedResult:
-        """Peak memory of one piece; last, because it calls more often."""
+    def measure_memory(self) -> IsolatedResult:
+        """Peak bytes of one piece. Call it last, because it makes further calls."""
         return IsolatedResult(memory=measure_memory(self._call, isolated=True))
 
     @property
     def workload(self) -> Workload:
-        """One piece."""
+        """The workload of one piece."""
         return self._call.workload
 
     def _draw(self, piece: int) -> None:

@@ -1,7 +1,7 @@
 """A call over ranks as it is, without its communication and without its computation, in turns (torch).
 
-exposed communication = the whole call - computation alone (ring.md §6.4): what the two alone would add up to is hidden
-by overlap. The samples describe the call beside its row; they are no measurement of an implementation.
+exposed communication = the whole call - computation alone (ring.md §6.4); the rest of the communication is hidden
+behind computation. The samples describe the call beside its row; they are no measurement of an implementation.
 """
 
 from collections.abc import Callable, Mapping

@@ -25,18 +25,18 @@ from dilabench.plugins.descriptors import load_target
 MAX_INPUT_SETS = 32
 SLOW_CALL_NS = 200_000_000
 
-# Takes a part away from what an implementation is built with, so that the rest can be timed alone.
+# Replaces a part of the build context (messages, kernels) by nothing, so that the rest can be timed by itself.
 Ablation = Callable[[BuildContext], BuildContext]
 
 
 class PreparedCall:
-    """The thing that is verified and timed: gives a fresh call per sample, what belongs to none done before it."""
+    """What is verified and timed. `fresh` gives one call per sample and does beforehand what is not part of a call."""
 
     def __init__(
         self,
         spec: CaseSpec,
         device: torch.device,
-        shelf: InputStore,
+        input_store: InputStore,
         world: World | None = None,
         ablation: Ablation | None = None,
         shards: dict[int, InputSet] | None = None,
@@ -44,8 +44,9 @@ class PreparedCall:
         self.spec = spec
         self.device = device
         self.workload = spec.case.workload
-        # Offloaded inputs stay on the host; a shelf of their own, because rows beside this one want them on the device.
-        self._shelf = InputStore(torch.device("cpu")) if spec.case.optimizations.offload_inputs else shelf
+        # Offloaded inputs stay on the host, in a store of their own: other cases of the group want the same inputs on
+        # the device.
+        self._input_store = InputStore(torch.device("cpu")) if spec.case.optimizations.offload_inputs else input_store
         self.world = world
         self._shards: dict[int, InputSet] = {} if shards is None else shards
         self._traffic: dict[str, int] = {}
@@ -103,14 +104,14 @@ class PreparedCall:
             self.world.barrier()
 
     def inputs(self, index: int) -> InputSet:
-        """Input set number `index`; set 0 is the one that every implementation of the cell shares.
+        """Input set number `index`; set 0 is the one that every implementation of the workload group shares.
 
-        Of several ranks each draws its own shards: a sequence over ranks may fit into none of them. With sharding
-        inside the call all have the same whole tensors.
+        With several ranks each draws its own shards, because the whole sequence may fit into no rank's memory. With
+        sharding inside the call all have the same whole tensors.
         """
         if self.world is not None and not self._takes_whole:
             return self._shard(index, self.world)
-        return self._shelf.get(self.workload, self.spec.takes, self.spec.seed + index)
+        return self._input_store.get(self.workload, self.spec.takes, self.spec.seed + index)
 
     def _shard(self, index: int, world: World) -> InputSet:
         if index not in self._shards:
@@ -139,7 +140,7 @@ class PreparedCall:
 
     def ablated(self, ablation: Ablation) -> "PreparedCall":
         """The call without a part of it, on the same inputs; what it computes is wrong, so only its time is of use."""
-        other = PreparedCall(self.spec, self.device, self._shelf, self.world, ablation, self._shards)
+        other = PreparedCall(self.spec, self.device, self._input_store, self.world, ablation, self._shards)
         other._sets = self._sets
         return other
 
@@ -181,14 +182,14 @@ class PreparedCall:
         return self._dout
 
     def counters(self) -> dict[str, int]:
-        """What the optimizations did, and what travelled. Raises PluginError for a key that is nobody's."""
+        """Counters of the optimizations and of what travelled, by key. Raises PluginError for a key of nobody's."""
         counted = {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters, **self._traffic}
         refuse_unknown("counter", counted)
         return counted
 
     @property
     def held_bytes(self) -> int:
-        """What the optimizations keep between calls: it is part of what a call needs."""
+        """Bytes that the optimizations keep between calls; they count into the call's peak."""
         counted = self.counters()
         kept = (PATTERN_CACHE_BYTES, BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES)
         return sum(counted.get(one.key, 0) for one in kept)

@@ -17,7 +17,7 @@ COOL_DOWN_REASONS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_po
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """One look at the GPU; None where the driver does not tell, and everywhere on a CPU."""
+    """SM clock, power, temperature and slow-down reasons at one moment; None where unknown, and everywhere on a CPU."""
 
     sm_clock_mhz: int | None = None
     power_mw: int | None = None
@@ -26,7 +26,7 @@ class ClockReading:
 
 
 class NoClocks:
-    """A device that tells nothing of its clocks."""
+    """The reader for a device without readable clocks."""
 
     def read(self) -> ClockReading:
         """An empty reading."""

@@ -32,7 +32,7 @@ class Lock:
 def locks_of(machine: Machine, gpus: Sequence[int] = (0,)) -> tuple[Lock, ...]:
     """The locks of a run on some GPUs of the machine (positions in `machine.gpus`), or of the host's processor.
 
-    Whoever takes several takes them in this order, which depends on the GPUs alone: no two runs wait for each other.
+    Several locks are always taken in this order, which depends on the GPUs alone, so that no two runs deadlock.
     """
     folder = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir())
     if machine.device != "cuda" or not machine.gpus:
@@ -59,8 +59,8 @@ def device_lock(
 ) -> Iterator[None]:
     """Hold the locks of `gpus`, or of the processor, waiting for other runs that have them.
 
-    Locks go with the process, however it dies. Raises EnvironmentNotReady naming the device and its holder when it does
-    not let go in `wait_s` seconds, all devices together, or for an unusable file.
+    The system releases the locks when the process ends, however it ends. Raises EnvironmentNotReady naming the device
+    and its holder when it is not released within `wait_s` seconds, all devices together, or for an unusable file.
     """
     started = clock()
     with contextlib.ExitStack() as held:
@@ -73,7 +73,7 @@ def device_lock(
 
 
 def _sign(file: TextIO, run_id: str) -> None:
-    """Say who holds the lock."""
+    """Write into the lock file which run and process hold it."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     file.seek(0)
     file.truncate()

@@ -1,14 +1,16 @@
-"""What this device can do at best: a matrix product per dtype and a copy, measured here and now (torch)."""
+"""What this device can do at best: a matrix product per dtype and a copy, measured here and now.
+
+torch is imported inside, because the names of these numbers in a run record are needed where there is no torch.
+"""
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from dilabench.engine.call.inputs import TORCH_DTYPE
-from dilabench.engine.device.device import synchronize
-from dilabench.engine.device.peak_names import COPY_KEY, matmul_key
-
+COPY_KEY = "copy_bytes_per_s"
 REPEATS = 5
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -16,8 +18,17 @@ COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 SMALL_MATMUL = 4096
 
 
-def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, float]:
+def matmul_key(dtype: str) -> str:
+    """The name of the FLOP/s of a matrix product in a dtype."""
+    return f"matmul_{dtype}_flops_per_s"
+
+
+def measure_ceilings(device: "torch.device", dtypes: Sequence[str]) -> dict[str, float]:
     """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count)."""
+    import torch
+
+    from dilabench.engine.call.inputs import TORCH_DTYPE
+
     ceilings = {}
     for dtype in dtypes:
         size = MATMUL_SIZE[device.type]
@@ -33,7 +44,9 @@ def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, f
     return ceilings
 
 
-def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+def _best_seconds(work: Callable[[], object], device: "torch.device") -> float:
+    from dilabench.engine.device.device import synchronize
+
     work()
     best = float("inf")
     for _ in range(REPEATS):

@@ -1,31 +1,45 @@
-"""Calls of the function under examination: poisoned memory, the timed mode, and a watch over its inputs."""
+"""Calls of the function under examination: poisoned memory, the timed mode, a side stream, a watch over its inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilabench.engine.verify.poison import poisoned
+from dilabench.engine.verify.compare import agreement
 from dilabench.record import Check
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Values looked at together: masks and widened copies of all at once could take more memory than the call itself.
 PIECE = 2**24
+# Allocations of Python code that leave memory uninitialised, as (owner, attribute).
+_ALLOCATORS: tuple[tuple[Any, str], ...] = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch, "empty_permuted"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
+CACHED_BLOCKS = 4
+# About 20 ms at 1.5 GHz: long enough that work on another stream would run before the inputs arrive.
+SPIN_CYCLES = 30_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a call gave. gradients: of the inputs, then of the parameters; empty in mode forward, None where unused."""
+    """The result of a call. gradients: of inputs, then of parameters; empty in mode forward, None where unused."""
 
     out: Tensor
     gradients: tuple[Tensor | None, ...] = ()
 
 
 class Call:
-    """Calls a function as it will be timed: without a graph in mode forward, with forward and backward otherwise."""
+    """Calls a function as it will be timed: in mode forward without autograd graph, else forward and backward."""
 
     def __init__(self, function: Callable[..., Tensor], parameters: Sequence[Tensor] = ()) -> None:
         self._function = function
@@ -51,7 +65,7 @@ class Call:
         return Result(out.detach() if isinstance(out, Tensor) else out, gradients)
 
     def unwatched(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Only the call: no graph, no poison, nothing that would wait for the device."""
+        """Call without autograd, without poisoned memory and without waiting for the device."""
         with torch.no_grad():
             return self._function(*(inputs if len(inputs) == 3 else list(inputs) * 3))
 
@@ -99,3 +113,60 @@ def _not_finite(out: Tensor) -> int:
         return int((~torch.isfinite(out)).sum())
     rows = max(1, PIECE // out[:, :1].numel())
     return sum(int((~torch.isfinite(piece)).sum()) for piece in out.split(rows, 1))
+
+
+@contextmanager
+def poisoned(like: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Fill what torch.empty and its relatives give with NaN while inside.
+
+    Kernels that allocate in C++ are reached on CUDA only: there, blocks of the sizes of the tensors in `like` are
+    filled with NaN and given back to the caching allocator, which hands them out next.
+    """
+    _poison_cached_blocks(like)
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _ALLOCATORS]
+    try:
+        for owner, name, original in originals:
+            setattr(owner, name, _filled(original))
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point() or tensor.is_complex():
+            with torch.no_grad():
+                tensor.fill_(torch.nan)
+        return tensor
+
+    return allocate_and_fill
+
+
+def _poison_cached_blocks(like: Sequence[Tensor]) -> None:
+    blocks = []
+    for tensor in like:
+        if tensor.device.type == "cuda":
+            free = torch.cuda.mem_get_info(tensor.device)[0]
+            count = min(CACHED_BLOCKS, free // (4 * max(1, tensor.nbytes)))
+            blocks += [torch.full_like(tensor, torch.nan) for _ in range(count)]
+    del blocks
+
+
+def stream_check(call: Call, inputs: Sequence[Tensor], first: Tensor, tolerance: float) -> Check:
+    """Call on a fresh side stream whose inputs arrive only after queued work.
+
+    Work that the function puts on another stream reads the NaN that stood there before.
+    """
+    late = [torch.full_like(tensor, torch.nan) for tensor in inputs]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SPIN_CYCLES)
+        for target, source in zip(late, inputs, strict=True):
+            target.copy_(source)
+        out = call.unwatched(late)
+        result = out.clone()
+    torch.cuda.synchronize()
+    return agreement("stream", first, result, tolerance, "a call on a side stream with work queued")

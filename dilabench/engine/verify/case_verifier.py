@@ -1,4 +1,4 @@
-"""The bridge from a prepared call to `dilabench.engine.verify`, with one oracle per workload (torch)."""
+"""Verifies a prepared call through `dilabench.engine.verify`, with one oracle per workload (torch)."""
 
 import torch
 
@@ -8,14 +8,14 @@ from dilabench.record import Verification
 
 
 class CaseVerifier:
-    """Verifies prepared calls. The oracle of the latest workload is kept: the other cases of its cell need it, too."""
+    """Verifies prepared calls. The oracle of the latest workload is kept for the other cases of its group."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._oracle: Oracle | None = None
 
     def verify(self, call: PreparedCall) -> tuple[Verification, str]:
-        """All checks of semantics.md §4 that apply to this call, and what they come to in a line."""
+        """The checks of semantics.md §4 that apply to this call, and their summary in one line."""
         verification = verify(
             call.whole,
             call.workload,

@@ -14,12 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dilabench.engine.verify.call import Call, Result, digest, form_checks
+from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, kept_check, repeat_checks
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.engine.verify.rounding import gradient_sizes
-from dilabench.engine.verify.stream import stream_check
 from dilabench.engine.verify.tolerance import (
     FLOOR_ULPS,
     Expected,

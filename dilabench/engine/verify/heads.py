@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dilabench.engine.verify.call import Call, Result, digest, form_checks
+from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import Axes, agreement, compare
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.engine.verify.probes import probe_checks
-from dilabench.engine.verify.stream import stream_check
 from dilabench.engine.verify.tolerance import Expected
 from dilabench.record import Check
 

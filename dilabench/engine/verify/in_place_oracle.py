@@ -1,4 +1,4 @@
-"""The oracle of a call that fills the device: over tensors that are there already."""
+"""The oracle of a call that fills the device: it reads the call's own inputs instead of drawing new ones."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from dilabench.workload.spec import Workload
 
 
 class InPlaceOracle(Oracle):
-    """The oracle over inputs (and dout) that belong to someone else; nothing of their size is allocated."""
+    """The oracle over a call's own q, k, v (and dout), which are not copied; nothing of their size is allocated."""
 
     def __init__(self, workload: Workload, inputs: tuple[Tensor, ...], dout: Tensor | None, seed: int) -> None:
-        self._lent = tuple(tensor.detach() for tensor in inputs)
+        self._given = tuple(tensor.detach() for tensor in inputs)
         self._dout = dout
         super().__init__(workload, seed=seed, device=inputs[0].device)
 
     def _draw_inputs(self) -> tuple[Tensor, ...]:
-        return self._lent
+        return self._given
 
     @property
     def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
         if len(self.sample.batches) < self.workload.batch_size:
             return super()._heads
-        q, k, v = self._lent
+        q, k, v = self._given
         return q, k, v
 
     @cached_property
     def full_dout(self) -> Tensor:
-        """The dout that was lent."""
+        """The dout that was given, of out's shape."""
         assert self._dout is not None
         return self._dout
 
     @cached_property
     def sampled_dout(self) -> Tensor:
-        """The lent dout itself, from now on zero outside the sampled rows."""
+        """The given dout itself, set to zero outside the sampled rows."""
         if not self.sample.complete:
             dout, place = self.batched(self.full_dout), self._place()
             rows = dout[place].clone()
@@ -45,7 +45,7 @@ class InPlaceOracle(Oracle):
         return self.full_dout
 
     def together(self, passed: bool) -> bool:
-        """Whether whoever computes the call has passed: one rank must not go on without the others."""
+        """Whether every rank that computes the call has passed; `passed` itself on a single device."""
         return passed
 
     def keys_of(self, gradient: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""What a workload's right results are, on its sampled rows, with their tolerances. Made once, used for every
-implementation of the workload."""
+"""The right results of a workload on its sampled rows, with tolerances; one oracle serves all its implementations."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ SECOND_CALL_ROWS = 16
 class Oracle:
     """Inputs and expected results of one workload, seed and device; everything expected is computed on first use.
 
-    Pass one Oracle to `verify` for all implementations of a workload. Inputs are as `takes` says (registry), packed
-    ones without the batch axis; expected values always have it. `restore` draws the inputs again, for when a function
-    has changed them.
+    Pass one Oracle to `verify` for all implementations of a workload. Inputs are as `takes` says
+    (plugins/descriptors.py), packed ones without the batch axis; expected values always have it. `restore` draws the
+    inputs again, for when a function has changed them.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Oracle:
 
     @cached_property
     def sampled_dout(self) -> Tensor:
-        """The same on the sampled rows and zero elsewhere.
+        """`full_dout` on the sampled rows, zero elsewhere.
 
         The gradient is linear in dout: with this one, dq, dk and dv follow exactly from the sampled rows alone, also
         where the keys of all rows are out of reach.

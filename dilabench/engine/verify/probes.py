@@ -1,4 +1,4 @@
-"""What the second call shows: another and right result, ones, dependencies, and gradients from every row."""
+"""Checks on a second call: a result other than the first and right, coverage, dependencies, gradients of every row."""
 
 from __future__ import annotations
 

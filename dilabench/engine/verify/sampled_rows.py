@@ -1,6 +1,6 @@
-"""Verification that fits beside a call which fills the device: sampled rows against the oracle, no second inputs.
+"""Verification of a call that fills the device: sampled rows against the oracle, without second inputs.
 
-It holds out, dq, dk and dv of one call to float64 on the rows of `bench.verify.sample`. The other probes of
+It holds out, dq, dk and dv of one call to float64 on the rows of `engine.verify.sample`. The other probes of
 semantics.md §4 need more memory than such a call leaves; shorter rows of the same implementation go through them.
 """
 
@@ -28,11 +28,11 @@ def verify_sampled_rows(call: PreparedCall) -> Verification:
     started = time.perf_counter_ns()
     inputs = call.inputs(0)
     dout = call.output_gradient() if call.workload.mode != "forward" else None
-    lent = (inputs.q, inputs.k, inputs.v)
+    given = (inputs.q, inputs.k, inputs.v)
     if call.world is None:
-        oracle = InPlaceOracle(call.workload, lent, dout, call.spec.seed)
+        oracle = InPlaceOracle(call.workload, given, dout, call.spec.seed)
     else:
-        oracle = RanksOracle(call.workload, lent, dout, call.spec.seed, call.shards, call.world)
+        oracle = RanksOracle(call.workload, given, dout, call.spec.seed, call.shards, call.world)
     checks = tuple(_checks(call, oracle))
     duration = max(0, time.perf_counter_ns() - started)
     return Verification(checks=checks, sampled_rows=oracle.sample.row_count, duration_ns=duration)

@@ -1,6 +1,6 @@
-"""The oracle of a sequence whose parts lie on several ranks: it asks them for the sampled rows and the keys these see.
+"""The oracle of a sequence over several ranks: it fetches the sampled rows, and the keys that they see, from all ranks.
 
-Every rank has the same sample, gets the same rows of all ranks, and comes to the same verdict on them.
+Every rank has the same sample, gets the same rows and reaches the same verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dilabench.workload.spec import Workload
 
 
 class KnownRows:
-    """A tensor [B, N, H, D] of which only some rows are at hand, to be read as the oracle reads a whole one.
+    """A tensor [B, N, H, D] of which only some rows are known, indexed as the oracle indexes a whole one.
 
     positions: [M], ascending; rows: [B, M, H, D]. A position that is not among them must not be asked for.
     """
@@ -77,11 +77,11 @@ class RanksOracle(InPlaceOracle):
     @cached_property
     def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.sample.rows
-        # As many batch items as the rows that are fetched, so that the oracle's own blocks are the same.
-        like = self.batched(self._lent[0])[: len(self.sample.batches)]
+        # Only as many batch items as are fetched, so that `blocks` cuts as the oracle does.
+        like = self.batched(self._given[0])[: len(self.sample.batches)]
         seen = [block.keys for block in blocks(self.workload, rows, like)]
         keys = torch.cat([*seen, rows[:0]]).unique()
-        length, (q, k, v) = self.workload.seq_len, self._lent
+        length, (q, k, v) = self.workload.seq_len, self._given
         known = (
             KnownRows(length, rows, self._fetched(q, rows)),
             *(KnownRows(length, keys, self._fetched(x, keys)) for x in (k, v)),

@@ -33,7 +33,7 @@ def verify(
     must have been made for this workload, takes and device, and then `seed` and `device` are its own. deterministic:
     two identical calls must then agree bitwise.
 
-    Whatever the function raises comes out. A wrong result does not raise: see `Verification.passed` and `summary`.
+    Exceptions of the function pass through. A wrong result does not raise: see `Verification.passed` and `summary`.
     Raises ValueError for an oracle of another workload, or a module without an `attention` attribute.
     """
     started = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""Worker processes as the runner sees them: ask, wait, and learn why one died. No torch."""
+"""Worker processes as the runner sees them: send a command, wait for its answer, say why one died. No torch."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
-    """A command did not end well. `died`: the process is gone, and every case that was prepared in it with it."""
+    """A command did not end well. `died`: the process has ended, and every case prepared in it is lost."""
 
     def __init__(self, code: TroubleCode, why: str, *, died: bool = False, traceback: str | None = None) -> None:
         super().__init__(why)
@@ -63,33 +63,33 @@ class LocalHost:
 
     @property
     def sentinels(self) -> list[int]:
-        """The process's own."""
+        """The sentinel of the process, ready when it has ended."""
         return [self._child.sentinel]
 
     @property
     def alive(self) -> bool:
-        """The process runs."""
+        """Whether the process runs."""
         return self._child.alive
 
     @property
     def lost(self) -> str | None:
-        """Never."""
+        """None: a process of this machine can always be reached."""
         return None
 
     def output(self) -> str:
-        """What it printed last."""
+        """The last lines that the process printed."""
         return self._child.output
 
     def ending(self) -> Ending:
-        """How it ended."""
+        """How the process ended."""
         return self._child.ending()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended by itself, at most so long."""
+        """Wait until the process has ended, at most `timeout_s` seconds."""
         self._child.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it, and close the pipe."""
+        """End the process and close the pipe."""
         self._child.kill()
         self.connection.close()
 
@@ -103,7 +103,7 @@ class Worker:
     def __init__(self, key: str, settings: WorkerSettings, start: Callable[[WorkerSettings], Host] = LocalHost) -> None:
         self.key = key
         self.handles: set[str] = set()
-        # Whoever asks and whoever ends a whole group are different threads, and a file descriptor is closed once.
+        # One thread asks and another may end the whole group; the file descriptor must be closed only once.
         self._ending = threading.Lock()
         self._host = start(settings)
         # Before that, the first worker waits for the server of all to load torch.
@@ -119,7 +119,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """The process exists and its pipe is open."""
+        """Whether the process exists and its pipe is open."""
         return not self._host.connection.closed and self._host.alive
 
     def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
@@ -207,7 +207,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def fresh(self, key: str) -> Any:
-        """A worker that nothing ran in before, ended afterwards."""
+        """A new worker in which nothing ran before; it is ended when the block is left."""
         worker = self._start(key, self.settings)
         try:
             yield worker

@@ -49,7 +49,7 @@ class Handlers:
     """The prepared cases of a worker and the answers to commands about them."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        # What is loaded by now stays for ever; the collector need not look at it again and again.
+        # What is loaded by now stays; frozen, the garbage collector does not scan it again.
         gc.freeze()
         self._settings = settings
         self._world: World | None = None
@@ -60,7 +60,7 @@ class Handlers:
             share_cores(settings.lanes)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
-        self._shelf = InputStore(self.device)
+        self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
         self._stream: Stream | None = None
         self._clocks = clocks_of(_gpu_uuid(self.device))
@@ -79,11 +79,11 @@ class Handlers:
         }
 
     def hello(self) -> Hello:
-        """Who this worker is."""
+        """Process id and torch facts of this worker."""
         return Hello(pid=os.getpid(), torch=describe_torch(self.device))
 
     def answer(self, command: Command) -> Reply:
-        """Carry a command out; whatever it raises is told, not raised."""
+        """Carry out a command; whatever it raises becomes the reply's `trouble`."""
         try:
             return self._commands[command.name](command)
         # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
@@ -93,15 +93,15 @@ class Handlers:
     def _prepare(self, command: Command) -> Reply:
         spec = CaseSpec.model_validate(command.arguments["spec"])
         self._drop(spec.handle)
-        call = PreparedCall(spec, self.device, self._shelf, self._joined())
+        call = PreparedCall(spec, self.device, self._input_store, self._joined())
         self._calls[spec.handle] = call
         return Reply(prepared=Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns))
 
     def _joined(self) -> World | None:
-        """The world of this worker's ranks, met at the first case; None for a worker without others."""
+        """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""
         settings = self._settings
         if settings.world_size > 1 and self._world is None:
-            # torchrun tells how many of its ranks are here.
+            # torchrun says how many of its ranks are on this machine.
             share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
             store = meeting_store(settings.store, settings.world_size)
             self._world = World.join(
@@ -123,7 +123,7 @@ class Handlers:
         call = self._calls[command.handle]
         spec = TimerSpec.model_validate(command.arguments["timer"])
         limits = WarmUpLimits.model_validate(command.arguments["limits"])
-        # Timing begins when all cases of the cell are verified; the oracle's tensors must not crowd the device.
+        # Timing begins when all cases of the group are verified; the oracle's tensors must not crowd the device.
         self._verifier.forget()
         try:
             timer: SampleTimer = load_target(spec.target)(call)
@@ -163,7 +163,7 @@ class Handlers:
         return Reply(slot=slot, notes=self._notes(timer), counters=self._calls[command.handle].counters())
 
     def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
-        """What a timer says about itself, and what slows every message down. Raises PluginError for an unknown code."""
+        """The timer's notes, and one when messages take a slower path. Raises PluginError for unknown codes."""
         notes, world = tuple(timer.notes()), self._world
         refuse_unknown("note", [note.code for note in notes])
         if world is None or world.device.type != "cuda" or world.copies is not None:
@@ -201,7 +201,8 @@ class Handlers:
             spec = CaseSpec.model_validate(arguments["spec"])
             self._stream = Stream(spec, self.device, arguments["pieces"])
         count = arguments["count"]
-        return Reply(isolated=self._stream.pass_on(arguments["start"], count) if count else self._stream.weigh())
+        found = self._stream.process(arguments["start"], count) if count else self._stream.measure_memory()
+        return Reply(isolated=found)
 
     def _release(self, command: Command) -> Reply:
         self._drop(command.handle)
@@ -215,7 +216,7 @@ class Handlers:
         for key in [key for key in self._timers if key[0] == handle]:
             del self._timers[key]
         if not self._calls:
-            self._shelf.clear()
+            self._input_store.clear()
             self._verifier.forget()
         gc.collect()
         release_cached(self.device)

@@ -1,4 +1,4 @@
-"""Where the ranks of a group run and meet. No torch."""
+"""Where the ranks of a group run, and the store at which they meet. No torch."""
 
 import os
 import shutil
@@ -27,19 +27,19 @@ class ThisMachine:
     """Every rank on this machine, rank r on its GPU r; they meet at a file."""
 
     def gpus_here(self, ranks: int) -> Sequence[int]:
-        """One for each rank, in order."""
+        """GPU r for rank r, in order."""
         return range(ranks)
 
     def open_store(self) -> str:
-        """A file in a folder of its own."""
+        """The path of a file in a new temporary folder."""
         # gloo would otherwise look the host's name up, which not every machine can.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return str(Path(tempfile.mkdtemp(prefix="dilabench-ranks-"), "store"))
 
     def close_store(self, store: str) -> None:
-        """Remove it."""
+        """Remove the file and its folder."""
         shutil.rmtree(Path(store).parent, ignore_errors=True)
 
     def start(self, key: str, settings: WorkerSettings) -> Worker:
-        """A worker process."""
+        """Start a worker process on this machine."""
         return Worker(key, settings.model_copy(update={"gpu": settings.rank}))

@@ -1,4 +1,4 @@
-"""Connections between machines: a listener that opens to whoever has the key, by the name it gives. No torch.
+"""Connections between machines: a listener that accepts peers that have the key and keeps them by name. No torch.
 
 What passes are bytes that both ends check (JSON); nothing is ever unpickled.
 """
@@ -19,7 +19,7 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class RankListener:
-    """Listens on every address of this machine and keeps who came until asked for."""
+    """Listens on every address of this machine and keeps accepted connections by name until they are asked for."""
 
     def __init__(self) -> None:
         self.key = os.urandom(KEY_BYTES)
@@ -32,15 +32,15 @@ class RankListener:
         self._thread.start()
 
     def wait(self, name: str, timeout_s: float) -> Connection | None:
-        """The connection of whoever gave this name; None when nobody did in time."""
+        """The connection of the peer with this name; None when none came within `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: name in self._came, timeout_s)
             return self._came.pop(name, None)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop accepting connections."""
         self._open = False
-        # Closing does not end a wait for the next visitor; a visit does.
+        # Closing does not end a pending accept; a connection of our own does.
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), CONNECT_TIMEOUT_S):
             pass
         self._thread.join(CONNECT_TIMEOUT_S)
@@ -51,7 +51,7 @@ class RankListener:
 
     def _accept(self) -> None:
         while self._open:
-            # A stranger, or somebody who hung up at once, is no reason to close.
+            # A peer without the key, or one that disconnected at once, is no reason to stop listening.
             with contextlib.suppress(AuthenticationError, OSError, EOFError):
                 connection = self._listener.accept()
                 _keep_alive(connection)
@@ -62,7 +62,7 @@ class RankListener:
 
 
 def connect(address: tuple[str, int], key: bytes, name: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
-    """Go through a listener. Raises OSError when nobody opens in time, AuthenticationError for a wrong key."""
+    """Connect to a listener. Raises OSError when it does not answer in time, AuthenticationError for a wrong key."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -77,8 +77,8 @@ def connect(address: tuple[str, int], key: bytes, name: str, timeout_s: float = 
     return connection
 
 
-def hang_up(connection: Connection) -> None:
-    """Close a connection, also for a thread that is waiting for what comes through it."""
+def disconnect(connection: Connection) -> None:
+    """Shut a connection down, so that a thread waiting to receive from it wakes up."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):

@@ -28,9 +28,9 @@ def serve(connection: Connection, settings_json: str, log_path: str) -> None:
 def serve_at(
     address: tuple[str, int], key: bytes, name: str, lifeline: Connection, settings_json: str, log_path: str
 ) -> None:
-    """The same for a runner on another machine, that knows this worker by its name.
+    """`serve` for a runner on another machine, which knows this worker by its name.
 
-    lifeline: nothing comes through it; it ends with the process that started this one, and then so does this one.
+    lifeline: a pipe without data. It closes when the process that started this one ends; then this one ends, too.
     """
     _detach(log_path)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
@@ -58,7 +58,7 @@ def _answer(connection: Connection, settings_json: str) -> None:
 
 
 def _send(connection: Connection, reply: Reply) -> None:
-    # The runner may have gone; then there is nobody to tell.
+    # The runner may have ended; then the reply goes nowhere.
     with contextlib.suppress(BrokenPipeError):
         connection.send_bytes(reply.model_dump_json().encode())
 
@@ -77,7 +77,7 @@ def _detach(log_path: str) -> None:
 
 
 def _bound_log() -> None:
-    """Forget old output when there is too much of it; the file was opened for appending."""
+    """Cut the log when it is too long; the file was opened for appending."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.fstat(1).st_size > LOG_LIMIT_BYTES:

@@ -1,7 +1,7 @@
 """A rank that torchrun started, other than rank 0: it runs worker processes for rank 0 and nothing else. No torch.
 
-It knocks at rank 0's listener, says what its machine has, and then does what it is told: start a worker, tell how one
-ended, end one. The workers themselves talk to rank 0 directly. When rank 0 is gone, they end.
+It connects to rank 0's listener, describes its machine, and then carries out requests: start a worker, say how one
+ended, end one. The workers themselves talk to rank 0 directly. When the connection to rank 0 closes, they end.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from dilabench.machine import Machine, detect
 
 
 def serve(rank: Rank) -> ExitCode:
-    """Find rank 0 and serve it. Raises EnvironmentNotReady when it cannot be found."""
+    """Connect to rank 0 and serve it. Raises EnvironmentNotReady when it cannot be found."""
     from dilabench.distributed.launch import store_from_environment
 
     store = store_from_environment(rank.rank, rank.size, MEETING_TIMEOUT_S)
@@ -34,7 +34,7 @@ def serve(rank: Rank) -> ExitCode:
 
 
 def serve_listening(rank: Rank, meeting: Meeting) -> ExitCode:
-    """Serve rank 0 until it says that the run is over, or is gone."""
+    """Serve rank 0 until it ends the run or its connection closes."""
     # Ctrl-C reaches every rank; rank 0 says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm_server()
@@ -79,7 +79,7 @@ class _Agent:
         self._children: dict[str, tuple[Child, Connection]] = {}
 
     def answer(self, control: Connection) -> bool:
-        """Do the next thing asked for; False when the run is over."""
+        """Carry out the next request; False when the run is over."""
         asked = json.loads(control.recv_bytes())
         try:
             found = getattr(self, f"_{asked['do']}")(**asked["arguments"])
@@ -89,13 +89,13 @@ class _Agent:
         return asked["do"] != "end"
 
     def end_workers(self) -> None:
-        """End all of them."""
+        """End all workers."""
         while self._children:
             self._kill(next(iter(self._children)))
 
     def _start(self, name: str, settings: dict[str, Any]) -> None:
         own = json.dumps({**settings, "gpu": self._rank.local_rank})
-        # Ours ends with this process, however it does.
+        # The pipe closes when this process ends, however it ends.
         ours, theirs = worker_context().Pipe()
         child = Child(serve_at, self._meeting.address, self._meeting.key, name, theirs, own)
         self._children[name] = child, ours

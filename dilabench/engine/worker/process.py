@@ -41,12 +41,12 @@ class Child:
         )
 
     def start(self) -> None:
-        """Start it."""
+        """Start the process."""
         self._process.start()
 
     @property
     def alive(self) -> bool:
-        """It runs."""
+        """Whether the process runs."""
         return bool(self._process.is_alive())
 
     @property
@@ -56,18 +56,18 @@ class Child:
 
     @property
     def output(self) -> str:
-        """What it printed last."""
+        """The last lines that the process printed."""
         try:
             return self._log.read_bytes()[-TAIL_CHARACTERS:].decode(errors="replace").strip()
         except OSError:
             return ""
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended by itself, at most so long."""
+        """Wait until the process has ended, at most `timeout_s` seconds."""
         self._process.join(timeout=timeout_s)
 
     def ending(self) -> Ending:
-        """How it ended; one that is about to end is waited for."""
+        """How the process ended; waits for one that is about to end."""
         self.wait(END_TIMEOUT_S)
         return Ending(describe_exit(self._process.exitcode), _oom_kills() > self._oom_kills, self.output)
 
@@ -76,7 +76,7 @@ class Child:
         process = self._process
         if process.pid is not None:
             if process.is_alive():
-                # The worker leads a process group of its own; before it has made it, it is alone.
+                # The worker leads a process group of its own; before that it is in the group of its parent.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()

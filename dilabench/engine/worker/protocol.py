@@ -1,4 +1,4 @@
-"""What crosses the pipe between the runner and its workers: plain data, checked at both ends. No torch."""
+"""The messages between the runner and its workers: plain data, checked at both ends. No torch."""
 
 from typing import Any, Literal
 
@@ -112,7 +112,7 @@ class WarmedUp(Model):
 
 
 class IsolatedResult(Model):
-    """What came of an isolated case, or of some pieces of a stream."""
+    """The result of an isolated case, or of some pieces of a stream."""
 
     verification: Verification | None = None
     why: str = ""

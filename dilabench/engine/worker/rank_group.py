@@ -1,8 +1,9 @@
-"""P worker processes that compute one case together, in the shape of one worker. No torch.
+"""P worker processes that compute one case together, with the interface of a single worker. No torch.
 
 Every command goes to all ranks at once, and what they answer becomes one answer: times and memory are the largest over
 ranks, verification is the first that failed, everything else is rank 0's. When a rank fails or dies, the others are
-waiting for it in a collective; they are given a moment to say what they know, then ended, and the first reason is told.
+waiting for it in a collective; they get a moment to report their own failures, then they are ended, and the first
+reason is reported.
 """
 
 import time
@@ -50,7 +51,7 @@ class GroupWorker(Worker):
 
     @property
     def alive(self) -> bool:
-        """Every rank is."""
+        """Whether every rank is alive."""
         return bool(self._ranks) and all(worker.alive for worker in self._ranks)
 
     def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
@@ -66,17 +67,17 @@ class GroupWorker(Worker):
         return _merged([answer.result() for answer in answers])
 
     def close(self) -> None:
-        """End all ranks: none of them could close the world by itself."""
+        """End all ranks at once: a single rank cannot leave the process group by itself."""
         self.kill()
 
     def kill(self) -> None:
-        """End all ranks, at once."""
+        """End all ranks and everything they started, at once."""
         for worker in self._ranks:
             worker.kill()
         self._launcher.close_store(self._store)
 
     def _wait(self, answers: Sequence[Future[Reply]]) -> dict[int, tuple[float, WorkerFailure]]:
-        """Until all have answered, or a while after the first that failed; failures by rank, with their time."""
+        """Wait until all ranks have answered, or a while after the first failure; (time, failure) by rank."""
         failures: dict[int, tuple[float, WorkerFailure]] = {}
         waiting = set(answers)
         deadline: float | None = None
@@ -93,7 +94,7 @@ class GroupWorker(Worker):
             if failures and deadline is None:
                 deadline = time.monotonic() + GRACE_S
             if not done:
-                # These wait for the one that failed; without it they never end.
+                # These ranks wait for the failed one and would never end.
                 for worker in self._ranks:
                     worker.kill()
                 wait(waiting)
@@ -110,7 +111,7 @@ def _arguments_of(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: bool) -> WorkerFailure:
-    """The failure that the others follow from, with its rank; as it is where every rank says the same."""
+    """The failure that caused the others, with its rank; without a rank when every rank reports the same."""
 
     def order(item: tuple[int, tuple[float, WorkerFailure]]) -> tuple[bool, bool, float]:
         at, failure = item[1]
@@ -123,7 +124,7 @@ def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: boo
 
 
 def _merged(replies: Sequence[Reply]) -> Reply:
-    """One answer of all ranks'."""
+    """All ranks' replies as one: times and memory the largest, verification the first that failed."""
     first = replies[0]
     changes: dict[str, Any] = {}
     if first.prepared is not None:
@@ -150,7 +151,7 @@ def _merged(replies: Sequence[Reply]) -> Reply:
 
 
 def _merged_isolated(results: Sequence[IsolatedResult]) -> IsolatedResult:
-    """An isolated case: times, memory and counters as ever, verification the first that failed."""
+    """An isolated case: times, peak bytes and counters the largest over ranks, verification the first that failed."""
     first = results[0]
     changes: dict[str, Any] = {
         "setup_ns": _largest([one.setup_ns for one in results]),
@@ -158,8 +159,8 @@ def _merged_isolated(results: Sequence[IsolatedResult]) -> IsolatedResult:
     }
     if slots := [one.slot for one in results if one.slot is not None]:
         changes["slot"] = _slowest_samples(slots)
-    if weighed := [one.memory for one in results if one.memory is not None]:
-        changes["memory"] = max(weighed, key=lambda memory: memory.peak_bytes)
+    if measured := [one.memory for one in results if one.memory is not None]:
+        changes["memory"] = max(measured, key=lambda memory: memory.peak_bytes)
     failed = [one for one in results if one.verification is not None and not one.verification.passed]
     if failed:
         changes |= {"verification": failed[0].verification, "why": f"rank {results.index(failed[0])}: {failed[0].why}"}

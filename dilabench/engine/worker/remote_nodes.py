@@ -1,7 +1,7 @@
 """The ranks that torchrun started, on one machine or several, as rank 0 sees them. No torch.
 
-Each has an agent that starts workers on its machine; a worker then answers to rank 0 over a connection of its own. A
-machine that does not answer is lost: whatever is asked of it from then on fails at once, with that reason.
+Each rank has an agent that starts workers on its machine; a worker connects to rank 0 by itself. A machine that does
+not answer counts as lost: every later request to it fails at once, with that reason.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from dilabench.engine.device.lock import DEFAULT_WAIT_S
 from dilabench.engine.worker.client import START_TIMEOUT_S, LocalHost, Worker, WorkerFailure
-from dilabench.engine.worker.listener import RankListener, hang_up
+from dilabench.engine.worker.listener import RankListener, disconnect
 from dilabench.engine.worker.node_agent import agent_name, facts_of
 from dilabench.engine.worker.process import Ending
 from dilabench.engine.worker.protocol import TroubleCode, WorkerSettings
@@ -64,7 +64,7 @@ class Agent:
         self.facts = self._receive("hello", REQUEST_TIMEOUT_S)
 
     def ask(self, do: str, *, timeout_s: float = REQUEST_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
-        """Have something done. Raises WorkerFailure when it cannot be, or the agent is gone."""
+        """Send a request and return the answer. Raises WorkerFailure when it fails or the agent is lost."""
         with self._turn:
             if self._lost is None:
                 try:
@@ -78,17 +78,17 @@ class Agent:
 
     @property
     def host(self) -> str:
-        """The name of its machine."""
+        """The name of the agent's machine."""
         return str(self.facts.get("host", "its machine"))
 
     @property
     def lost(self) -> str | None:
-        """Why nothing can be asked any more."""
+        """Why the agent cannot be reached any more; None while it can."""
         return self._lost
 
     def close(self) -> None:
-        """Hang up."""
-        hang_up(self._control)
+        """Close the connection."""
+        disconnect(self._control)
 
     def _receive(self, doing: str, timeout_s: float) -> dict[str, Any]:
         if self._lost is None:
@@ -106,7 +106,7 @@ class Agent:
 
 
 class RemoteHost:
-    """`workers.Host` of a process on another rank's machine."""
+    """`client.Host` of a process on another rank's machine."""
 
     def __init__(self, agent: Agent, listener: RankListener, name: str, settings: WorkerSettings) -> None:
         self._agent, self._name = agent, name
@@ -115,12 +115,12 @@ class RemoteHost:
 
     @property
     def sentinels(self) -> list[int]:
-        """None: when it ends, its connection does."""
+        """Empty: the end of the process shows as the end of its connection."""
         return []
 
     @property
     def alive(self) -> bool:
-        """It has not hung up; between two commands it says nothing."""
+        """Whether its connection is open."""
         try:
             return self._agent.lost is None and not self.connection.poll()
         except OSError:
@@ -128,25 +128,25 @@ class RemoteHost:
 
     @property
     def lost(self) -> str | None:
-        """Why its machine cannot be asked any more."""
+        """Why its machine cannot be reached any more; None while it can."""
         return self._agent.lost
 
     def output(self) -> str:
-        """What it printed last."""
+        """The last lines that the process printed."""
         return str(self._told("output", LOOK_TIMEOUT_S).get("output", ""))
 
     def ending(self) -> Ending:
-        """How it ended."""
+        """How the process ended."""
         told = self._told("ending")
         return Ending(**told) if told else Ending(self._agent.lost or "it was ended", False, "")
 
     def wait(self, timeout_s: float) -> None:
-        """Nothing: it is ended right afterwards."""
+        """Return at once: `kill` always follows."""
 
     def kill(self) -> None:
-        """End it, if its machine is still there."""
+        """End the process, if its machine can still be reached."""
         self._told("kill")
-        hang_up(self.connection)
+        disconnect(self.connection)
 
     def _told(self, what: str, timeout_s: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
         try:
@@ -202,20 +202,20 @@ class Nodes:
         return Machine(device="cuda", gpus=gpus)
 
     def gpus_here(self, ranks: int) -> Sequence[int]:
-        """Those of the ranks on rank 0's machine; the agents of other machines hold theirs."""
+        """The GPUs of the ranks on rank 0's machine; the agents of other machines lock their own."""
         others = [rank for rank, agent in self._agents.items() if agent.facts["machine"] == machine_id()]
         return [rank for rank in (0, *others) if rank < ranks]
 
     def open_store(self) -> str:
-        """A name of its own at the store that torchrun's ranks share."""
+        """A new name at the store that torchrun's ranks share."""
         self._lock_machines()
         return f"{self._rank.store_address}/dilabench/{next(self._names)}"
 
     def close_store(self, store: str) -> None:
-        """Nothing: names are not used again."""
+        """Do nothing: names are not used again."""
 
     def start(self, key: str, settings: WorkerSettings) -> Worker:
-        """The worker of a rank on that rank's machine."""
+        """Start the worker of a rank on that rank's machine."""
         if settings.rank == 0:
             return Worker(key, settings.model_copy(update={"gpu": self._rank.local_rank}), LocalHost)
         agent, name = self._agents[settings.rank], f"worker {next(self._names)}"
@@ -245,7 +245,7 @@ class Nodes:
             machines: dict[str, list[Agent]] = {}
             for agent in self._agents.values():
                 machines.setdefault(agent.facts["machine"], []).append(agent)
-            # Rank 0 holds its own.
+            # Rank 0 has locked its own machine already.
             machines.pop(machine_id(), None)
             for _, agents in sorted(machines.items()):
                 gpus = [agent.facts["local_rank"] for agent in agents]

@@ -1,4 +1,4 @@
-"""What torchrun says to the processes that it starts, and how they find rank 0's listener. torch only where they meet.
+"""The ranks that torchrun started, from its environment variables, and how they find rank 0's listener.
 
 Every process runs the same `dilabench run`. Rank 0 is the one that plans, prints and writes; the others are agents.
 """
@@ -49,7 +49,7 @@ class Rank:
 
     @property
     def store_address(self) -> str:
-        """For `dilabench.distributed.launch.meeting_store`, without a name."""
+        """'tcp://host:port' as `dilabench.distributed.launch.meeting_store` takes it, without a name."""
         return f"tcp://{self.store_host}:{self.store_port}"
 
 
@@ -62,7 +62,7 @@ class Meeting:
 
     @classmethod
     def announce(cls, rank: Rank, store: object, listener: RankListener) -> "Meeting":
-        """Tell the other ranks, through the store, where the listener is."""
+        """Write address and key of the listener into the store for the other ranks."""
         host = address_towards(rank.store_host, rank.store_port)
         meeting = cls((host, listener.port), listener.key)
         content = {"address": meeting.address, "key": meeting.key.hex()}
@@ -71,7 +71,7 @@ class Meeting:
 
     @classmethod
     def find(cls, rank: Rank, store: object) -> "Meeting":
-        """What rank 0 has told. Raises EnvironmentNotReady when it tells nothing in time."""
+        """Read what rank 0 has announced. Raises EnvironmentNotReady when it announces nothing in time."""
         try:
             content = json.loads(store.get(MEETING))  # type: ignore[attr-defined]
         except RuntimeError as error:

@@ -1,6 +1,6 @@
 """What peers over ranks cannot cut: the reasons that skip a case, and refuse a build. No torch.
 
-Ours hold any number of rows per rank; the peers need parts of equal length, and peers to talk to.
+Our implementations take any number of rows per rank; these need parts of equal length and at least 2 ranks.
 """
 
 from __future__ import annotations

@@ -93,14 +93,14 @@ def _imported(module: str, backend: LoadedBackend) -> ModuleType:
     if backend.name != FLASH_ATTN:
         interface = flash_attn_stand_in.stand_in(backend)
         given |= {"flash_attn": ModuleType("flash_attn"), interface.__name__: interface}
-    with _lent(given):
+    with _importable(given):
         return importlib.import_module(f"{PACKAGE}.{module}")
 
 
 @contextmanager
-def _lent(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Modules to import from, for a while. What stood in their place, and all that a user has of the package, is back
-    at the end.
+def _importable(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """Put modules into sys.modules inside the block; afterwards the modules of these names, and all of the package that
+    was imported before, are restored.
     """
 
     def of_ours(name: str) -> bool:

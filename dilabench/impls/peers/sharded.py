@@ -1,4 +1,4 @@
-"""What every peer over ranks is: a function of local shards that another project computes."""
+"""The common form of peers over ranks: a function of local shards that another project computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dilabench.distributed.world import World
 class PeerOverRanks:
     """out [B, N_local, H, D] of this rank's q [B, N_local, H, D] and k, v [B, N_local, K, D].
 
-    `shards` tells which positions they are. What the project sends goes past `World`, so its bytes are not counted.
+    `shards` tells which positions they are. The project sends without `World`, so its bytes are not counted.
     """
 
     def __init__(self, shards: Shards, world: World) -> None:

@@ -1,6 +1,6 @@
 """`fused-sharded`: every rank holds whole segments and runs `fused` on them; nothing is ever sent.
 
-LongNet's point: with segments that end where ranks do, a sequence over P ranks costs each of them 1/P of the work, the
+As in LongNet: with segments that end where ranks do, a sequence over P ranks costs each of them 1/P of the work, the
 memory and no traffic. Nothing is allocated beside the results. A branch that crosses ranks needs `ring-allgather`.
 """
 
@@ -33,7 +33,7 @@ class Local(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """`function.Algorithm` of ranks that need nothing of each other."""
+    """`function.Algorithm` without communication: each rank runs `local` on its shards."""
 
     local: Local
 
@@ -56,7 +56,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
 def build_apart(
     workload: Workload, context: BuildContext, build_local: Callable[[Workload, BuildContext], Local]
 ) -> ShardedAttention:
-    """The same with any implementation for one device on each rank's part."""
+    """`build` with another single-device implementation on each rank's part."""
     world = context.world or World.alone(context.device)
     lengths = cut_apart(workload, world.size)
     starts = accumulate(lengths, initial=0)

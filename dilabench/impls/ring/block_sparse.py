@@ -104,7 +104,7 @@ class BlockExchange:
 
 @dataclass(frozen=True, slots=True)
 class NoRows:
-    """`function.Algorithm` of a rank that holds no block: it needs nothing, and nobody needs anything of it."""
+    """`function.Algorithm` of a rank that holds no block: it neither sends nor receives."""
 
     def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Empty results."""
@@ -156,7 +156,7 @@ def _shards(deal: BlockDeal) -> Shards:
 
 
 def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchange:
-    """What this rank computes and trades.
+    """What this rank computes, sends and receives.
 
     The last block may be short, and comes last among gathered ones: behind a causal mask only its holder sees it,
     otherwise the last rank holds it.

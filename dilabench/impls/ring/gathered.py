@@ -1,6 +1,6 @@
 """`zigzag-allgather`: all keys that a rank sees come in one exchange; then each chunk of its queries is one call.
 
-The context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2) on zigzag shards. No query is passed over twice, so
+The context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2) on zigzag shards. Each query is read once, so
 that nothing is merged: a ring reads q and writes out and dq once per hop. Its price is that most of the exchange is
 waited for, and memory for the keys of all ranks, which stay for the backward pass. So it is for few K/V heads.
 

@@ -1,4 +1,4 @@
-"""`ulysses`: ranks trade their part of the sequence for their part of the heads, attend, and trade back.
+"""`ulysses`: ranks exchange their part of the sequence for their part of the heads, attend, and exchange back.
 
 One all-to-all before and one after; in between every rank sees whole sequences. Query heads are dealt in order, sizes
 differing by at most one; a key/value head goes to every rank that holds one of its query heads, and its gradients are
@@ -81,7 +81,7 @@ class Ulysses:
         rows, rank = self.shards.rows, self.world.rank
         give = [[x[:, :, _slice(deal[peer])] for x, deal in zip(tensors, deals, strict=True)] for peer in self._peers]
         shapes = [[(B, rows[peer], len(deal[rank]), D) for deal in deals] for peer in self._peers]
-        arrived = self._trade(give, shapes)
+        arrived = self._exchange(give, shapes)
         return [self.shards.join([arrived[peer][index] for peer in self._peers]) for index in range(len(tensors))]
 
     def _to_tokens(self, tensors: Sequence[Tensor], deals: Sequence[tuple[range, ...]], B: int) -> list[Tensor]:
@@ -90,10 +90,10 @@ class Ulysses:
         own_rows = self.shards.rows[self.world.rank]
         give = [[self.shards.take(x, peer) for x in tensors] for peer in self._peers]
         shapes = [[(B, own_rows, len(deal[peer]), D) for deal in deals] for peer in self._peers]
-        arrived = self._trade(give, shapes)
+        arrived = self._exchange(give, shapes)
         return [_gathered_heads([parts[index] for parts in arrived], deal) for index, deal in enumerate(deals)]
 
-    def _trade(
+    def _exchange(
         self, give: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
         """Give each peer its tensors and get those of the given shapes, in one collective."""

@@ -49,12 +49,12 @@ class GatheredRows:
 
     @property
     def first(self) -> bool:
-        """The output holds nothing at these rows yet."""
+        """Whether no earlier call has written these rows of the output."""
         return self.index.first
 
     @property
     def whole(self) -> bool:
-        """All rows of the output in their own order."""
+        """Whether these are all rows of the output, in order."""
         return self.index.whole
 
     def queries(self, x: Tensor) -> Tensor:

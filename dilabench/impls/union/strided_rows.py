@@ -1,4 +1,4 @@
-"""Rows of a kernel call as views of the tensors: nothing is copied in, results are merged where they belong."""
+"""Rows of a kernel call as views of the tensors: nothing is copied, results are merged in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StridedRows:
 
     @property
     def first(self) -> bool:
-        """No rows before this one touch the same output."""
+        """Whether no earlier call has written these rows of the output."""
         return self.call.first
 
     def queries(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class StridedRows:
         self._key_view(total).add_(self._apart(part))
 
     def release(self, *rows: Tensor) -> None:
-        """Nothing to give back: views hold no memory."""
+        """Do nothing: views own no memory."""
 
     def _apart(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self.call.batches, self.call.stack.count))

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.forward import visible_pairs
+from dilabench.kernels.block_sparse.forward import check_head_dim, head_rows, visible_pairs
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.kernels.fused.head_rows import check_head_dim, head_rows
 from dilabench.kernels.row_sums import row_sums
 from dilabench.kernels.tuning import TileConfig
 

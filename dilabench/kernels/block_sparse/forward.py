@@ -8,10 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.kernels.fused.head_rows import check_head_dim, head_rows
+from dilabench.kernels.fused.row_layout import HEAD_DIMS
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
@@ -161,3 +162,17 @@ def block_sparse_forward(
         num_stages=config.num_stages,
     )
     return out, lse
+
+
+def check_head_dim(dim: int) -> None:
+    """Raises ValueError when there is no kernel for the head dimension."""
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"head dimension {dim} is not one of {HEAD_DIMS}: pad it, or use the blocked path")
+
+
+def head_rows(x: Tensor, rows: int) -> TensorDescriptor:
+    """``x [B, N, H, D]`` as [B, H, N, D] in tiles of [1, 1, rows, D]; reads past the end give 0, writes go nowhere."""
+    if x.stride(3) != 1 or any(stride * x.element_size() % 16 for stride in x.stride()[:3]) or x.data_ptr() % 16:
+        x = x.contiguous()
+    view = x.transpose(1, 2)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, x.shape[3]])

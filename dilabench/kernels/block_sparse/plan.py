@@ -99,7 +99,7 @@ class BlockPlan:
         return given.fitted(tile)
 
     def keep(self, key: Hashable, make: Callable[[], KeptT]) -> KeptT:
-        """What `make` gives, made once per key for the life of the plan."""
+        """The result of `make`, called once per key and kept with the plan."""
         if key not in self._kept:
             self._kept[key] = make()
         kept: KeptT = self._kept[key]

@@ -84,7 +84,7 @@ def _partner_tiles(
     partners: list[tuple[int, list[int]]], start: int, own: int, other: int, limit: int, causal: bool, by_key: bool
 ) -> tuple[Int32Array, Int32Array]:
     """Packed partner tiles of the own rows [start, start + own), split into those that need no mask and those that the
-    causal edge cuts, or for keys the end of the sequence (``limit``). Queries beyond the end weigh nothing anyway.
+    causal edge cuts, or for keys the end of the sequence (``limit``). Queries beyond the end have weight 0 anyway.
     """
     full: list[Int32Array] = []
     masked: list[Int32Array] = []

@@ -28,7 +28,7 @@ class KernelMemory:
     view_copies: of q, out and dout, how many it copies there when they are views. repeats: K/V heads are repeated to H.
     expands_gradients: dk and dv are made per query head and summed. recomputes: float32 copies of q's size that stand
     there before the gradients do, beside a result and the stats of its own. aligns_ends, places_results: as in
-    `registry.Backend`.
+    `descriptors.Backend`.
     """
 
     accumulators: int = 0
@@ -100,7 +100,7 @@ def kernel_of(backend: str | None, workload: Workload, device: str) -> Kernel | 
 
 
 def aligns_ends(kernel: Kernel) -> bool:
-    """Whether it takes fewer queries than keys under a causal mask; a test holds it to `registry.Backend`."""
+    """Whether it takes fewer queries than keys under a causal mask; a test holds it to `descriptors.Backend`."""
     return isinstance(kernel, KernelMemory | MathMemory) and kernel.aligns_ends
 
 

@@ -1,4 +1,4 @@
-"""How series look: colours that the colour-blind can tell apart, and a second mark for whoever prints in grey."""
+"""How series look: colours that the colour-blind can tell apart, and markers and hatches for prints in grey."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -9,7 +9,7 @@ from scipy.special import betaincinv
 
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.verdicts import Code, Verdict
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Interval
 
 
 def noise_floor(session_log_ratios: ArrayLike) -> float:

@@ -11,31 +11,30 @@ from math import expm1
 from scipy.special import stdtr
 
 from dilabench.stats.decisions import explain
-from dilabench.stats.decisions.paired import PairedCell, estimate_many
+from dilabench.stats.decisions.paired import PairedRounds, estimate_many
 from dilabench.stats.decisions.policy import Margin, Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
-from dilabench.stats.samples.estimate import Estimate
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
 
 
-def judge(cell: PairedCell, policy: Policy) -> Verdict:
-    """Verdict on one interleaved comparison, before any correction for multiple cells."""
-    return judge_many([cell], policy)[0]
+def judge(pair: PairedRounds, policy: Policy) -> Verdict:
+    """Verdict on one interleaved comparison, before any correction for multiple pairs."""
+    return judge_many([pair], policy)[0]
 
 
-def judge_many(cells: Sequence[PairedCell], policy: Policy) -> list[Verdict]:
+def judge_many(pairs: Sequence[PairedRounds], policy: Policy) -> list[Verdict]:
     """Verdicts on many interleaved comparisons, in order; pass them to `multiplicity.control_family` before gating.
 
-    Raises ConfigError for a cell without rounds, a slot without samples or a time that is not positive.
+    Raises ConfigError for a pair without rounds, a slot without samples or a time that is not positive.
     """
     estimates = estimate_many(
-        cells, sigma_aa=policy.sigma_aa or 0.0, statistic=policy.statistic, confidence=policy.confidence
+        pairs, sigma_aa=policy.sigma_aa or 0.0, statistic=policy.statistic, confidence=policy.confidence
     )
     return [decide(estimate, policy) for estimate in estimates]
 
 
 def decide(estimate: Estimate, policy: Policy) -> Verdict:
-    """Verdict on one estimate, paired or from a history, before any correction for multiple cells."""
+    """Verdict on one estimate, paired or from a history, before any correction for multiple pairs."""
     margin = policy.margin(estimate.typical_ns)
     if estimate.interval is None:
         code, cause = Code.INCONCLUSIVE, Cause.TOO_FEW_ROUNDS if estimate.unit == "round" else Cause.TOO_FEW_SESSIONS

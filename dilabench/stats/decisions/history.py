@@ -1,6 +1,6 @@
 """New sessions against stored ones: a prediction interval (measurement.md §5.2).
 
-Without interleaving, the spread between sessions is the error, and only the history knows it. With m_H and s_H of the
+Without interleaving, the spread between sessions is the error, and only the history shows it. With m_H and s_H of the
 H baseline sessions, a mean of K new sessions of the same code is expected in
 
     m_H +- t(.975, H - 1) s_H sqrt(1/K + 1/H)
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.effect import a12
-from dilabench.stats.samples.estimate import Estimate
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
+from dilabench.stats.samples.location import a12
 from dilabench.stats.samples.slots import Floats, flatten_slots, group_medians, group_quantiles
 
 SESSIONS_FOR_GATE = 5
@@ -24,7 +23,7 @@ Slots = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCell:
+class StoredSessions:
     """One comparison: the sessions of each side, each a list of slots of samples in ns."""
 
     baseline: Sequence[Slots]
@@ -38,23 +37,27 @@ def estimate_from_history(
     level: float = 0.25,
     confidence: float = 0.95,
 ) -> Estimate:
-    """Estimate of one cell; see `estimate_stored`."""
-    return estimate_stored([StoredCell(baseline_sessions, candidate_sessions)], level=level, confidence=confidence)[0]
+    """Estimate of one pair; see `estimate_stored`."""
+    return estimate_stored([StoredSessions(baseline_sessions, candidate_sessions)], level=level, confidence=confidence)[
+        0
+    ]
 
 
-def estimate_stored(cells: Sequence[StoredCell], *, level: float = 0.25, confidence: float = 0.95) -> list[Estimate]:
+def estimate_stored(
+    pairs: Sequence[StoredSessions], *, level: float = 0.25, confidence: float = 0.95
+) -> list[Estimate]:
     """Estimates of ln(candidate / baseline) from records that were not measured together, in order.
 
     A session's location is the median of its slots' quantiles at `level`, the lower quartile unless told otherwise.
     With one baseline session there is no interval; below `SESSIONS_FOR_GATE` the estimate is advisory. Raises
     ConfigError when a side, a session or a slot is empty.
     """
-    sides = [side for cell in cells for side in (cell.baseline, cell.candidate)]
+    sides = [side for pair in pairs for side in (pair.baseline, pair.candidate)]
     logs = iter(_session_logs(sides, level))
-    return [_estimate(cell, next(logs), next(logs), confidence) for cell in cells]
+    return [_estimate(pair, next(logs), next(logs), confidence) for pair in pairs]
 
 
-def _estimate(cell: StoredCell, baseline: Floats, candidate: Floats, confidence: float) -> Estimate:
+def _estimate(pair: StoredSessions, baseline: Floats, candidate: Floats, confidence: float) -> Estimate:
     h, k = len(baseline), len(candidate)
     centre = float(np.mean(baseline))
     log_ratios = candidate - centre
@@ -72,12 +75,12 @@ def _estimate(cell: StoredCell, baseline: Floats, candidate: Floats, confidence:
         fixed_variance=variance / h,
         units=float(k),
         unit="session",
-        rounds=sum(map(len, cell.candidate)),
+        rounds=sum(map(len, pair.candidate)),
         sessions=k,
         session_log_ratios=tuple(log_ratios.tolist()),
         baseline_ns=float(np.exp(centre)),
         candidate_ns=float(np.exp(np.mean(candidate))),
-        a12=a12(_pooled(cell.baseline), _pooled(cell.candidate)),
+        a12=a12(_pooled(pair.baseline), _pooled(pair.candidate)),
         advisory=h < SESSIONS_FOR_GATE,
     )
 

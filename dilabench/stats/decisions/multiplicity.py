@@ -1,4 +1,4 @@
-"""Many cells, one family: without correction 132 cells give six false alarms at 5 %.
+"""Correction for many comparisons at once: without it 132 pairs give six false alarms at 5 %.
 
 Holm controls the chance of any false claim in a gate, Benjamini-Hochberg the share of false claims in an exploratory
 report. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
@@ -41,8 +41,8 @@ def benjamini_hochberg(p_values: ArrayLike) -> NDArray[np.float64]:
 def control_family(verdicts: Sequence[Verdict], *, method: Correction = "holm", alpha: float = 0.025) -> list[Verdict]:
     """The verdicts with adjusted p-values; a SLOWER or FASTER that does not survive becomes INCONCLUSIVE.
 
-    `alpha` is one-sided and by default fits intervals of 95 %, so that one cell alone is judged as its interval says.
-    A cell without p-value counts as p = 1. SAME needs no correction: it makes no claim of a change.
+    `alpha` is one-sided and by default fits intervals of 95 %, so that one pair alone is judged as its interval says.
+    A pair without p-value counts as p = 1. SAME needs no correction: it makes no claim of a change.
     """
     adjust = {"holm": holm, "bh": benjamini_hochberg}[method]
     slower = adjust([_or_one(verdict.numbers.p_slower) for verdict in verdicts])
@@ -63,8 +63,8 @@ def control_family(verdicts: Sequence[Verdict], *, method: Correction = "holm", 
                 code=Code.INCONCLUSIVE,
                 cause=Cause.MULTIPLICITY,
                 numbers=replace(numbers, rounds_needed=needed),
-                reason=f"{verdict.reason}; among {len(verdicts)} cells that may be chance (adjusted p = {p:.2g})",
-                hint=f"about {needed} more rounds (better in further sessions) or fewer cells would decide",
+                reason=f"{verdict.reason}; among {len(verdicts)} pairs that may be chance (adjusted p = {p:.2g})",
+                hint=f"about {needed} more rounds (better in further sessions) or fewer pairs would decide",
             )
         )
     return controlled

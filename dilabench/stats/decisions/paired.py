@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.effect import a12
-from dilabench.stats.samples.estimate import MIN_ROUNDS, Estimate
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import MIN_ROUNDS, Estimate, Interval, t_quantile
+from dilabench.stats.samples.location import a12
 from dilabench.stats.samples.moments import SESSIONS_FOR_SPREAD, ErrorTerms, Layout, paired_moments
 from dilabench.stats.samples.slots import Floats, Slots, flatten_slots, group_medians, group_quantiles
 
@@ -36,7 +35,7 @@ _LEVELS = {"p25": 0.25, "median": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
-class PairedCell:
+class PairedRounds:
     """One comparison: `rounds[session][round] = (baseline_samples_ns, candidate_samples_ns)`.
 
     Slots may hold different numbers of samples and sessions different numbers of rounds. `clocks_mhz` has the same
@@ -48,44 +47,44 @@ class PairedCell:
 
 
 def estimate(
-    cell: PairedCell, *, sigma_aa: float = 0.0, statistic: SlotStatistic = "auto", confidence: float = 0.95
+    pair: PairedRounds, *, sigma_aa: float = 0.0, statistic: SlotStatistic = "auto", confidence: float = 0.95
 ) -> Estimate:
-    """Estimate of one cell; see `estimate_many`."""
-    return estimate_many([cell], sigma_aa=sigma_aa, statistic=statistic, confidence=confidence)[0]
+    """Estimate of one pair; see `estimate_many`."""
+    return estimate_many([pair], sigma_aa=sigma_aa, statistic=statistic, confidence=confidence)[0]
 
 
 def estimate_many(
-    cells: Sequence[PairedCell],
+    pairs: Sequence[PairedRounds],
     *,
     sigma_aa: float = 0.0,
     statistic: SlotStatistic = "auto",
     confidence: float = 0.95,
 ) -> list[Estimate]:
-    """Estimates of all cells, in order.
+    """Estimates of all pairs, in order.
 
     sigma_aa: sd of D_k between sessions of identical code on this machine (log units), used below three sessions.
     statistic: slot location; "auto" is the fastest sample below three sessions, else the lower quartile.
-    Raises ConfigError for a cell without rounds, a slot without samples or a time that is not positive.
+    Raises ConfigError for a pair without rounds, a slot without samples or a time that is not positive.
     """
-    if not cells:
+    if not pairs:
         return []
-    layout = _layout(cells)
-    rounds = chain.from_iterable(session for cell in cells for session in cell.rounds)
+    layout = _layout(pairs)
+    rounds = chain.from_iterable(session for pair in pairs for session in pair.rounds)
     slots = flatten_slots(list(chain.from_iterable(rounds)))
     locations = group_quantiles(slots.samples_ns, slots.sizes, _slot_levels(slots, layout, statistic)).reshape(-1, 2)
     y = np.log(locations[:, 1] / locations[:, 0])
-    typical = [np.exp(group_medians(np.log(side), layout.cell_rounds)) for side in locations.T]
+    typical = [np.exp(group_medians(np.log(side), layout.pair_rounds)) for side in locations.T]
     effects = _effects(slots, layout)
     in_time = paired_moments(y, layout)
-    shift, clocks_known = _clock_shift(cells, layout)
+    shift, clocks_known = _clock_shift(pairs, layout)
     in_cycles = paired_moments(y + shift, layout) if clocks_known.any() else in_time
 
     first = np.cumsum(layout.sessions) - layout.sessions
     estimates = []
-    for i in range(len(cells)):
-        k, cell_rounds = int(layout.sessions[i]), int(layout.cell_rounds[i])
+    for i in range(len(pairs)):
+        k, pair_rounds = int(layout.sessions[i]), int(layout.pair_rounds[i])
         terms = in_time.error_terms(i, k, sigma_aa)
-        thin = k < SESSIONS_FOR_SPREAD and cell_rounds < MIN_ROUNDS
+        thin = k < SESSIONS_FOR_SPREAD and pair_rounds < MIN_ROUNDS
         theta, theta_cycles = float(in_time.theta[i]), float(in_cycles.theta[i])
         cycles_terms, clocked = in_cycles.error_terms(i, k, sigma_aa), bool(clocks_known[i])
         estimates.append(
@@ -98,7 +97,7 @@ def estimate_many(
                 fixed_variance=terms.fixed,
                 units=terms.units,
                 unit="session" if k >= SESSIONS_FOR_SPREAD else "round",
-                rounds=cell_rounds,
+                rounds=pair_rounds,
                 sessions=k,
                 session_log_ratios=tuple(in_time.session_medians[first[i] : first[i] + k].tolist()),
                 baseline_ns=float(typical[0][i]),
@@ -116,11 +115,11 @@ def _interval(theta: float, terms: ErrorTerms, confidence: float) -> Interval:
     return Interval(theta - reach, theta + reach, confidence)
 
 
-def _layout(cells: Sequence[PairedCell]) -> Layout:
-    sessions = np.fromiter((len(cell.rounds) for cell in cells), np.intp, len(cells))
-    rounds = np.fromiter((len(session) for cell in cells for session in cell.rounds), np.intp, int(sessions.sum()))
+def _layout(pairs: Sequence[PairedRounds]) -> Layout:
+    sessions = np.fromiter((len(pair.rounds) for pair in pairs), np.intp, len(pairs))
+    rounds = np.fromiter((len(session) for pair in pairs for session in pair.rounds), np.intp, int(sessions.sum()))
     if sessions.min() == 0 or rounds.min() == 0:
-        raise ConfigError("a cell has a session without rounds; drop the session, or the cell when nothing is left")
+        raise ConfigError("a pair has a session without rounds; drop the session, or the pair when nothing is left")
     return Layout(sessions, rounds, np.add.reduceat(rounds, np.cumsum(sessions) - sessions))
 
 
@@ -136,37 +135,37 @@ def _slot_levels(slots: Slots, layout: Layout, statistic: SlotStatistic) -> Floa
     else:
         levels = 2 / (3.0 * smaller + 1)
         if statistic == "auto":
-            enough = np.repeat(layout.sessions >= SESSIONS_FOR_SPREAD, layout.cell_rounds)
+            enough = np.repeat(layout.sessions >= SESSIONS_FOR_SPREAD, layout.pair_rounds)
             levels = np.where(enough, _LEVELS["p25"], levels)
     return np.repeat(levels, 2)
 
 
-def _clock_shift(cells: Sequence[PairedCell], layout: Layout) -> tuple[Floats, NDArray[np.bool_]]:
-    """ln(candidate clock / baseline clock) of every round, and of which cells all clocks are known.
+def _clock_shift(pairs: Sequence[PairedRounds], layout: Layout) -> tuple[Floats, NDArray[np.bool_]]:
+    """ln(candidate clock / baseline clock) of every round, and of which pairs all clocks are known.
 
     Cycles are time x clock, so a log ratio in cycles is the log ratio in time plus this.
     """
-    shift = np.zeros(int(layout.cell_rounds.sum()))
-    known = np.zeros(len(cells), np.bool_)
-    ends = np.cumsum(layout.cell_rounds)
-    for i, cell in enumerate(cells):
-        if cell.clocks_mhz is None:
+    shift = np.zeros(int(layout.pair_rounds.sum()))
+    known = np.zeros(len(pairs), np.bool_)
+    ends = np.cumsum(layout.pair_rounds)
+    for i, pair in enumerate(pairs):
+        if pair.clocks_mhz is None:
             continue
-        pairs = list(chain.from_iterable(cell.clocks_mhz))
-        if len(pairs) != layout.cell_rounds[i]:
-            rounds = layout.cell_rounds[i]
-            raise ConfigError(f"{len(pairs)} clock readings for {rounds} rounds; give one pair each, None if unread")
-        if all(baseline and candidate for baseline, candidate in pairs):
-            clocks = np.array(pairs, np.float64)
-            shift[ends[i] - len(pairs) : ends[i]] = np.log(clocks[:, 1] / clocks[:, 0])
+        readings = list(chain.from_iterable(pair.clocks_mhz))
+        if len(readings) != layout.pair_rounds[i]:
+            rounds = layout.pair_rounds[i]
+            raise ConfigError(f"{len(readings)} clock readings for {rounds} rounds; give one pair each, None if unread")
+        if all(baseline and candidate for baseline, candidate in readings):
+            clocks = np.array(readings, np.float64)
+            shift[ends[i] - len(readings) : ends[i]] = np.log(clocks[:, 1] / clocks[:, 0])
             known[i] = True
     return shift, known
 
 
 def _effects(slots: Slots, layout: Layout) -> list[float]:
-    """A12 of each cell over all samples of each side."""
+    """A12 of each pair over all samples of each side."""
     is_candidate = np.repeat(np.arange(len(slots.sizes)) % 2 == 1, slots.sizes)
-    stops = np.cumsum(slots.sizes)[np.cumsum(2 * layout.cell_rounds) - 1].tolist()
+    stops = np.cumsum(slots.sizes)[np.cumsum(2 * layout.pair_rounds) - 1].tolist()
     effects = []
     for start, stop in zip([0, *stops[:-1]], stops, strict=True):
         samples, chosen = slots.samples_ns[start:stop], is_candidate[start:stop]

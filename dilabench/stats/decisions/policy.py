@@ -8,13 +8,13 @@ from dilabench.errors import ConfigError
 from dilabench.stats.decisions.paired import SlotStatistic
 
 DEFAULT_MARGIN = {"cuda": 0.03, "cpu": 0.02}
-"""Relative change below which nobody is told, by device type.
+"""Smallest relative change that is reported, by device type.
 
 On a CPU it is 2 %, because a margin of 5 % never finds a change of 5 %.
 """
 
 MIN_CHANGE_NS = 2_000.0
-"""Absolute change below which nobody is told."""
+"""Smallest absolute change in ns that is reported."""
 
 MarginSource = Literal["user", "noise", "timer", "absolute"]
 
@@ -80,7 +80,7 @@ class Policy:
         return (1 - self.confidence) / 2
 
     def margin(self, typical_ns: float) -> Margin:
-        """max(user, 2 sigma_AA, 2 timer floor / L, least change / L) for a cell whose slots take `typical_ns`.
+        """max(user, 2 sigma_AA, 2 timer floor / L, least change / L) for a pair whose slots take `typical_ns`.
 
         The absolute terms are part of the margin, so SLOWER means that the whole interval lies beyond them, and SAME
         that no change worth telling is left.

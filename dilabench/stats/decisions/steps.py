@@ -2,7 +2,7 @@
 
 Minimises  sum |y_i - level(i)| + penalty x (number of segments)  over all segmentations with segments of at least
 `min_size` points, by dynamic programming (Friedrich, Kempe, Liebscher and Winkler, "Complexity penalized M-estimation",
-2008). Absolute deviations ignore single outliers. A separation gate then removes steps that nobody would act on.
+2008). Absolute deviations ignore single outliers. A separation gate then removes steps that are too small to matter.
 """
 
 from bisect import insort

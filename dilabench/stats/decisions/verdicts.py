@@ -60,7 +60,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A decision on one cell.
+    """A decision on one pair.
 
     threshold: the margin as a fraction (0.03: three per cent) that a change must exceed; threshold_source: which term
     set it ("user", "noise", "timer" or "absolute"). advisory: shown, but never fails a gate.
@@ -87,9 +87,9 @@ class Verdict:
 
 
 def confirm(first: Verdict, second: Verdict | None) -> Verdict:
-    """The verdict that counts once flagged cells were measured again: the second alone, never a pooling of both.
+    """The verdict that counts once flagged pairs were measured again: the second alone, never a pooling of both.
 
-    The second data are fresh, so when `second` comes from `control_family` its family is the re-measured cells only.
+    The second data are fresh, so when `second` comes from `control_family` its family is the re-measured pairs only.
     """
     if not first.flagged:
         return first
@@ -100,5 +100,5 @@ def confirm(first: Verdict, second: Verdict | None) -> Verdict:
         code=Code.INCONCLUSIVE,
         cause=Cause.NOT_REMEASURED,
         reason=f"looked slower once ({first.reason}) and was not measured again",
-        hint="measure the cell again in fresh sessions; only the second data decide",
+        hint="measure the pair again in fresh sessions; only the second data decide",
     )

@@ -1,1 +1,1 @@
-"""What the samples of one case say."""
+"""Statistics of the samples of one case: location, interval, precision, derived figures."""

@@ -1,4 +1,4 @@
-"""The median of samples that were taken in blocks, with an interval that knows it.
+"""The median of samples that were taken in blocks, with an interval that allows for that.
 
 The samples of one turn share the moment they were taken in, and so do the turns of one process: a hundred samples in
 twenty turns say little more than twenty do. The median is that of all samples; its error is taken from how the share of
@@ -13,7 +13,7 @@ from math import sqrt
 import numpy as np
 
 from dilabench.stats.samples.autocorrelation import effective_size
-from dilabench.stats.samples.interval import Interval, t_quantile
+from dilabench.stats.samples.estimate import Interval, t_quantile
 from dilabench.stats.samples.location import Location, locate, quantile
 from dilabench.stats.samples.moments import SESSIONS_FOR_SPREAD
 from dilabench.stats.samples.slots import Floats

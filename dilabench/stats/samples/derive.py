@@ -1,4 +1,4 @@
-"""Figures that are derived from raw integers only when somebody looks at them."""
+"""Figures derived from raw integers when a report is made: rates, speed-ups, geometric means."""
 
 from collections.abc import Iterable
 from math import exp, fsum, log

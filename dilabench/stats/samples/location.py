@@ -1,4 +1,4 @@
-"""Where a sample of times lies: quantiles, the median with its interval, the spread.
+"""Where samples of times lie: quantiles, the median with its interval, the spread, and which of two lies higher (A12).
 
 Times have a long right tail, so no mean is ever used. Quantiles are median-unbiased: whatever the distribution, the
 k-th of n samples lies as often above as below the level (k - 1/3) / (n + 1/3) (type 8 of Hyndman and Fan, "Sample
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import bdtr
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Interval
 
 MIN_SAMPLES = 5
 """Below this many samples there is no interval ("n<5, no CI")."""
@@ -23,7 +23,7 @@ MIN_SAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What one sample says about its time; `interval` belongs to the median and is None below `MIN_SAMPLES`."""
+    """Quantiles of one sample in ns; `interval` belongs to the median and is None below `MIN_SAMPLES`."""
 
     n: int
     min_ns: float
@@ -98,3 +98,15 @@ def locate(samples_ns: ArrayLike, confidence: float = 0.95) -> Location:
     spread = float(np.median(np.abs(ordered - median)))
     interval = _interval_of_sorted(ordered, confidence)
     return Location(ordered.size, float(ordered[0]), p25, median, p75, spread, interval)
+
+
+def a12(baseline_ns: ArrayLike, candidate_ns: ArrayLike) -> float:
+    """Vargha-Delaney A12: P(candidate > baseline) + P(equal) / 2, in [0, 1]; 0.5 is no effect.
+
+    Vargha and Delaney, "A critique and improvement of the CL common language effect size statistics", 2000. The
+    original marks are 0.56 small, 0.64 medium, 0.71 large (and their mirrors below one half).
+    """
+    baseline, candidate = np.sort(checked_samples(baseline_ns)), np.sort(checked_samples(candidate_ns))
+    below = np.searchsorted(baseline, candidate, side="left")
+    upto = np.searchsorted(baseline, candidate, side="right")
+    return float((below.sum() + upto.sum()) / (2 * baseline.size * candidate.size))

@@ -1,4 +1,4 @@
-"""Session medians and variances of the paired log ratios of many cells at once."""
+"""Session medians and variances of the paired log ratios of many pairs at once."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ SESSIONS_FOR_SPREAD = 3
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which rounds belong to which session and cell; everything lies in order, one after the other."""
+    """Which rounds belong to which session and pair; everything lies in order, one after the other."""
 
-    sessions: Counts  # [cells] sessions of each cell
+    sessions: Counts  # [pairs] sessions of each pair
     rounds: Counts  # [all sessions] rounds of each session
-    cell_rounds: Counts  # [cells] rounds of each cell
+    pair_rounds: Counts  # [pairs] rounds of each pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ErrorTerms:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """theta `[cells]`, D `[all sessions]`, s^2(D) `[cells]`, pooled s^2(y) `[cells]`, effective rounds `[cells]`."""
+    """theta `[pairs]`, D `[all sessions]`, s^2(D) `[pairs]`, pooled s^2(y) `[pairs]`, effective rounds `[pairs]`."""
 
     theta: Floats
     session_medians: Floats
@@ -43,13 +43,13 @@ class Moments:
     within: Floats
     effective_rounds: Floats
 
-    def error_terms(self, cell: int, sessions: int, sigma_aa: float) -> ErrorTerms:
-        """The error of theta of one cell, from its sessions when they are enough, else from its rounds."""
+    def error_terms(self, pair: int, sessions: int, sigma_aa: float) -> ErrorTerms:
+        """The error of theta of one pair, from its sessions when they are enough, else from its rounds."""
         if sessions >= SESSIONS_FOR_SPREAD:
-            return ErrorTerms(sessions - 1.0, float(self.between[cell]), 0.0, float(sessions))
-        units = float(self.effective_rounds[cell])
+            return ErrorTerms(sessions - 1.0, float(self.between[pair]), 0.0, float(sessions))
+        units = float(self.effective_rounds[pair])
         # rounded, so that the quantiles of t are found in the cache
-        return ErrorTerms(max(1.0, round(units - sessions, 2)), float(self.within[cell]), sigma_aa**2, units)
+        return ErrorTerms(max(1.0, round(units - sessions, 2)), float(self.within[pair]), sigma_aa**2, units)
 
 
 def paired_moments(y: Floats, layout: Layout) -> Moments:
@@ -58,12 +58,12 @@ def paired_moments(y: Floats, layout: Layout) -> Moments:
     theta = group_means(medians, layout.sessions)
     between = group_sums((medians - np.repeat(theta, layout.sessions)) ** 2, layout.sessions)
     residual = y - np.repeat(group_means(y, layout.rounds), layout.rounds)
-    squares = group_sums(residual**2, layout.cell_rounds)
+    squares = group_sums(residual**2, layout.pair_rounds)
     return Moments(
         theta=theta,
         session_medians=medians,
         between=between / np.maximum(1, layout.sessions - 1),
-        within=squares / np.maximum(1, layout.cell_rounds - layout.sessions),
+        within=squares / np.maximum(1, layout.pair_rounds - layout.sessions),
         effective_rounds=_effective_rounds(residual, squares, layout),
     )
 
@@ -73,7 +73,7 @@ def _effective_rounds(residual: Floats, squares: Floats, layout: Layout) -> Floa
     session = np.repeat(np.arange(len(layout.rounds)), layout.rounds)
     products = np.zeros_like(residual)
     products[1:] = np.where(session[1:] == session[:-1], residual[1:] * residual[:-1], 0.0)
-    lag_one = group_sums(products, layout.cell_rounds) / np.where(squares > 0, squares, 1.0)
-    r1 = np.where(lag_one > 1.645 / np.sqrt(layout.cell_rounds), lag_one, 0.0)
-    effective = layout.cell_rounds * (1 - r1) / (1 + r1)
-    return np.asarray(np.minimum(np.maximum(2.0, effective), layout.cell_rounds))
+    lag_one = group_sums(products, layout.pair_rounds) / np.where(squares > 0, squares, 1.0)
+    r1 = np.where(lag_one > 1.645 / np.sqrt(layout.pair_rounds), lag_one, 0.0)
+    effective = layout.pair_rounds * (1 - r1) / (1 + r1)
+    return np.asarray(np.minimum(np.maximum(2.0, effective), layout.pair_rounds))

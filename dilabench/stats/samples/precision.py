@@ -33,7 +33,7 @@ def precision(locations_ns: ArrayLike, target: float, confidence: float = 0.95) 
     """How precisely the median of one side's slot locations is known, one location per round in the order taken.
 
     The order-statistic interval is widened by sqrt(n / effective n), since neighbouring rounds are alike. Call it for
-    every implementation of a cell and stop when all are reached, or when the budget ends.
+    every implementation of a pair and stop when all are reached, or when the budget ends.
     """
     values = checked_samples(locations_ns)
     n = values.size

@@ -1,6 +1,6 @@
 """Many short samples at once: locations of slots and statistics of groups of unequal size.
 
-A comparison of 10,000 cells holds millions of samples in slots of five. Here they lie in one flat array, and each
+A comparison of 10,000 pairs holds millions of samples in slots of five. Here they lie in one flat array, and each
 operation runs over all of them; group sizes may differ (a session stopped early, 20 samples against 21).
 """
 

@@ -14,7 +14,7 @@ from dilabench.report.summary import device_text
 from dilabench.request import RunRequest
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Interval
 from dilabench.suites.planner import Planner
 from dilabench.units import format_count
 
@@ -88,7 +88,7 @@ def _standing(record: RunRecord, rows: Sequence[Row]) -> Standing:
         base=best.backend,
         select=lambda case: case.case_id in ids,
     )
-    slower = {cell.candidate.backend for cell in comparison.cells if cell.verdict.code is Code.SLOWER}
+    slower = {cell.candidate.backend for cell in comparison.pairs if cell.verdict.code is Code.SLOWER}
     return Standing(
         rows=tuple(ordered),
         ratios=tuple(medians[row.case.case_id] / medians[best.case_id] for row in ordered),

@@ -72,7 +72,7 @@ def _ratio(baseline: Row, at: Location, candidate: Row, other_at: Location) -> _
     """From the rounds that both took turns in; where they took none, from their medians, which prove nothing."""
     length = baseline.case.workload.seq_len
     timings = common_timings(baseline, candidate)
-    cell = pair([timings]).cell if timings else None
+    cell = pair([timings]).rounds if timings else None
     if cell is None:
         return _Ratio(length, (log(other_at.median_ns / at.median_ns),), None)
     found = estimate(cell)

@@ -8,7 +8,7 @@ from dilabench.distributed.model import ideal_efficiency, joined_bytes, load_bal
 from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Diagnostic, Measured, Row
 from dilabench.report.rows import first_timing
-from dilabench.stats.samples.interval import Interval
+from dilabench.stats.samples.estimate import Interval
 from dilabench.stats.samples.location import locate
 
 

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedCell
+from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.within import compare_within
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,
@@ -35,7 +35,7 @@ class Gain:
 
     row: Row
     variant: str
-    cell: ComparedCell
+    cell: ComparedPair
 
     @property
     def speedup(self) -> float:
@@ -77,7 +77,7 @@ def gains_of(record: RunRecord) -> tuple[Gain, ...]:
     comparison = compare_within([record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop())
     return tuple(
         Gain(row=row, variant=VARIANT.of(row.planned) or "?", cell=cell)
-        for cell in comparison.cells
+        for cell in comparison.pairs
         if (row := rows[cell.candidate.case_id])
     )
 

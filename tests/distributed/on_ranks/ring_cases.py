@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.distributed.lone_rank import LoneRank
 from dilabench.distributed.sharding import contiguous
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
@@ -206,8 +206,8 @@ def steps_back(world, one, monkeypatch):
             steps.append(kind)
         return swap(self, sends, receives, kind)
 
-    swap = LoneRank.swap
-    monkeypatch.setattr(LoneRank, "swap", spy_on_swap)
+    swap = SingleRank.swap
+    monkeypatch.setattr(SingleRank, "swap", spy_on_swap)
     backend = LoadedBackend("math", math.attend, spy_on_kernel)
     function = zigzag.build(one, BuildContext(device=world.device, backend=backend, world=world))
     q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))

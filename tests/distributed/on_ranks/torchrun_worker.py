@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import ring_cases
 
-from dilabench.distributed.launch import blame, store_from_environment, world_from_environment
+from dilabench.distributed.launch import reporting_failures, store_from_environment, world_from_environment
 from dilabench.errors import DilabenchError
 
 FEW = ("causal", "window", "branches")
@@ -22,7 +22,7 @@ def say(line):
 def main():
     world = world_from_environment(timeout_s=40)
     try:
-        with world, blame(store_from_environment(world.rank, world.size), world.rank, world.size):
+        with world, reporting_failures(store_from_environment(world.rank, world.size), world.rank, world.size):
             for case in set(ring_cases.PADDED) - set(FEW):
                 del ring_cases.PADDED[case]
             if "fail" in sys.argv and world.rank == 1:

@@ -6,7 +6,7 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
-from dilabench.engine.worker.listener import RankListener, address_towards, connect, hang_up
+from dilabench.engine.worker.listener import RankListener, address_towards, connect, disconnect
 
 
 @pytest.fixture
@@ -25,19 +25,19 @@ def test_who_has_the_key_is_known_by_name_and_bytes_pass_both_ways(listener):
     assert theirs.recv_bytes() == b"to you"
     assert listener.wait("rank 1", 0.0) is None, "it came once"
     for end in (ours, theirs):
-        hang_up(end)
-        hang_up(end)
+        disconnect(end)
+        disconnect(end)
 
 
 def test_a_stranger_stays_outside_and_the_door_stays_open(listener):
     with pytest.raises(AuthenticationError):
         connect(("127.0.0.1", listener.port), b"another key", "stranger")
     assert listener.wait("stranger", 0.1) is None
-    hang_up(connect(("127.0.0.1", listener.port), listener.key, "friend"))
+    disconnect(connect(("127.0.0.1", listener.port), listener.key, "friend"))
     assert listener.wait("friend", 10) is not None
 
 
-def test_hanging_up_wakes_whoever_listens(listener):
+def test_disconnecting_wakes_a_waiting_receiver(listener):
     theirs = connect(("127.0.0.1", listener.port), listener.key, "rank 1")
     heard = []
 
@@ -47,15 +47,15 @@ def test_hanging_up_wakes_whoever_listens(listener):
         except (EOFError, OSError) as error:
             heard.append(type(error))
 
-    listener = threading.Thread(target=listen)
-    listener.start()
+    thread = threading.Thread(target=listen)
+    thread.start()
     time.sleep(0.1)
-    hang_up(listener.wait("rank 1", 10))
-    listener.join(10)
+    disconnect(listener.wait("rank 1", 10))
+    thread.join(10)
     assert len(heard) == 1
 
 
-def test_nobody_home_is_an_error_after_the_time_allowed(listener):
+def test_no_listener_is_an_error_after_the_time_allowed(listener):
     port = listener.port
     listener.close()
     with pytest.raises(OSError, match="refused"):

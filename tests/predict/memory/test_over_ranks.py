@@ -170,7 +170,7 @@ def test_a_lone_rank_allocates_what_a_real_one_does(implementation, peaks):
     case = peaks.case_of(implementation, "sdpa-flash", pattern, seq_len=2048, mode="both")
     case = case.model_copy(update={"world_size": 2})
     real = launch(peaks.real_rank_peak, 2, [case])
-    alone = [peaks.rank_peak(case, peaks.LoneRank.of(rank, 2)) for rank in range(2)]
+    alone = [peaks.rank_peak(case, peaks.SingleRank.of(rank, 2)) for rank in range(2)]
     # gloo's own thread lets go of a buffer when it gets to it, at once or steps later: a real rank was seen to hold 5 %
     # more in a ring and half as much again where tensors change hands whole. Only the least is certain.
     most = math.inf if implementation == "ulysses" else 1 + WITHIN

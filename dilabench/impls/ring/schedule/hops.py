@@ -1,8 +1,8 @@
 """The ring: at hop t every rank has the K and V of the rank t before it, and gives its dK and dV straight back.
 
-Each hop is sent by the owner instead of being passed on, which moves the same bytes and lets what nobody sees stay at
-home: whole hops out of a window's reach, chunks behind a causal mask. Partial dK and dV return to their owner as the
-kernel gave them and are summed there in float32, so they cross the wire once, not P times.
+Each hop is sent by the owner instead of being passed on, which moves the same bytes and leaves out what
+nobody sees: whole hops out of a window's reach, chunks behind a causal mask. Partial dK and dV return to their owner as
+the kernel gave them and are summed there in float32, so they cross the wire once, not P times.
 
 Where hops overlap, the last hop's K and V stay until the backward pass, which begins with them, goes on with the other
 hops and ends with the rank's own part. One hop less is moved then, and every dK and dV travels while something is
@@ -34,7 +34,7 @@ class Arrival:
     packed: list[Tensor]
 
     def wait(self) -> None:
-        """Until they are here."""
+        """Wait until K and V have arrived."""
         self.pending.wait()
 
 

@@ -1,6 +1,6 @@
-"""Results of pieces that share no row of the queries: each goes to its place in the whole, and nothing is summed.
+"""Results of pieces that share no query row: each is written to its rows of the whole, and nothing is summed.
 
-Kernels that place results write them there themselves.
+Backends with `places_results` write them there directly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PlacedSum:
         return piece.take_queries(self._whole)
 
     def add_queries(self, piece: Piece, part: Tensor) -> None:
-        """A piece's result, if it is not in its place already."""
+        """Copy a piece's result [B, L, H, D] to its rows, unless the kernel wrote it there."""
         place = self.place(piece)
         if place is None:
             self._whole = part
@@ -36,12 +36,12 @@ class PlacedSum:
             copy_strided_(place, part)
 
     def finish(self) -> Tensor:
-        """The whole; zeros where there was no piece at all."""
+        """The whole tensor [B, N, H, D]; zeros if there was no piece."""
         return torch.zeros_like(self._q) if self._whole is None else self._whole
 
 
 class PlacedSoftmax:
-    """out and lse of queries, put together in the same way."""
+    """out [B, N, H, D] and lse [B, H, N] of the queries, written piece by piece."""
 
     def __init__(self, q: Tensor) -> None:
         B, N, H, _ = q.shape
@@ -50,7 +50,7 @@ class PlacedSoftmax:
         self._lse = q.new_full((B, H, N), float("-inf"), dtype=lse_dtype)
 
     def place(self, piece: Piece) -> Tensor | None:
-        """As of a sum."""
+        """Where a kernel may write a piece's out [B, L, H, D]; None for a piece of all rows."""
         return self._out.place(piece)
 
     def add(self, piece: Piece, out: Tensor, lse: Tensor) -> None:

@@ -49,7 +49,7 @@ class Share(Calls):
         return dtype
 
     def attend_own(self, results: Softmax, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The part that needs nobody."""
+        """Add the results on this rank's own keys, which need no message."""
         if self.local is not None:
             out, lse, _ = self.local.forward(q, k, v)
             results.put(out, lse)

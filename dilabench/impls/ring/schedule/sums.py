@@ -1,7 +1,7 @@
-"""Partial results become one: out and lse as one softmax, gradients as sums; held wider than the tensors themselves.
+"""Merges partial results: out and lse as one softmax, gradients as sums; held in a wider dtype than the tensors.
 
-On CUDA, parts on ranges of rows wait as the kernels gave them, and one kernel reads them all and writes the result:
-memory is passed over once, not once per part. Everything else is added at once.
+On CUDA, parts on ranges of rows are kept until `finish`, where one kernel reads them all and writes the result:
+one pass over memory instead of one per part. Everything else is added immediately.
 """
 
 from __future__ import annotations

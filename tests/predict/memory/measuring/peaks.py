@@ -7,7 +7,7 @@ import torch
 
 from dilabench.backends.load import load_backend
 from dilabench.contracts import BuildContext
-from dilabench.distributed.lone_rank import LoneRank
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import make_inputs
 from dilabench.plugins.descriptors import load_target
@@ -79,7 +79,7 @@ def fullest_rank_peak(case):
     """The largest of the first, a middle and the last rank, each of them alone."""
     ranks = sorted({0, case.world_size // 2, case.world_size - 1})
     gc.collect()
-    return max(rank_peak(case, LoneRank.of(rank, case.world_size)) for rank in ranks)
+    return max(rank_peak(case, SingleRank.of(rank, case.world_size)) for rank in ranks)
 
 
 def real_rank_peak(world, case):

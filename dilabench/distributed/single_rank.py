@@ -1,4 +1,4 @@
-"""One rank without the others: everything that it allocates, nothing that it would wait for.
+"""One rank of several without the others: it allocates what a real rank would and waits for nobody.
 
 For measuring what a rank needs on a machine that has no room, or no devices, for all of them. What would arrive is
 zeros, so results mean nothing.
@@ -15,12 +15,12 @@ from torch import Tensor
 from dilabench.distributed.world import Pending, World
 
 
-class LoneRank(World):
-    """A `World` of `size` ranks in which only this one is there."""
+class SingleRank(World):
+    """A `World` of `size` ranks of which only this one runs."""
 
     @classmethod
-    def of(cls, rank: int, size: int, device: torch.device | str = "cpu") -> LoneRank:
-        """Rank `rank` of so many."""
+    def of(cls, rank: int, size: int, device: torch.device | str = "cpu") -> SingleRank:
+        """Rank `rank` of `size`, without a process group."""
         return cls(rank, size, torch.device(device))
 
     def swap(
@@ -46,11 +46,11 @@ class LoneRank(World):
         return flat.new_zeros(sum(take)), Pending((), [flat])
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """As if the other ranks had zeros."""
+        """Leave the tensors: the other ranks are taken to have zeros."""
 
     def share(self, fact: Any) -> list[Any]:
-        """Every rank says the same."""
+        """The fact once per rank."""
         return [fact] * self.size
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return at once."""
