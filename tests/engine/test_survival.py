@@ -31,7 +31,7 @@ from dilabench.compare.pairing import pair
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
 from dilabench.machine import Machine
-from dilabench.plugins.builtin import timers as builtin
+from dilabench.plugins import builtin
 from dilabench.plugins.descriptors import Capabilities, Catalogue, Implementation
 from dilabench.record import Case, PlannedCase, RunHeader
 from dilabench.workload.spec import Workload
