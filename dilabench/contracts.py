@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from dilabench.metadata import (
+    PATTERN_CACHE_BYTES,
+    PATTERN_CACHE_ENTRIES,
+    PATTERN_CACHE_HITS,
+    PATTERN_CACHE_MISSES,
+)
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 if TYPE_CHECKING:
@@ -133,10 +139,10 @@ class PatternCache:
         with self._lock:
             entries = list(self._entries.values())
             return {
-                "pattern_cache_hits": self.hits,
-                "pattern_cache_misses": self.misses,
-                "pattern_cache_entries": len(entries),
-                "pattern_cache_bytes": sum(storage.nbytes() for storage in _storages(entries).values()),
+                PATTERN_CACHE_HITS.key: self.hits,
+                PATTERN_CACHE_MISSES.key: self.misses,
+                PATTERN_CACHE_ENTRIES.key: len(entries),
+                PATTERN_CACHE_BYTES.key: sum(storage.nbytes() for storage in _storages(entries).values()),
             }
 
 

@@ -10,10 +10,21 @@ from pydantic import Field
 
 from dilabench.workload.spec import Model, Workload, WorkloadRequest, content_hash
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 Part = Literal["whole", "computation", "communication"]
+Procedure = Literal["interleaved", "isolated"]
+MemorySource = Literal["allocator", "resident_set", "process_peak"]
+# unsupported: the implementation, the backend or the machine cannot. not_applicable: what was to be switched on changes
+# nothing here. does_not_fit: predicted, before anything ran. out_of_memory: a real run ran out, where the longest that
+# fits is looked for. budget: no time was left. unusable_optimization: it cannot be switched on for this function.
+SkipCode = Literal["unsupported", "not_applicable", "does_not_fit", "out_of_memory", "budget", "unusable_optimization"]
+# wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
+# code raised. crash: its process died. peer_lost: a rank missed another. no_samples: its timer cannot time it.
+FailureCode = Literal[
+    "wrong_output", "backend_not_proven", "exception", "crash", "timeout", "out_of_memory", "peer_lost", "no_samples"
+]
 
 
 class Optimizations(Model):
@@ -59,14 +70,36 @@ class Case(Model):
         return content_hash(self.model_dump(mode="json", exclude={"implementation", "backend", "optimizations"}))
 
 
+class Skipped(Model):
+    """A case that this machine, backend or implementation cannot run, or that there was no time for.
+
+    Programs decide on `code`; `why` is for people.
+    """
+
+    status: Literal["skipped"] = "skipped"
+    code: SkipCode
+    why: str
+
+
 class PlannedCase(Model):
-    """A case with what the user asked for and the suite's labels; `skip` says why it cannot run here."""
+    """A case with what the user asked for and the suite's labels; `skip` is its outcome where it cannot run here.
+
+    `procedure`: timed in turns with the other cases of its workload, or isolated: a process of its own, one set of
+    inputs, sampled rows verified; `memory_limit_bytes` is what that process may allocate beyond what it starts with.
+    `labels` are those of `dilabench.metadata`, or a plug-in's own ('plugin:key').
+    """
 
     case: Case
     requested_backend: str | None = None
     requested_workload: WorkloadRequest | None = None
     labels: dict[str, str] = Field(default_factory=dict)
-    skip: str | None = None
+    procedure: Procedure = "interleaved"
+    memory_limit_bytes: int | None = None
+    skip: Skipped | None = None
+
+    def isolated(self, memory_limit_bytes: int | None) -> "PlannedCase":
+        """The same, to be measured by itself within a limit of memory."""
+        return self.model_copy(update={"procedure": "isolated", "memory_limit_bytes": memory_limit_bytes})
 
 
 class Check(Model):
@@ -137,7 +170,11 @@ class Diagnostic(Model):
 
 
 class Memory(Model):
-    """Peak memory of one call, split by purpose; None where this device cannot tell."""
+    """Peak memory of one call, split by purpose; None where this device cannot tell.
+
+    `source`: counted exactly by torch's allocator; the largest resident set of the process during the call, which
+    wanders by pages; or that since the process began, where it cannot be reset. `method` says in words how.
+    """
 
     peak_bytes: int
     inputs_bytes: int | None = None
@@ -145,6 +182,7 @@ class Memory(Model):
     workspace_bytes: int | None = None
     saved_for_backward_bytes: int | None = None
     isolated: bool = False
+    source: MemorySource = "resident_set"
     method: str = ""
 
 
@@ -180,18 +218,12 @@ class Measured(Model):
     notes: tuple[Note, ...] = ()
 
 
-class Skipped(Model):
-    """A case that this machine, backend or implementation cannot run, with the reason."""
-
-    status: Literal["skipped"] = "skipped"
-    why: str
-
-
 class Failed(Model):
-    """A case that went wrong, with the stage and the reason. It never carries a time."""
+    """A case that went wrong, with the stage, the code that programs decide on, and the reason. It carries no time."""
 
     status: Literal["failed"] = "failed"
     stage: Stage
+    code: FailureCode
     why: str
     verification: Verification | None = None
     traceback: str | None = None

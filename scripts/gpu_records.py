@@ -12,6 +12,7 @@ from typing import Any
 
 from dilabench.cli.run.execution import Execution, new_header
 from dilabench.machine import detect
+from dilabench.metadata import PRESET
 from dilabench.plugins.manager import discover
 from dilabench.record import PlannedCase
 from dilabench.request import run_request
@@ -106,8 +107,8 @@ def main() -> None:
         asked = validated(WorkloadRequest, {**fields, "dtype": "bfloat16"})
         implementations = ["dense"] if name.startswith("dense") else arguments.implementations.split(",")
         for implementation in implementations:
-            labels = {"workload": name}
-            planned += planner.plan(found.catalogue.implementations.get(implementation), asked, labels)
+            shelf = found.catalogue.implementations
+            planned += planner.plan(shelf.get(implementation), asked, PRESET.entry(name))
     header = new_header(found, machine, request)
     Execution(
         found=found,

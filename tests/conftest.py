@@ -80,7 +80,7 @@ def made_row(
     seed=0,
     position=0,
     peak=2**24,
-    method="torch.cuda",
+    source="allocator",
     outcome=None,
     timer="wall",
     backend="math",
@@ -120,7 +120,7 @@ def made_row(
     measured = Measured(
         verification=passed,
         timings=(Timing(timer=timer, proves="elapsed time", slots=slots),),
-        memory=None if peak is None else Memory(peak_bytes=peak, isolated=True, method=method),
+        memory=None if peak is None else Memory(peak_bytes=peak, isolated=True, source=source),
     )
     return Row(planned=PlannedCase(case=case, labels=labels or {}), outcome=outcome or measured)
 

@@ -68,7 +68,8 @@ def is_wrong(row: Row | None) -> bool:
     """The row did not pass verification. One that raised or hung while it was verified has shown no output at all."""
     if row is None or isinstance(row.outcome, Skipped):
         return False
-    return row.outcome.verification is not None and not row.outcome.verification.passed
+    outcome = row.outcome
+    return outcome.code == "wrong_output" if isinstance(outcome, Failed) else not outcome.verification.passed
 
 
 def ending(row: Row | None) -> str:

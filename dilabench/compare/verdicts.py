@@ -14,9 +14,6 @@ from dilabench.stats.decisions.multiplicity import control_family
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, Verdict
 
-# How the method of a peak begins when an allocator counted it.
-ALLOCATOR = "torch.cuda"
-
 
 def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Policy) -> list[Verdict]:
     """Withdraw verdicts on throttled pairs; correct the others by Holm, gated and advisory ones as two families.
@@ -55,11 +52,11 @@ def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[M
     old, new = _memories(baseline), _memories(candidate)
     if not old or not new:
         return None, "memory was measured on one side only" if old or new else None
-    ways = {(memory.method, memory.isolated) for memory in (*old, *new)}
+    ways = {(memory.source, memory.isolated) for memory in (*old, *new)}
     if len(ways) > 1:
         return None, "memory was measured in different ways and is not compared"
     peaks = max(memory.peak_bytes for memory in old), min(memory.peak_bytes for memory in new)
-    if new[-1].method.startswith(ALLOCATOR):
+    if new[-1].source == "allocator":
         return judge_memory(*peaks), None
     resident = judge_memory(
         *peaks, relative_limit=RESIDENT_RELATIVE_LIMIT, absolute_limit_bytes=RESIDENT_ABSOLUTE_LIMIT_BYTES

@@ -6,7 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from dilabench.errors import DilabenchError, ExitCode
@@ -31,7 +31,10 @@ CONSEQUENCES = (
 
 
 def tells_of_another(why: str) -> bool:
-    """Whether a failure's text is what torch.distributed says on a rank that only waits for another one."""
+    """Whether an exception's text is what torch.distributed says on a rank that only waits for another one.
+
+    Asked where the exception is caught and nowhere later: its types are those of any other fault.
+    """
     return any(phrase in why.lower() for phrase in CONSEQUENCES)
 
 
@@ -55,18 +58,17 @@ class RankFailedError(DilabenchError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank's failure. `at_ns`: when, by the clock of its machine."""
+    """One rank's failure. `at_ns`: when, by the clock of its machine.
+
+    `is_consequence`: it only tells that some other rank is gone or slow.
+    """
 
     rank: int
     why: str
     traceback: str
     at_ns: int
     exit_code: int = int(ExitCode.CASE_FAILED)
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether the failure only says that some other rank has ended or is slow."""
-        return tells_of_another(self.why)
+    is_consequence: bool = False
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -75,7 +77,8 @@ class Failure:
         name = type(error).__name__
         why = lines[0] if isinstance(error, DilabenchError) else f"{name}: {lines[0]}" if lines[0] else name
         code = error.exit_code if isinstance(error, DilabenchError) else ExitCode.CASE_FAILED
-        return cls(rank, why, "".join(traceback.format_exception(error)), time.time_ns(), int(code))
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, why, text, time.time_ns(), int(code), tells_of_another(why))
 
 
 class FailureStore(Protocol):
@@ -88,14 +91,13 @@ class FailureStore(Protocol):
 
 def report_failure(store: FailureStore, failure: Failure) -> None:
     """Write a failure into the store for the other ranks."""
-    content = [failure.rank, failure.why, failure.traceback, failure.at_ns, failure.exit_code]
-    store.set(f"failure/{failure.rank}", json.dumps(content))
+    store.set(f"failure/{failure.rank}", json.dumps(asdict(failure)))
 
 
 def reported_failures(store: FailureStore, size: int) -> list[Failure]:
     """The failures that ranks have reported so far."""
     keys = [f"failure/{rank}" for rank in range(size)]
-    return [Failure(*json.loads(store.get(key))) for key in keys if store.check([key])]
+    return [Failure(**json.loads(store.get(key))) for key in keys if store.check([key])]
 
 
 def first_cause(failures: Sequence[Failure], died: Mapping[int, str] | None = None) -> RankFailedError:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.transport.copies import Copies
+from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 
 DEFAULT_TIMEOUT_S = 120.0
 # "nccl" does not use the copy engines; anything else uses them where they work.
@@ -33,7 +34,7 @@ TRIAL_TIMEOUT_S = 20.0
 class Traffic:
     """Bytes that one rank really sent and received; what stays on the rank does not count.
 
-    Kinds: 'keys' (K and V), 'gradients' (dK and dV), 'heads' (Ulysses's exchange) and 'whole' (whole tensors).
+    Kinds are those of `metadata.TRAFFIC`, or a plug-in's own ('plugin:kind').
     """
 
     def __init__(self) -> None:
@@ -54,9 +55,9 @@ class Traffic:
 
     def counters(self) -> dict[str, int]:
         """As they stand in a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
-        named = {f"sent_{kind}_bytes": count for kind, count in self.sent.items()}
-        named |= {f"received_{kind}_bytes": count for kind, count in self.received.items()}
-        return named | {"sent_bytes": self.sent.total(), "received_bytes": self.received.total()}
+        named = {traffic_key("sent", kind): count for kind, count in self.sent.items()}
+        named |= {traffic_key("received", kind): count for kind, count in self.received.items()}
+        return named | {SENT_BYTES.key: self.sent.total(), RECEIVED_BYTES.key: self.received.total()}
 
 
 class Pending:

@@ -65,8 +65,7 @@ class CaseState:
     session: int = 0
     call_ns: int = 1
     fresh_s: float = 0.0
-    alone: bool = False
-    out_of_memory: bool = False
+    isolated: bool = False
     setup_ns: dict[str, int] = field(default_factory=dict)
     verification: Verification | None = None
     kernels: tuple[KernelUse, ...] = ()

@@ -12,8 +12,9 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
+from dilabench.metadata import TIMER_UNUSABLE
 from dilabench.plugins.descriptors import Catalogue
-from dilabench.record import Diagnostic, Failed, Note, Skipped, Stage
+from dilabench.record import Diagnostic, Failed, Skipped, Stage
 from dilabench.units import format_seconds
 
 MAX_TIMEOUT_S = 600.0
@@ -49,7 +50,7 @@ class Driver:
         try:
             worker = self.pool.resident(state.key)
         except WorkerFailure as failure:
-            self._fail(state, "worker", failure)
+            self.fail(state, "worker", failure)
             return False
         if state.home is worker:
             return True
@@ -88,7 +89,7 @@ class Driver:
         warmed = reply.warmed_up
         if warmed.unusable is not None:
             message = f"timer {timer.name!r} was not used: {warmed.unusable}"
-            state.notes.append(Note(code=f"{timer.name}_unusable", message=message))
+            state.notes.append(TIMER_UNUSABLE.note(message))
             return False
         state.warm.add(timer.name)
         run = state.run_of(timer)
@@ -111,10 +112,10 @@ class Driver:
         try:
             return worker.ask(name, state.spec.handle, timeout_s=patience_s, **arguments)
         except WorkerFailure as failure:
-            if failure.timed_out and patience_s < self._least_s:
+            if failure.code == "timeout" and patience_s < self._least_s:
                 state.outcome = self.budget_skip(f"during its stage {stage!r}")
             else:
-                self._fail(state, stage, failure)
+                self.fail(state, stage, failure)
             return None
 
     def diagnostics(self, state: CaseState, turns: int) -> tuple[Diagnostic, ...]:
@@ -153,16 +154,19 @@ class Driver:
     def budget_skip(self, when: str) -> Skipped:
         """The row of a case that there was no time for."""
         total = format_seconds(self.budget.total_s or 0.0)
-        return Skipped(why=f"budget of {total} used up {when}; allow more with --budget, or go on with --resume")
+        why = f"budget of {total} used up {when}; allow more with --budget, or go on with --resume"
+        return Skipped(code="budget", why=why)
 
-    def _fail(self, state: CaseState, stage: Stage, failure: WorkerFailure) -> None:
-        if failure.timed_out and self.budget.exhausted:
+    def fail(self, state: CaseState, stage: Stage, failure: WorkerFailure) -> None:
+        """End a case with what a worker did not do."""
+        code, why = failure.code, failure.why
+        if code == "timeout" and self.budget.exhausted:
             state.outcome = self.budget_skip(f"during its stage {stage!r}")
-            return
-        if failure.unusable or (failure.timed_out and stage == "build" and state.case.optimizations.compile):
-            state.outcome = Skipped(why=failure.why if failure.unusable else f"torch.compile: {failure.why}")
-            return
-        state.out_of_memory = failure.out_of_memory
-        state.outcome = Failed(
-            stage=stage, why=failure.why, verification=state.verification, traceback=failure.traceback
-        )
+        elif code == "unusable_optimization":
+            state.outcome = Skipped(code=code, why=why)
+        elif code == "timeout" and stage == "build" and state.case.optimizations.compile:
+            state.outcome = Skipped(code="unusable_optimization", why=f"torch.compile: {why}")
+        else:
+            state.outcome = Failed(
+                stage=stage, code=code, why=why, verification=state.verification, traceback=failure.traceback
+            )

@@ -9,6 +9,7 @@ from dilabench.engine.case_state import CaseState
 from dilabench.engine.driver import Driver
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, case_spec, worker_key
+from dilabench.metadata import MEMORY_LIMIT, STREAM_CUT_SHORT, STREAM_INTERRUPTED, STREAM_WALL_NS
 from dilabench.plugins.descriptors import Timer
 from dilabench.predict.memory.per_rank import plan_per_rank
 from dilabench.record import (
@@ -25,8 +26,6 @@ from dilabench.record import (
     Timing,
     Verification,
 )
-from dilabench.store.run_files import STREAM_INTERRUPTED
-from dilabench.suites.measured_alone import DOES_NOT_FIT, memory_limit_bytes
 from dilabench.units import format_bytes, format_count, format_seconds
 
 TIMER = "wall"
@@ -73,21 +72,23 @@ class IsolatedRun:
             with self._driver.pool.fresh(self._state.key) as worker:
                 return work(worker)
         except WorkerFailure as failure:
-            if failure.out_of_memory:
-                return Skipped(why=f"{DOES_NOT_FIT}: {self._needed()}{failure.why}")
-            if failure.timed_out and self._patience_s < self._driver.timeout_s:
+            if failure.code == "out_of_memory":
+                return Skipped(code="out_of_memory", why=f"does not fit into memory: {self._needed()}{failure.why}")
+            if failure.code == "unusable_optimization":
+                return Skipped(code=failure.code, why=failure.why)
+            if failure.code == "timeout" and self._patience_s < self._driver.timeout_s:
                 # Not slow by any measure of its own: the budget allowed no more. `--resume` tries again.
                 return self._driver.budget_skip("during its stage 'time'")
-            return Failed(stage="time", why=failure.why, traceback=failure.traceback)
+            return Failed(stage="time", code=failure.code, why=failure.why, traceback=failure.traceback)
 
     def _measured(self, worker: Worker) -> Outcome:
         limit_bytes, limit_note = self._limit()
         share_s = self._driver.budget.share_s([self._state.case])
         seconds = min(SAMPLING_S, self._driver.method.sampling_s, share_s / 4)
-        found = self._ask(worker, "alone", limit_bytes=limit_bytes, seconds=seconds)
+        found = self._ask(worker, "isolated", limit_bytes=limit_bytes, seconds=seconds)
         assert found.verification is not None
         if not found.verification.passed:
-            return Failed(stage="verify", why=found.why, verification=found.verification)
+            return Failed(stage="verify", code="wrong_output", why=found.why, verification=found.verification)
         slots = () if found.slot is None else (found.slot,)
         return self._outcome(found, found.verification, slots, found.memory, found.counters, limit_note)
 
@@ -113,13 +114,13 @@ class IsolatedRun:
             assert found.slot is not None
             assert found.verification is not None
             if not all(check.passed for check in found.verification.checks):
-                return Failed(stage="verify", why=found.why, verification=found.verification)
+                return Failed(stage="verify", code="wrong_output", why=found.why, verification=found.verification)
             slots.append(found.slot.model_copy(update={"round": len(slots)}))
             checks += found.verification.checks
             sampled += found.verification.sampled_rows or 0
             counters = {name: counters.get(name, 0) + value for name, value in found.counters.items()}
             done += count
-            per_piece_s = counters["stream_wall_ns"] * 1e-9 / done
+            per_piece_s = counters[STREAM_WALL_NS.key] * 1e-9 / done
             count = max(1, int(min(SLICE_S, budget.remaining_s / 2) / per_piece_s))
         assert found is not None
         verification = Verification(checks=tuple(checks), sampled_rows=sampled)
@@ -151,22 +152,22 @@ class IsolatedRun:
         spec = self._state.spec.model_dump(mode="json")
         self._patience_s = driver.patience_s(self._state)
         reply = worker.ask(name, self._state.spec.handle, timeout_s=self._patience_s, spec=spec, **arguments)
-        assert reply.alone is not None
-        return reply.alone
+        assert reply.isolated is not None
+        return reply.isolated
 
     def _limit(self) -> tuple[int | None, Note | None]:
         """What the process may allocate, and the note that says so; a GPU needs none, its allocator knows the end."""
-        asked = memory_limit_bytes(self._planned)
+        asked = self._planned.memory_limit_bytes
         if asked is not None:
             message = f"its process was allowed {format_bytes(asked)} by --memory-limit; the machine may have more"
-            return asked, Note(code="memory_limit", message=message, threshold=asked)
+            return asked, MEMORY_LIMIT.note(message, threshold=asked)
         if self._device == "cuda":
             return None, None
         ranks = self._planned.case.world_size
         limit = int(SHARE_OF_AVAILABLE * psutil.virtual_memory().available) // ranks
         shared = "" if ranks == 1 else f" over {ranks} ranks"
         message = f"its process was allowed {format_bytes(limit)}, {SHARE_OF_AVAILABLE:.0%} of what was free{shared}"
-        return limit, Note(code="memory_limit", message=message, threshold=limit)
+        return limit, MEMORY_LIMIT.note(message, threshold=limit)
 
     def _needed(self) -> str:
         case = self._planned.case
@@ -179,8 +180,8 @@ class IsolatedRun:
             return None
         tokens = self._planned.case.workload.tokens
         ended = f"the budget of {format_seconds(self._driver.budget.total_s or 0.0)} ended"
-        code = "stream_cut_short"
+        kind = STREAM_CUT_SHORT
         if self.interrupted:
-            ended, code = "the run was interrupted", STREAM_INTERRUPTED
+            ended, kind = "the run was interrupted", STREAM_INTERRUPTED
         message = f"{ended} after {done} of {pieces} pieces: {format_count(done * tokens)} tokens processed"
-        return Note(code=code, message=message, observed=done, threshold=pieces)
+        return kind.note(message, observed=done, threshold=pieces)

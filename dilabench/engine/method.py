@@ -11,8 +11,6 @@ from dilabench.workload.spec import Model
 METHODS = ("simple", "warmup", "profiler")
 DEFAULT_TIMER = {"cpu": "wall", "cuda": "cold"}
 GRAPH_TIMER = "graph"
-# The code of the note by which a timer asks for the graph timer as well.
-LAUNCH_BOUND = "launch_bound"
 # Fewer turns than this say nothing about the parts of a call over ranks.
 MIN_TURNS = 3
 SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}

@@ -7,6 +7,7 @@ from statistics import median
 from dilabench.engine.device.peaks import COPY_KEY, matmul_key
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.warmup import lower_quartile
+from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, GROWS_TOO_SLOWLY, INTERFERENCE
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot
 from dilabench.workload.work import flops
@@ -16,8 +17,8 @@ SATURATED = 0.5
 SLOWER_GROWTH = 1.5
 SAME_EXCEPT = {"seq_len", "batch_size", "cu_seqlens"}
 SHOWN = 5
-INTERFERENCE = 0.03
-SLOTS_ALONE = 3
+LEAST_CHANGE = 0.03
+ISOLATED_SLOTS = 3
 SPREADS = 3.0
 
 
@@ -42,14 +43,13 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
     # Ranks have a GPU each, and share one processor.
     seconds *= case.world_size if on_cuda else 1
     hint = "part of the work was not done, was cached, or ran elsewhere; do not quote this time"
-    limits = [("above_peak_flops", "FLOP/s", least_flops(workload), ceilings.get(matmul_key(workload.dtype)))]
+    limits = [(ABOVE_PEAK_FLOPS, least_flops(workload), ceilings.get(matmul_key(workload.dtype)))]
     if on_cuda:
-        limits.append(("above_peak_bandwidth", "bytes/s", float(least_bytes(workload)), ceilings.get(COPY_KEY)))
-    for code, unit, work, ceiling in limits:
+        limits.append((ABOVE_PEAK_BANDWIDTH, float(least_bytes(workload)), ceilings.get(COPY_KEY)))
+    for kind, work, ceiling in limits:
         if ceiling and work / seconds > margin * ceiling:
-            yield Note(
-                code=code,
-                message=f"{work / seconds:.3g} {unit} is more than this device can do ({ceiling:.3g} measured)",
+            yield kind.note(
+                f"{work / seconds:.3g} {kind.unit} is more than this device can do ({ceiling:.3g} measured)",
                 observed=work / seconds,
                 threshold=margin * ceiling,
                 hint=hint,
@@ -75,9 +75,8 @@ def _too_flat(row: Row, seconds: float, earlier: Iterable[Row], ceilings: Mappin
             continue
         growth, wanted = seconds / other_seconds, work / other_work
         if growth * SLOWER_GROWTH < wanted:
-            yield Note(
-                code="grows_too_slowly",
-                message=(
+            yield GROWS_TOO_SLOWLY.note(
+                (
                     f"{wanted:.3g} times the work of {other.case.workload.label()} takes {growth:.3g} times as long, "
                     f"though that kept the device {busy:.0%} busy"
                 ),
@@ -105,21 +104,20 @@ def unproven_backend(backend: Backend, kernels: Iterable[KernelUse]) -> str | No
     return f"claims {backend.name} but no such kernel ran: expected a match of {wanted}; ran: {ran}"
 
 
-def interference(together_ns: Sequence[float], alone: Sequence[Slot]) -> Note | None:
-    """A note when lower quartiles alone differ from those in the rounds by over 3 % and three times their spread.
+def interference(together_ns: Sequence[float], isolated: Sequence[Slot]) -> Note | None:
+    """A note when its own lower quartiles differ from those in the rounds by over 3 % and three times their spread.
 
     `together_ns` are the slot locations of the rounds. The spread is their median absolute deviation, relative.
     """
     usual = median(together_ns)
     spread = median(abs(location - usual) for location in together_ns) / usual
-    threshold = max(INTERFERENCE, SPREADS * spread)
-    change = median(lower_quartile(slot.samples_ns) for slot in alone) / usual - 1
+    threshold = max(LEAST_CHANGE, SPREADS * spread)
+    change = median(lower_quartile(slot.samples_ns) for slot in isolated) / usual - 1
     if abs(change) <= threshold:
         return None
     direction = "slower" if change > 0 else "faster"
-    return Note(
-        code="interference",
-        message=f"alone it is {abs(change):.1%} {direction} than in turn with the others of its group",
+    return INTERFERENCE.note(
+        f"alone it is {abs(change):.1%} {direction} than in turn with the others of its group",
         observed=change,
         threshold=threshold,
         hint="neighbours share caches, clocks or threads; compare runs of this implementation alone (-i NAME)",

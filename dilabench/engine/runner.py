@@ -23,9 +23,8 @@ from dilabench.engine.worker.rank_group import start_worker
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Catalogue
-from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord, Skipped
+from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
-from dilabench.suites.measured_alone import is_measured_alone
 
 FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
 CEILINGS_TIMEOUT_S = 120.0
@@ -157,7 +156,7 @@ class _Run:
         while True:
             for one in _waiting(self.planned.values(), self.rows.values()):
                 if one.skip is not None:
-                    self._keep(Row(planned=one, outcome=Skipped(why=one.skip)))
+                    self._keep(Row(planned=one, outcome=one.skip))
             for group in self._groups():
                 self.progress.group_started(group[0].case.workload, group)
                 for row in self._rows_of(group):
@@ -172,14 +171,13 @@ class _Run:
 
     def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
-        alone = [one for one in group if is_measured_alone(one)]
-        for one in alone:
+        for one in [one for one in group if one.procedure == "isolated"]:
             measured = IsolatedRun(self.driver, one)
             yield measured.row()
             if measured.interrupted:
                 raise KeyboardInterrupt
-        if together := [one for one in group if one not in alone]:
-            yield from WorkloadGroupRun(self.driver, together).rows()
+        if interleaved := [one for one in group if one.procedure == "interleaved"]:
+            yield from WorkloadGroupRun(self.driver, interleaved).rows()
 
     def _groups(self) -> list[list[PlannedCase]]:
         """The cases that wait, those of one workload together, in the order planned."""

@@ -6,12 +6,23 @@ from collections.abc import Iterator, Sequence
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
-from dilabench.engine.method import LAUNCH_BOUND, MIN_TURNS
-from dilabench.engine.plausibility import SLOTS_ALONE, interference, unproven_backend
+from dilabench.engine.method import MIN_TURNS
+from dilabench.engine.plausibility import ISOLATED_SLOTS, interference, unproven_backend
 from dilabench.engine.rounds import Rounds
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import case_spec, worker_key
-from dilabench.record import Failed, Note, PlannedCase, Row, Verification
+from dilabench.metadata import (
+    FEW_SAMPLES,
+    INTERRUPTED,
+    LAUNCH_BOUND,
+    NO_LEDGER,
+    NO_MEMORY_PASS,
+    NOT_INTERLEAVED,
+    THROTTLED,
+    TIMER_UNUSABLE,
+    UNDIAGNOSED,
+)
+from dilabench.record import Failed, FailureCode, Note, PlannedCase, Row, Verification
 
 GRAPH_ROUNDS = 10
 MEMORY_CALLS = 6
@@ -53,7 +64,7 @@ class WorkloadGroupRun:
                 yield self._row(state)
         yield from self._measured(ready, deadline)
         for state in [one for one in self.states if self._crowded(one)]:
-            yield from self._alone(state)
+            yield from self._isolated(state)
 
     def _compiles(self, state: CaseState) -> bool:
         """Its first call may take tens of seconds."""
@@ -63,15 +74,16 @@ class WorkloadGroupRun:
 
     def _crowded(self, state: CaseState) -> bool:
         """Whether memory ran out while other cases of the group were in memory, too; then it is tried by itself."""
-        return state.out_of_memory and not state.alone and len(self.states) > 1
+        ran_out = isinstance(state.outcome, Failed) and state.outcome.code == "out_of_memory"
+        return ran_out and not state.isolated and len(self.states) > 1
 
-    def _alone(self, state: CaseState) -> Iterator[Row]:
+    def _isolated(self, state: CaseState) -> Iterator[Row]:
         """Measure again without the rest of the group in memory; only what does not fit then has failed."""
         self._driver.pool.close()
-        state.home, state.outcome, state.out_of_memory, state.alone = None, None, False, True
+        state.home, state.outcome, state.isolated = None, None, True
         state.runs.clear()
         message = "measured alone: beside the other cases of its group it does not fit into memory, so it has no pairs"
-        state.notes.append(Note(code="not_interleaved", message=message))
+        state.notes.append(NOT_INTERLEAVED.note(message))
         if state.verification is None and not self._qualify(state):
             yield self._row(state)
         else:
@@ -90,7 +102,7 @@ class WorkloadGroupRun:
         state.verification = reply.verification
         driver.progress.case_verified(state.case, reply.verification)
         if not reply.verification.passed:
-            self._reject(state, reply.why, reply.verification)
+            self._reject(state, "wrong_output", reply.why, reply.verification)
             return False
         return self._check_kernels(state)
 
@@ -107,15 +119,15 @@ class WorkloadGroupRun:
         if not reply.kernels:
             message = "the profiler saw no kernel at all, so that the row's backend is claimed, not shown"
             hint = "CUPTI is missing, not permitted, or in use by another profiler"
-            state.notes.append(Note(code="no_ledger", message=message, hint=hint))
+            state.notes.append(NO_LEDGER.note(message, hint=hint))
             return True
         why = unproven_backend(self._driver.catalogue.backends.get(state.case.backend), reply.kernels)
         if why is not None:
-            self._reject(state, why, state.verification)
+            self._reject(state, "backend_not_proven", why, state.verification)
         return why is None
 
-    def _reject(self, state: CaseState, why: str, verification: Verification) -> None:
-        state.outcome = Failed(stage="verify", why=why, verification=verification)
+    def _reject(self, state: CaseState, code: FailureCode, why: str, verification: Verification) -> None:
+        state.outcome = Failed(stage="verify", code=code, why=why, verification=verification)
         self._driver.release(state)
 
     def _deadline(self, states: Sequence[CaseState]) -> float:
@@ -167,24 +179,22 @@ class WorkloadGroupRun:
             return
         chosen = self._random.choice(states)
         count = max(1, chosen.run_of(timer).samples // max(1, len(chosen.run_of(timer).slots)))
-        if not chosen.run_of(timer).slots or not self._affordable(chosen, SLOTS_ALONE * count):
+        if not chosen.run_of(timer).slots or not self._affordable(chosen, ISOLATED_SLOTS * count):
             return
-        alone = []
-        for _ in range(SLOTS_ALONE):
+        isolated = []
+        for _ in range(ISOLATED_SLOTS):
             reply = driver.ask(chosen, "time", "slot", timer=timer.name, count=count)
             if reply is None or reply.slot is None:
                 return
-            alone.append(reply.slot)
-        note = interference(chosen.run_of(timer).locations_ns, alone)
+            isolated.append(reply.slot)
+        note = interference(chosen.run_of(timer).locations_ns, isolated)
         if note is not None:
             chosen.notes.append(note)
 
     def _graph(self, states: Sequence[CaseState], share_s: float) -> None:
         """Time launch-bound calls as CUDA graphs as well."""
         timer = self._driver.method.graph_timer
-        bound = [
-            one for one in states if any(note.code == LAUNCH_BOUND for run in one.runs.values() for note in run.notes)
-        ]
+        bound = [one for one in states if any(LAUNCH_BOUND.among(run.notes) for run in one.runs.values())]
         if timer is not None and bound:
             Rounds(self._driver, bound, self._random).take(timer, share_s / 4, GRAPH_ROUNDS)
 
@@ -210,21 +220,19 @@ class WorkloadGroupRun:
             return
         run = state.runs.get(self._driver.method.timer.name)
         if run is None or not run.slots:
-            unusable = [note.message for note in state.notes if note.code.endswith("_unusable")]
+            unusable = TIMER_UNUSABLE.among(state.notes)
             skip = self._driver.budget_skip("before its first sample")
-            state.outcome = Failed(stage="time", why=unusable[0]) if unusable else skip
+            state.outcome = Failed(stage="time", code="no_samples", why=unusable[0].message) if unusable else skip
             return
         floor = self._driver.method.min_samples
         if run.samples < floor:
             message = f"n<{floor}, no CI: the budget ended after {run.samples} samples"
-            state.notes.append(Note(code="few_samples", message=message, observed=run.samples, threshold=floor))
+            state.notes.append(FEW_SAMPLES.note(message, observed=run.samples, threshold=floor))
         heated = sum(bool(COOL_DOWN_REASONS.intersection(slot.throttle)) for slot in run.slots) / len(run.slots)
         if heated > THROTTLED_SHARE:
             message = f"the GPU was slowed down by heat or power delivery in {heated:.0%} of the slots"
             hint = "improve cooling or lower the power limit, then repeat"
-            state.notes.append(
-                Note(code="throttled", message=message, observed=heated, threshold=THROTTLED_SHARE, hint=hint)
-            )
+            state.notes.append(THROTTLED.note(message, observed=heated, threshold=THROTTLED_SHARE, hint=hint))
 
     def _weigh_here(self, state: CaseState) -> None:
         """Peak memory of one call on a GPU: the allocator's count knows what was there before, in any process."""
@@ -243,14 +251,14 @@ class WorkloadGroupRun:
             state.notes.append(_unweighed())
             return
         driver.progress.stage_started(state.case, "memory")
-        state.alone = True
+        state.isolated = True
         try:
             with driver.pool.fresh(state.key) as worker:
                 if driver.prepare_in(worker, state, "memory") is None:
                     return
                 reply = driver.ask_worker(worker, state, "memory", "memory")
         except WorkerFailure as failure:
-            state.outcome = Failed(stage="memory", why=failure.why, traceback=failure.traceback)
+            driver.fail(state, "memory", failure)
             return
         if reply is not None:
             state.memory = reply.memory
@@ -265,13 +273,12 @@ class WorkloadGroupRun:
 
 def _interrupted(state: CaseState) -> Note:
     missing = "after its timing" if state.memory else "before its memory was measured"
-    return Note(code="interrupted", message=f"the run was interrupted {missing}")
+    return INTERRUPTED.note(f"the run was interrupted {missing}")
 
 
 def _unweighed() -> Note:
-    return Note(code="no_memory_pass", message="the budget left no time to measure memory")
+    return NO_MEMORY_PASS.note("the budget left no time to measure memory")
 
 
 def _undiagnosed(why: str) -> Note:
-    message = f"communication and computation were not timed alone: {why}"
-    return Note(code="undiagnosed", message=message)
+    return UNDIAGNOSED.note(f"communication and computation were not timed alone: {why}")

@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.record import Check, Environment, Failed, RunRecord, Skipped
+from dilabench.metadata import note_text
+from dilabench.record import Check, Environment, Failed, FailureCode, RunRecord, Skipped
 from dilabench.report import figures
 from dilabench.report.rows import row_name, workload_tables
 from dilabench.stats.samples.derive import speedup
 from dilabench.units import format_bytes
+
+UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class Unmeasured:
 def headline(record: RunRecord) -> str:
     """The result in one or two sentences: how many rows ended how, and which was fastest at the largest workload."""
     statuses = Counter(row.outcome.status for row in record.rows)
-    wrong = sum(isinstance(row.outcome, Failed) and row.outcome.stage == "verify" for row in record.rows)
+    wrong = sum(isinstance(row.outcome, Failed) and row.outcome.code in UNVERIFIED for row in record.rows)
     parts = [f"{statuses['measured']} of {len(record.rows)} rows verified and measured"]
     if statuses["skipped"]:
         parts.append(f"{statuses['skipped']} skipped")
@@ -117,12 +120,7 @@ def notes(record: RunRecord) -> tuple[str, ...]:
     texts = []
     for row in record.rows:
         for note in getattr(row.outcome, "notes", ()):
-            seen = ""
-            if note.observed is not None:
-                limit = "" if note.threshold is None else f", limit {note.threshold:.3g}"
-                seen = f" (seen {note.observed:.3g}{limit})"
-            hint = f"; {note.hint}" if note.hint else ""
-            texts.append(f"{row_name(row)}, {row.case.workload.label()}: {note.message}{seen}{hint}")
+            texts.append(f"{row_name(row)}, {row.case.workload.label()}: {note_text(note)}")
     return tuple(texts)
 
 

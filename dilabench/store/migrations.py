@@ -1,26 +1,132 @@
-"""Records of older schema versions, brought up to date one version at a time. No torch."""
+"""Records of older schema versions, brought up to date one version at a time. No torch.
 
+The texts of old rows are read here and nowhere else: what they say is from then on a code, a type or a number.
+"""
+
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dilabench.errors import ConfigError
-from dilabench.record import SCHEMA_VERSION
+from dilabench.metadata import COUNTERS, LABELS, NOTES, TIMER_UNUSABLE, VARIANT
+from dilabench.record import SCHEMA_VERSION, FailureCode, MemorySource, SkipCode
 
 Document = dict[str, Any]
-# From each version to the next one: {"1.0": (to_1_1, "1.1")}. Empty while there is only the first.
-STEPS: Mapping[str, tuple[Callable[[Document], Document], str]] = MappingProxyType({})
+Step = Callable[[Document], Document]
+
+# How the reasons of schema 1.0 began, in the order in which they are asked; what else there is, was not supported.
+_SKIPPED: tuple[tuple[re.Pattern[str], SkipCode], ...] = (
+    (re.compile(r"budget of "), "budget"),
+    (re.compile(r"does not fit into memory"), "out_of_memory"),
+    (re.compile(r"needs (about|at least) .* of memory, this device has "), "does_not_fit"),
+    (re.compile(r"torch\.compile|a CUDA graph cannot|cuda_graph needs|compile needs"), "unusable_optimization"),
+    (re.compile(r"gradient checkpointing saves nothing|inputs are in host memory already"), "not_applicable"),
+)
+# '(rank 3: )' stands before what one of several ranks said.
+_FAILED: tuple[tuple[re.Pattern[str], FailureCode], ...] = (
+    (re.compile(r"claims \S+ but no such kernel ran"), "backend_not_proven"),
+    (re.compile(r"(rank \d+: )?(\w+: )?out of memory"), "out_of_memory"),
+    (re.compile(r"(rank \d+: )?no answer to |.* did not reach rank 0 within "), "timeout"),
+    (re.compile(r".*(the worker process\b.* died|killed by SIG|\bis gone \()"), "crash"),
+    (re.compile(r"timer '.*' was not used"), "no_samples"),
+)
+# How the method of a peak began that was counted in another way than by the resident set of the process.
+_SOURCES: Mapping[str, MemorySource] = {"torch.cuda": "allocator", "ru_maxrss": "process_peak"}
+
+
+def _codes_and_fields(row: Document) -> Document:
+    """A row of 1.0 as 1.1 has it. What is there already stays: a resumed run has rows of both below one header."""
+    planned, outcome = dict(row["planned"]), dict(row["outcome"])
+    labels = dict(planned.get("labels", {}))
+    if labels.pop("procedure", None) is not None:
+        planned["procedure"] = "isolated"
+    if (limit := labels.pop("memory_limit_bytes", None)) is not None:
+        planned["memory_limit_bytes"] = int(limit)
+    if "switched on" in labels:
+        labels |= VARIANT.entry(labels.pop("switched on"))
+    planned["labels"] = _listed(labels, LABELS)
+    if isinstance(planned.get("skip"), str):
+        planned["skip"] = {"status": "skipped", "code": skip_code(planned["skip"]), "why": planned["skip"]}
+    if outcome["status"] == "skipped":
+        outcome.setdefault("code", skip_code(outcome["why"]))
+    elif outcome["status"] == "failed":
+        outcome.setdefault("code", failure_code(outcome["why"], outcome.get("verification")))
+    else:
+        outcome["counters"] = _listed(outcome.get("counters", {}), COUNTERS)
+        outcome["notes"] = [{**note, "code": _note_code(note["code"])} for note in outcome.get("notes", ())]
+        if memory := outcome.get("memory"):
+            begins = memory.get("method", "")
+            known = (source for start, source in _SOURCES.items() if begins.startswith(start))
+            outcome["memory"] = {"source": next(known, "resident_set"), **memory}
+    return {**row, "planned": planned, "outcome": outcome}
+
+
+def skip_code(why: str) -> SkipCode:
+    """The code of a case that schema 1.0 skipped for a reason in words."""
+    return next((code for pattern, code in _SKIPPED if pattern.match(why)), "unsupported")
+
+
+def failure_code(why: str, verification: Document | None) -> FailureCode:
+    """The code of a case that failed under schema 1.0, from its reason in words and its checks."""
+    if verification is not None and not (
+        verification["checks"] and all(one["passed"] for one in verification["checks"])
+    ):
+        return "wrong_output"
+    return next((code for pattern, code in _FAILED if pattern.match(why)), "exception")
+
+
+def _note_code(code: str) -> str:
+    return TIMER_UNUSABLE.key if code.endswith("_unusable") else _plugins(code, NOTES)
+
+
+def _listed(entries: Mapping[str, Any], known: Mapping[str, object]) -> Document:
+    return {_plugins(key, known): value for key, value in entries.items()}
+
+
+def _plugins(key: str, known: Mapping[str, object]) -> str:
+    """A key that 1.0 took from a plug-in without its name."""
+    return key if key in known or ":" in key else f"plugin:{key}"
+
+
+# From each version to the next one, row by row.
+STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType({"1.0": (_codes_and_fields, "1.1")})
 
 
 def migrated(
-    document: Document,
+    document: Document, path: Path, steps: Mapping[str, tuple[Step, str]] = STEPS, current: str = SCHEMA_VERSION
+) -> Document:
+    """A record, or the header of one, as the current version writes it.
+
+    Raises ConfigError for a version that is too new or was never released, and for rows that are none.
+    """
+    version = str(document.get("schema_version", current))
+    _way(version, path, steps, current)
+    changes: Document = {"schema_version": current}
+    if isinstance(rows := document.get("rows"), list):
+        changes["rows"] = [migrated_row(row, version, path, steps, current) for row in rows]
+    return {**document, **changes}
+
+
+def migrated_row(
+    row: Document,
+    version: str,
     path: Path,
-    steps: Mapping[str, tuple[Callable[[Document], Document], str]] = STEPS,
+    steps: Mapping[str, tuple[Step, str]] = STEPS,
     current: str = SCHEMA_VERSION,
 ) -> Document:
-    """The document as the current version writes it. Raises ConfigError for a version that cannot be converted."""
-    version = str(document.get("schema_version", current))
+    """A row below a header of the given version. Raises as `migrated` does."""
+    for step in _way(version, path, steps, current):
+        try:
+            row = step(row)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{str(path)!r} is not what dilabench {version} wrote: {error!r} in a row") from None
+    return row
+
+
+def _way(version: str, path: Path, steps: Mapping[str, tuple[Step, str]], current: str) -> list[Step]:
+    way: list[Step] = []
     while version != current:
         if version not in steps:
             newer = _key(version) > _key(current)
@@ -29,8 +135,8 @@ def migrated(
                 f"{str(path)!r} has schema version {version!r}, this dilabench reads up to {current}; {way_out}"
             )
         step, version = steps[version]
-        document = {**step(document), "schema_version": version}
-    return document
+        way.append(step)
+    return way
 
 
 def _key(version: str) -> tuple[int, ...]:

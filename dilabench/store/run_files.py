@@ -17,18 +17,16 @@ from pydantic import BaseModel, ValidationError
 
 from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.metadata import STREAM_INTERRUPTED
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
-from dilabench.record import Measured, Row, RunHeader, RunRecord, Skipped
-from dilabench.store.migrations import migrated
+from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
+from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe
 from dilabench.workload.spec import Workload
 
 RECORD_NAME = "run.json"
 ROWS_NAME = "rows.jsonl"
 MASKS_NAME = "masks"
-BUDGET_SKIP = "budget of "
-# The code of the note on a row that holds the first part of a stream.
-STREAM_INTERRUPTED = "stream_interrupted"
 # So that a nearly full disk is noticed before an hour of measuring, not after it.
 RESERVE_BYTES = 1 << 20
 
@@ -145,12 +143,15 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
     """
     path = run / ROWS_NAME if os.path.isdir(run) else run
     header: RunHeader | None = None
+    version = SCHEMA_VERSION
     rows: dict[str, Row] = {}
     for number, line in _lines(path):
         if isinstance(line.get("header"), dict):
-            header = header or _validated(RunHeader, migrated(line["header"], path), path)
+            if header is None:
+                version = str(line["header"].get("schema_version", version))
+                header = _validated(RunHeader, migrated(line["header"], path), path)
         elif "row" in line:
-            row = _validated(Row, line["row"], path, number)
+            row = _validated(Row, migrated_row(line["row"], version, path), path, number)
             rows[row.case.case_id] = row
     if header is None:
         raise ConfigError(f"{str(path)!r} has no header line, so it cannot be resumed or reported; start a new run")
@@ -170,8 +171,8 @@ def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...
 
 def _is_open(row: Row) -> bool:
     if isinstance(row.outcome, Measured):
-        return any(note.code == STREAM_INTERRUPTED for note in row.outcome.notes)
-    return isinstance(row.outcome, Skipped) and row.outcome.why.startswith(BUDGET_SKIP)
+        return bool(STREAM_INTERRUPTED.among(row.outcome.notes))
+    return isinstance(row.outcome, Skipped) and row.outcome.code == "budget"
 
 
 def _same_place(old: RunHeader, new: RunHeader) -> None:

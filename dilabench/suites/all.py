@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dilabench.errors import ConfigError
+from dilabench.metadata import SUITE
 from dilabench.plugins.descriptors import load_target
 from dilabench.record import PlannedCase, Row
 from dilabench.request import RunRequest
@@ -13,7 +14,6 @@ from dilabench.suites.planner import Planner
 from dilabench.suites.ring import cases as ring
 
 NAME = "all"
-SUITE = "suite"
 # What a reader wants to know first: does it work and roughly how fast; which to choose; how far it goes; then the rest.
 ORDER = ("quick", "implementations", "extreme", "backends", "range", "optimization")
 # It can use any time that is left, so it waits until nothing else does.
@@ -51,7 +51,7 @@ def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tup
     for name in suites(planner):
         target = planner.catalogue.suites.get(name).follow_up
         if target is not None:
-            own = [row for row in rows if row.planned.labels.get(SUITE) == name]
+            own = [row for row in rows if SUITE.of(row.planned) == name]
             asked = _own_request(name, request)
             planned += _labelled(load_target(target)(own, asked, replace(planner, request=asked)), name)
     known = {row.case.case_id for row in rows}
@@ -72,4 +72,4 @@ def _own_request(name: str, request: RunRequest) -> RunRequest:
 
 
 def _labelled(planned: Sequence[PlannedCase], name: str) -> Iterator[PlannedCase]:
-    return (one.model_copy(update={"labels": {**one.labels, SUITE: name}}) for one in planned)
+    return (one.model_copy(update={"labels": one.labels | SUITE.entry(name)}) for one in planned)

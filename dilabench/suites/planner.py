@@ -6,8 +6,9 @@ from typing import Any
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.metadata import CHOSEN_BY, ROLE, SPARSITY_REACHED, TAKES, refuse_unknown
 from dilabench.plugins.descriptors import Catalogue, Implementation, load_target
-from dilabench.record import Case, Optimizations, PlannedCase
+from dilabench.record import Case, Optimizations, PlannedCase, SkipCode, Skipped
 from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.suites.choice import choose
 from dilabench.suites.optimization.variants import reasons_against
@@ -89,7 +90,7 @@ class Planner:
             for implementation in implementations:
                 dense_only = implementation.supports.patterns == {"dense"}
                 if dense_only and request.pattern != "dense":
-                    cases += self.plan(implementation, as_dense(request), {"role": "yardstick"})
+                    cases += self.plan(implementation, as_dense(request), ROLE.entry("yardstick"))
                 else:
                     cases += self.plan(implementation, request)
         return tuple(cases)
@@ -112,14 +113,14 @@ class Planner:
             choice = choose(self.catalogue, self.machine, workload)
             implementation = self.catalogue.implementations.get(choice.implementation)
             chosen_backend = choice.backend
-            labels["chosen_by"] = f"auto ({choice.source})"
+            labels |= CHOSEN_BY.entry(f"auto ({choice.source})")
         backends: tuple[str | None, ...] = (None,)
         if implementation.uses_backend:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
         if implementation.takes != "heads":
-            labels["takes"] = implementation.takes
+            labels |= TAKES.entry(implementation.takes)
         if isinstance(workload.pattern, BlockSparsePattern):
-            labels["sparsity_reached"] = f"{sparsity_of(workload):.4f}"
+            labels |= SPARSITY_REACHED.entry(sparsity_of(workload))
         optimizations = Optimizations(
             **{
                 "pattern_cache_entries": self.request.pattern_cache_entries,
@@ -158,13 +159,14 @@ class Planner:
         elif backend is not None:
             case = case.model_copy(update={"backend": backend})
         reasons += self.catalogue.reasons_against(case, self.machine)
+        code: SkipCode = "unsupported" if reasons else "unusable_optimization"
         reasons += tuple(reasons_against(optimizations, self.machine))
         return PlannedCase(
             case=case,
             requested_backend=backend,
             requested_workload=asked,
             labels=labels,
-            skip="; ".join(reasons) or None,
+            skip=Skipped(code=code, why="; ".join(reasons)) if reasons else None,
         )
 
     def choose_backend(self, case: Case) -> tuple[str | None, str]:
@@ -195,10 +197,18 @@ class Planner:
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
     """The cases that a request comes to on a machine, by its suite.
 
-    Raises ConfigError for an unknown suite, an option that the suite does not have, or an impossible workload.
+    Raises ConfigError for an unknown suite, an option that the suite does not have, or an impossible workload,
+    PluginError for an unknown label.
     """
     suite = catalogue.suites.get(request.suite)
-    return tuple(load_target(suite.target)(request, Planner(catalogue, machine, request)))
+    return registered(load_target(suite.target)(request, Planner(catalogue, machine, request)))
+
+
+def registered(planned: Iterable[PlannedCase]) -> tuple[PlannedCase, ...]:
+    """What a suite has planned. Raises PluginError for a label that is neither in the registry nor a plug-in's own."""
+    planned = tuple(planned)
+    refuse_unknown("label", {key for one in planned for key in one.labels})
+    return planned
 
 
 def as_dense(request: WorkloadRequest) -> WorkloadRequest:

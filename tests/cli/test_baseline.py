@@ -53,7 +53,7 @@ def test_a_file_is_copied_into_the_store(cli, tmp_path, make_row, make_record):
 
 def test_a_run_without_times_is_no_baseline(cli, tmp_path, make_row, make_record):
     path = tmp_path / "run.json"
-    path.write_text(make_record([make_row(outcome=Skipped(why="no GPU"))]).model_dump_json())
+    path.write_text(make_record([make_row(outcome=Skipped(code="unsupported", why="no GPU"))]).model_dump_json())
     result = cli("baseline", "save", "main", str(path))
     assert result.exit_code == 2
     assert "no measured case" in result.stderr

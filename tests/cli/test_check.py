@@ -10,7 +10,7 @@ from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Verification
 from dilabench.store.archive import Archive
 
-WRONG = Failed(stage="verify", why="out differs", verification=Verification(checks=()))
+WRONG = Failed(stage="verify", code="wrong_output", why="out differs", verification=Verification(checks=()))
 LEVELS = (0.997, 1.002, 1.0, 0.999, 1.003, 1.001)
 
 
@@ -87,7 +87,7 @@ def test_only_the_second_data_of_a_flagged_cell_decide(cli, measured, second, co
 @pytest.mark.usefixtures("baseline")
 @pytest.mark.parametrize(
     ("outcome", "code"),
-    [(WRONG, 5), (Failed(stage="worker", why="segmentation fault"), 4)],
+    [(WRONG, 5), (Failed(stage="worker", code="crash", why="segmentation fault"), 4)],
 )
 def test_a_case_that_fails_now(cli, measured, outcome, code):
     measured.ratios, measured.outcome = [1.0], outcome

@@ -8,7 +8,7 @@ import pytest
 from dilabench.record import Failed, Verification
 from dilabench.store.archive import Archive
 
-WRONG = Failed(stage="verify", why="out differs", verification=Verification(checks=()))
+WRONG = Failed(stage="verify", code="wrong_output", why="out differs", verification=Verification(checks=()))
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 
 
@@ -73,7 +73,7 @@ def test_another_dtype_is_refused(cli, write, make_row, make_record):
 
 @pytest.mark.parametrize(
     ("outcome", "code"),
-    [(WRONG, 5), (Failed(stage="time", why="killed by SIGKILL"), 4)],
+    [(WRONG, 5), (Failed(stage="time", code="crash", why="killed by SIGKILL"), 4)],
 )
 def test_failures_have_codes_of_their_own(cli, write, make_row, make_record, outcome, code):
     base = write(make_record([make_row(), make_row("gather")], run_id="a"), "base")

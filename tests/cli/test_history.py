@@ -15,7 +15,7 @@ def runs(make_row, make_record):
     for day in range(1, 21):
         row = make_row("strided", seed=day, ns=1e7 if day < 10 else 1.2e7)
         if day == 15:
-            row = make_row("strided", outcome=Failed(stage="time", why="killed by SIGSEGV"))
+            row = make_row("strided", outcome=Failed(stage="time", code="crash", why="killed by SIGSEGV"))
         hard = {"device": "cpu", "cpu": "slow one"} if day in (4, 5) else None
         date = f"2026-01-{day:02}T00:00:00+00:00"
         archive.add(make_record([row, make_row("gather", ns=1e7)], run_id=f"day{day}", started_at=date, hard=hard))

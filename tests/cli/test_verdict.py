@@ -23,10 +23,12 @@ WORKLOAD = Workload(
     pattern={"kind": "dense"}, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24, dtype="float16"
 )
 MEASURED = Measured(verification=Verification(checks=(Check(name="out", passed=True),)), timings=())
-SKIPPED = Skipped(why="needs cuda, have cpu")
-CRASHED = Failed(stage="time", why="out of memory")
-HUNG = Failed(stage="verify", why="no answer within 10 s")
-WRONG = Failed(stage="verify", why="out", verification=Verification(checks=(Check(name="out", passed=False),)))
+SKIPPED = Skipped(code="unsupported", why="needs cuda, have cpu")
+CRASHED = Failed(stage="time", code="out_of_memory", why="out of memory")
+HUNG = Failed(stage="verify", code="timeout", why="no answer within 10 s")
+WRONG = Failed(
+    stage="verify", code="wrong_output", why="out", verification=Verification(checks=(Check(name="out", passed=False),))
+)
 
 
 def record(*outcomes, status="complete"):

@@ -83,7 +83,7 @@ def test_memory_is_gated_exactly_even_without_a_history(make_row, make_record, p
 @pytest.mark.parametrize(("peak", "code"), [(2**26 + 7 * 2**20, ExitCode.OK), (2**26 + 9 * 2**20, ExitCode.REGRESSION)])
 def test_a_resident_set_may_wander(make_row, make_record, peak, code):
     """Pages of a process come and go: identical code was seen 4 MiB apart."""
-    sides = [[make_record([make_row(peak=one, method="VmHWM")], run_id=f"{one}")] for one in (2**26, peak)]
+    sides = [[make_record([make_row(peak=one, source="resident_set")], run_id=f"{one}")] for one in (2**26, peak)]
     assert exit_code(compare_across(*sides, policy=CPU)) is code
 
 
@@ -94,14 +94,17 @@ def test_the_largest_stored_peak_is_the_baseline(make_row, make_record):
 
 
 def test_peaks_taken_in_different_ways_do_not_compare(make_row, make_record):
-    old, new = make_row(peak=2**20), make_row(peak=2**30, method="another")
+    old, new = make_row(peak=2**20), make_row(peak=2**30, source="resident_set")
     (cell,) = compare_across([make_record([old], run_id="a")], [make_record([new], run_id="b")], policy=CPU).pairs
     assert cell.memory is None
     assert "different ways" in cell.notes[0]
 
 
 def test_every_row_that_only_one_side_measured_is_named(make_row, make_record):
-    skipped, crashed = Skipped(why="needs cuda"), Failed(stage="time", why="killed by SIGSEGV")
+    skipped, crashed = (
+        Skipped(code="unsupported", why="needs cuda"),
+        Failed(stage="time", code="crash", why="killed by SIGSEGV"),
+    )
     old = [
         make_row("both"),
         make_row("gone"),
@@ -131,14 +134,14 @@ def test_every_row_that_only_one_side_measured_is_named(make_row, make_record):
 
 
 def test_wrong_output_outranks_everything(make_row, make_record):
-    wrong = Failed(stage="verify", why="out differs", verification=Verification(checks=()))
+    wrong = Failed(stage="verify", code="wrong_output", why="out differs", verification=Verification(checks=()))
     new = [make_row("a", outcome=wrong), make_row("b", peak=2**40)]
     found = compare_across([make_record([make_row("b")], run_id="a")], [make_record(new, run_id="b")], policy=CPU)
     assert exit_code(found, ()) is ExitCode.WRONG_OUTPUT
 
 
 def test_a_hang_in_verification_is_a_failure_and_no_wrong_output(make_row, make_record):
-    hung = make_row("a", outcome=Failed(stage="verify", why="no answer within 10 s"))
+    hung = make_row("a", outcome=Failed(stage="verify", code="timeout", why="no answer within 10 s"))
     sides = [make_record([make_row("a")], run_id="a")], [make_record([hung], run_id="b")]
     found = compare_across(*sides, policy=CPU)
     assert [one.lack for one in found.uncompared] == ["failed"]
@@ -229,6 +232,8 @@ def test_what_was_not_measured_again_is_undecided(flagged):
 
 
 def test_a_failure_at_the_second_look_is_told(history, flagged, make_row, make_record):
-    crashed = make_record([make_row("strided", outcome=Failed(stage="time", why="killed"))], run_id="second")
+    crashed = make_record(
+        [make_row("strided", outcome=Failed(stage="time", code="crash", why="killed"))], run_id="second"
+    )
     final = confirmed(flagged, compare_across(history(), [crashed], policy=CPU))
     assert exit_code(final) is ExitCode.CASE_FAILED

@@ -97,12 +97,12 @@ def test_heat_withdraws_a_verdict(make_row, make_record):
 
 
 def test_every_row_without_a_verdict_is_named(make_row, make_record):
-    wrong = Failed(stage="verify", why="out differs", verification=Verification(checks=()))
+    wrong = Failed(stage="verify", code="wrong_output", why="out differs", verification=Verification(checks=()))
     rows = [
         make_row("gather", position=0),
         make_row("strided", position=1),
-        make_row("fused", outcome=Skipped(why="needs cuda")),
-        make_row("ours", outcome=Failed(stage="time", why="killed")),
+        make_row("fused", outcome=Skipped(code="unsupported", why="needs cuda")),
+        make_row("ours", outcome=Failed(stage="time", code="crash", why="killed")),
         make_row("shifted", outcome=wrong),
         make_row("other-timer", position=2, timer="hot"),
         make_row("gather", seq_len=101),

@@ -118,8 +118,9 @@ def test_fewer_ranks_than_the_world_says():
 
 
 def test_a_consequence_never_hides_its_cause():
-    lost = Failure(0, "RuntimeError: Connection closed by peer", "", at_ns=1)
-    cause = Failure(2, "ValueError: wrong", "", at_ns=2)
+    lost = Failure.of(0, RuntimeError("Connection closed by peer"))
+    cause = Failure.of(2, ValueError("wrong"))
+    assert (lost.is_consequence, cause.is_consequence) == (True, False)
     assert first_cause([lost, cause]).rank == 2
     assert "killed" in str(first_cause([lost], {1: "killed"}))
     assert first_cause([lost]).rank == 0

@@ -14,6 +14,7 @@ from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import IsolatedResult, Reply, TimerSpec, WorkerSettings
 from dilabench.machine import Machine
+from dilabench.metadata import STREAM_INTERRUPTED
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.record import Check, Failed, Measured, Optimizations, RunHeader, Skipped, Slot, Verification
 from dilabench.store.run_files import RunFolder, completed_rows
@@ -35,16 +36,16 @@ class Pool:
     @contextlib.contextmanager
     def fresh(self, key):
         if not self.starts:
-            raise WorkerFailure("no answer to 'start'", died=True, timed_out=True)
+            raise WorkerFailure("timeout", "no answer to 'start'", died=True)
         yield self
 
     def ask(self, name, handle, *, timeout_s, **arguments):
         if self.answers:
             answer = self.answers.pop(0)
-            if isinstance(answer, KeyboardInterrupt):
+            if isinstance(answer, BaseException):
                 raise answer
             return answer
-        raise WorkerFailure(f"no answer to {name!r} within {timeout_s:.3g} s", died=True, timed_out=True)
+        raise WorkerFailure("timeout", f"no answer to {name!r} within {timeout_s:.3g} s", died=True)
 
 
 @pytest.fixture
@@ -82,6 +83,7 @@ def resumed(row, tmp_path):
 def test_a_case_that_the_budget_ended_is_tried_again_by_a_resumed_run(row, tmp_path):
     ended, _ = row(budget_s=60.0)
     assert isinstance(ended.outcome, Skipped)
+    assert ended.outcome.code == "budget"
     assert ended.outcome.why.startswith("budget of 60 s used up during its stage 'time'")
     assert resumed(ended, tmp_path) == ()
 
@@ -89,12 +91,23 @@ def test_a_case_that_the_budget_ended_is_tried_again_by_a_resumed_run(row, tmp_p
 def test_a_case_that_gave_no_answer_in_the_longest_time_has_failed(row, tmp_path):
     ended, _ = row(budget_s=None)
     assert isinstance(ended.outcome, Failed)
-    assert ended.outcome.why == "no answer to 'alone' within 600 s"
+    assert ended.outcome.code == "timeout"
+    assert ended.outcome.why == "no answer to 'isolated' within 600 s"
     assert resumed(ended, tmp_path) == (ended,)
 
 
 def test_a_worker_that_does_not_start_is_no_matter_of_the_budget(row):
     assert isinstance(row(budget_s=60.0, starts=False)[0].outcome, Failed)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [("out_of_memory", Skipped), ("unusable_optimization", Skipped), ("crash", Failed)]
+)
+def test_what_a_worker_tells_becomes_the_code_of_the_row(row, tmp_path, code, outcome):
+    ended, _ = row(None, answers=[WorkerFailure(code, "in any words")])
+    assert type(ended.outcome) is outcome
+    assert ended.outcome.code == code
+    assert resumed(ended, tmp_path) == (ended,)
 
 
 def slice_of(pieces):
@@ -103,7 +116,7 @@ def slice_of(pieces):
         slot=Slot(samples_ns=(1_000_000,) * pieces),
         counters={"stream_wall_ns": pieces * 10**10},
     )
-    return Reply(alone=found)
+    return Reply(isolated=found)
 
 
 def test_an_interrupted_stream_keeps_what_has_passed_and_is_repeated_by_a_resumed_run(row, tmp_path):
@@ -111,7 +124,7 @@ def test_an_interrupted_stream_keeps_what_has_passed_and_is_repeated_by_a_resume
     assert interrupted
     assert isinstance(ended.outcome, Measured)
     assert len(ended.outcome.timings[0].samples_ns) == 2
-    (note,) = ended.outcome.notes
+    (note,) = STREAM_INTERRUPTED.among(ended.outcome.notes)
     assert note.message.startswith("the run was interrupted after 2 of 7752 pieces")
     assert resumed(ended, tmp_path) == ()
 

@@ -16,7 +16,7 @@ from dilabench.engine.device.lock import device_lock, locks_of
 from dilabench.engine.progress import Silent
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
-from dilabench.record import Case, GpuInfo, PlannedCase, RunHeader
+from dilabench.record import Case, GpuInfo, PlannedCase, RunHeader, Skipped
 from dilabench.request import RunRequest
 from dilabench.workload.spec import Workload
 
@@ -126,7 +126,7 @@ def test_a_run_locks_as_many_gpus_as_its_widest_case_has_ranks(catalogue, monkey
     workload = Workload(pattern={"kind": "dense"}, batch_size=1, seq_len=64, num_heads=2, num_kv_heads=2, head_dim=8)
     planned = [
         PlannedCase(case=Case(implementation="ring", workload=workload, world_size=size), skip=skip)
-        for size, skip in ((1, None), (3, None), (8, "no such ranks"))
+        for size, skip in ((1, None), (3, None), (8, Skipped(code="unsupported", why="no such ranks")))
     ]
     header = RunHeader(
         tool_version="0", run_id="r", suite="ring", started_at="2026-01-01", environment=snapshot(several("a"))

@@ -222,9 +222,11 @@ def test_a_monotonic_clock_that_runs_backwards_changes_nothing(engine):
 
 def test_a_skipped_case_needs_no_worker(engine, dense_case, keeper):
     engine.register("honest")
-    planned = [dense_case("honest").model_copy(update={"skip": "needs cuda, have cpu"})]
+    planned = [
+        dense_case("honest").model_copy(update={"skip": Skipped(code="unsupported", why="needs cuda, have cpu")})
+    ]
     record = engine(planned=planned, sink=keeper)
-    assert record.rows[0].outcome == Skipped(why="needs cuda, have cpu")
+    assert record.rows[0].outcome == Skipped(code="unsupported", why="needs cuda, have cpu")
     assert keeper.record == record
     assert keeper.header.ceilings == {}
 

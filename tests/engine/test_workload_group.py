@@ -183,9 +183,11 @@ def test_long_calls_get_five_single_samples(measure):
 def test_a_crash_ends_its_case_and_the_others_go_on_in_a_new_session(measure):
     lab = Lab()
     fine = Reply(slot=Slot(samples_ns=(1_000_000,) * 10))
-    lab.script["b", "slot"] = [fine, WorkerFailure("killed by SIGSEGV", died=True)]
+    lab.script["b", "slot"] = [fine, WorkerFailure("crash", "killed by SIGSEGV", died=True)]
     found = measure(["a", "b", "c"], lab, recheck=False)
-    assert found["b"] == Failed(stage="time", why="killed by SIGSEGV", verification=found["b"].verification)
+    assert found["b"] == Failed(
+        stage="time", code="crash", why="killed by SIGSEGV", verification=found["b"].verification
+    )
     for name in ("a", "c"):
         assert {slot.session for slot in found[name].timings[0].slots} == {0, 1}
     assert lab.started["builtin"] == 2
@@ -208,9 +210,9 @@ def test_an_idle_workers_death_is_nobodys_fault(measure, monkeypatch):
     assert lab.started["builtin"] == 2
 
 
-def test_out_of_memory_in_company_is_tried_again_alone(measure):
+def test_out_of_memory_in_company_is_tried_again_in_isolation(measure):
     lab = Lab()
-    lab.script["b", "prepare"] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True)]
+    lab.script["b", "prepare"] = [WorkerFailure("out_of_memory", "out of memory: 80 GiB")]
     found = measure(["a", "b"], lab)
     assert isinstance(found["b"], Measured)
     assert [note.code for note in found["b"].notes] == ["not_interleaved"]
@@ -220,19 +222,19 @@ def test_out_of_memory_in_company_is_tried_again_alone(measure):
     )
 
 
-def test_what_was_measured_alone_after_the_others_took_no_turns_with_them(measure):
+def test_what_was_isolated_after_the_others_took_no_turns_with_them(measure):
     """Both have random or first positions in their rounds; only the rounds' numbers tell that they lie apart."""
     lab = Lab()
-    lab.script["c", "prepare"] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True)]
+    lab.script["c", "prepare"] = [WorkerFailure("out_of_memory", "out of memory: 80 GiB")]
     timings = {name: outcome.timings[0] for name, outcome in measure(["a", "b", "c"], lab).items()}
     assert pair([(timings["a"], timings["b"])]).left_out == 0
     assert pair([(timings["a"], timings["c"])]).rounds is None
 
 
 @pytest.mark.parametrize("command", ["prepare", "verify", "warm_up", "slot", "memory"])
-def test_out_of_memory_alone_is_the_end_of_one_row(measure, command):
+def test_out_of_memory_in_isolation_is_the_end_of_one_row(measure, command):
     lab = Lab()
-    lab.script["b", command] = [WorkerFailure("out of memory: 80 GiB", out_of_memory=True) for _ in range(3)]
+    lab.script["b", command] = [WorkerFailure("out_of_memory", "out of memory: 80 GiB") for _ in range(3)]
     found = measure(["a", "b"], lab)
     assert isinstance(found["a"], Measured)
     assert isinstance(found["b"], Failed)
@@ -326,7 +328,7 @@ def test_who_takes_long_to_build_leaves_the_others_their_time(measure):
 )
 def test_a_late_answer_is_a_failure_only_where_the_wait_was_long(measure, device, budget_s, waited_s, kind):
     lab = Lab(device=device)
-    lab.script["hangs", "prepare"] = [WorkerFailure("no answer", died=True, timed_out=True)]
+    lab.script["hangs", "prepare"] = [WorkerFailure("timeout", "no answer", died=True)]
     found = measure(["hangs", "a"], lab, budget_s=budget_s)
     assert lab.patience["hangs", "prepare"] == pytest.approx(waited_s)
     assert isinstance(found["hangs"], kind)
@@ -338,7 +340,7 @@ def test_wrong_output_is_never_timed(measure):
     wrong = Verification(checks=(Check(name="out", passed=False, error=1.0),))
     lab.script["b", "verify"] = [Reply(verification=wrong, why="out: error 1")]
     found = measure(["a", "b"], lab)
-    assert found["b"] == Failed(stage="verify", why="out: error 1", verification=wrong)
+    assert found["b"] == Failed(stage="verify", code="wrong_output", why="out: error 1", verification=wrong)
     assert "b" not in slots_in_order(lab)
 
 
@@ -385,7 +387,7 @@ def test_a_timer_that_cannot_be_used_is_a_note_beside_the_others(measure):
     lab.script["a", "warm_up"] = [None, Reply(warmed_up=unusable)]
     found = measure(["a"], lab, graph_timer=GRAPH)
     assert isinstance(found["a"], Measured)
-    assert "graph_unusable" in [note.code for note in found["a"].notes]
+    assert "timer_unusable" in [note.code for note in found["a"].notes]
     assert [timing.timer for timing in found["a"].timings] == ["wall"]
 
 

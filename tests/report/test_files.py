@@ -9,13 +9,14 @@ from dilabench.atomic_file import write_text
 from dilabench.errors import EnvironmentNotReady, ExitCode
 from dilabench.record import RunRecord
 from dilabench.report import json, markdown, table
+from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 
 
 @pytest.fixture
 def record() -> RunRecord:
-    return RunRecord.model_validate_json(GOLDEN.read_text())
+    return read_record(GOLDEN)
 
 
 def test_json_and_markdown_write_into_a_folder_and_print_nothing(record: RunRecord, tmp_path: Path) -> None:

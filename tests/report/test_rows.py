@@ -75,7 +75,7 @@ def test_speed_up_refers_to_the_plain_method_wherever_it_stands() -> None:
 
 
 def test_speed_up_refers_to_the_first_measured_row_without_a_plain_method() -> None:
-    failed = Failed(stage="build", why="x")
+    failed = Failed(stage="build", code="exception", why="x")
     (table,) = workload_tables(
         record(row("gather", failed), row("strided", measured(4)), row("fused", measured(2)), row("flex", measured(8)))
     )
@@ -124,7 +124,10 @@ def test_a_yardstick_stands_in_the_table_of_its_shape_without_a_speed_up() -> No
 
 def test_a_row_without_a_time_shows_no_figures() -> None:
     (table,) = workload_tables(
-        record(row("gather", Skipped(why="needs cuda"), backend=None), row("strided", Failed(stage="verify", why="x")))
+        record(
+            row("gather", Skipped(code="unsupported", why="needs cuda"), backend=None),
+            row("strided", Failed(stage="verify", code="exception", why="x")),
+        )
     )
     assert [display.cells[3:] for display in table.rows] == [
         ("skipped", *["–"] * 6),

@@ -4,13 +4,14 @@ import pytest
 
 from dilabench.record import Check, GpuInfo, RunRecord, Skipped
 from dilabench.report.summary import check_text, environment_rows, headline, notes, reproduce_command, unmeasured
+from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 
 
 @pytest.fixture
 def record() -> RunRecord:
-    return RunRecord.model_validate_json(GOLDEN.read_text())
+    return read_record(GOLDEN)
 
 
 def test_headline_counts_every_row_once(record: RunRecord) -> None:
@@ -34,7 +35,7 @@ def test_failures_come_first_and_equal_reasons_are_gathered(record: RunRecord) -
 
 
 def test_rows_of_several_implementations_share_a_reason(record: RunRecord) -> None:
-    skipped = Skipped(why="the budget is used up")
+    skipped = Skipped(code="budget", why="the budget is used up")
     rows = [row.model_copy(update={"outcome": skipped}) for row in record.rows[:2]]
     (entry,) = unmeasured(record.model_copy(update={"rows": tuple(rows)}))
     label = "1x1K H8 D64 fp32 causal"

@@ -14,7 +14,10 @@ from dilabench.store.index import FILENAME, HistoryIndex
 def archive(tmp_path, make_row, make_record):
     archive = Archive(tmp_path)
     for day in (1, 2):
-        rows = [make_row("strided", ns=day * 1e6), make_row("fused", outcome=Skipped(why="needs cuda"))]
+        rows = [
+            make_row("strided", ns=day * 1e6),
+            make_row("fused", outcome=Skipped(code="unsupported", why="needs cuda")),
+        ]
         archive.add(make_record(rows, run_id=f"run{day}", started_at=f"2026-01-0{day}T00:00:00+00:00"))
     return archive
 

@@ -8,7 +8,6 @@ from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo, Row, Skipped
 from dilabench.request import run_request
 from dilabench.suites.all import LAST, ORDER, follow_up
-from dilabench.suites.measured_alone import DOES_NOT_FIT
 from dilabench.suites.planner import Planner, expand
 
 CPU = Machine(device="cpu", no_cuda="test")
@@ -34,15 +33,15 @@ def test_follow_ups_go_to_their_own_suite_and_the_last_one_waits(catalogue):
     request = run_request(catalogue, suite="all", run={"options": {"tokens": "64K", "memory_limit": "256M"}})
     planner = Planner(catalogue, CPU, request)
     planned = expand(catalogue, CPU, request)
-    rows = [Row(planned=one, outcome=Skipped(why=one.skip or f"{DOES_NOT_FIT}: out of memory")) for one in planned]
+    rows = [Row(planned=one, outcome=one.skip or Skipped(code="out_of_memory", why="out of memory")) for one in planned]
     more = follow_up(rows, request, planner)
     assert {one.labels["suite"] for one in more} == {"extreme"}
     assert {one.case.workload.seq_len for one in more} == {4096}
-    late = [Row(planned=one, outcome=Skipped(why="budget of 1 s used up")) for one in [*planned, *more]]
+    late = [Row(planned=one, outcome=Skipped(code="budget", why="budget of 1 s used up")) for one in [*planned, *more]]
     last = follow_up(late, request, planner)
     assert {one.labels["suite"] for one in last} == {LAST}
     assert {one.labels["part"] for one in last} == {"64K tokens, 6.1e-05 of 2^30"}
-    ended = [*late, *(Row(planned=one, outcome=Skipped(why="no")) for one in last)]
+    ended = [*late, *(Row(planned=one, outcome=Skipped(code="unsupported", why="no")) for one in last)]
     known = {row.case.case_id for row in ended}
     assert {one.case.case_id for one in follow_up(ended, request, planner)} <= known
 

@@ -69,7 +69,7 @@ def test_what_ranks_cannot_do_says_why(catalogue):
     reasons = [
         plan(catalogue, workload={**SMALL, "sparsity": 0.5, **fields}, implementations=["block-sparse-ring"], nproc=2)[
             0
-        ].skip
+        ].skip.why
         for fields in ({"window": (64, 0)}, {"segment_lengths": (512,), "dilation_rates": (2,)})
     ]
     assert reasons == [
@@ -107,7 +107,7 @@ def test_a_mask_file_is_the_only_point_and_must_fit(catalogue, tmp_path):
 
 def test_kernels_say_what_they_cannot_do(catalogue):
     reasons = {
-        p.case.implementation: p.skip
+        p.case.implementation: p.skip and p.skip.why
         for p in plan(
             catalogue,
             HOPPER,

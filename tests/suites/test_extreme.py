@@ -1,6 +1,7 @@
 """The search of `extreme`: doubling, bisection, ways, and one real search in worker processes."""
 
 import sys
+from typing import get_args
 
 import pytest
 
@@ -14,7 +15,6 @@ from dilabench.predict.memory import plan_memory
 from dilabench.request import run_request
 from dilabench.suites.extreme.cases import follow_up, searches
 from dilabench.suites.extreme.findings import analyse
-from dilabench.suites.measured_alone import DOES_NOT_FIT, memory_limit_bytes
 from dilabench.suites.planner import Planner, expand
 from dilabench.workload.spec import WorkloadRequest
 
@@ -52,8 +52,8 @@ def searched(catalogue, request, fits, machine=CPU):
     while waiting:
         for one in waiting:
             length = one.case.workload.seq_len
-            outcome = results.Skipped(why=one.skip) if one.skip else None
-            outcome = outcome or (None if fits(length) else results.Skipped(why=f"{DOES_NOT_FIT}: out of memory"))
+            outcome = one.skip
+            outcome = outcome or (None if fits(length) else results.Skipped(code="out_of_memory", why="in any words"))
             rows.append(results.Row(planned=one, outcome=outcome) if outcome else measured(one))
         known = {row.case.case_id for row in rows}
         waiting = [one for one in follow_up(rows, request, planner) if one.case.case_id not in known]
@@ -149,20 +149,40 @@ def test_a_search_ends_where_nothing_fits(catalogue):
 def test_a_wrong_or_late_row_stops_its_search_only(catalogue):
     request = asked(catalogue, ("strided", "gather"))
     first, second = expand(catalogue, CPU, request)
-    rows = [results.Row(planned=first, outcome=results.Failed(stage="verify", why="wrong")), measured(second)]
+    rows = [
+        results.Row(planned=first, outcome=results.Failed(stage="verify", code="wrong_output", why="wrong")),
+        measured(second),
+    ]
     more = follow_up(rows, request, Planner(catalogue, CPU, request))
     assert [one.case.implementation for one in more] == ["gather"]
     assert [one.case.workload.seq_len > 8192 for one in more] == [True]
 
 
+@pytest.mark.parametrize("code", get_args(results.SkipCode))
+def test_a_search_decides_on_the_code_whatever_the_text_says(catalogue, code):
+    request = asked(catalogue)
+    (first,) = expand(catalogue, CPU, request)
+    rows = [results.Row(planned=first, outcome=results.Skipped(code=code, why="does not fit into memory"))]
+    (search,) = searches(rows)
+    ran_out = code == "out_of_memory"
+    assert (search.too_long, search.interrupted is None) == ((8192, True) if ran_out else (None, False))
+    more = follow_up(rows, request, Planner(catalogue, CPU, request))
+    assert [one.case.workload.seq_len for one in more] == ([4096] if ran_out else [])
+
+
+def test_every_case_is_isolated(catalogue):
+    planned = expand(catalogue, CPU, asked(catalogue))
+    assert {one.procedure for one in planned} == {"isolated"}
+
+
 def test_both_modes_and_every_way_are_rows_of_their_own(catalogue):
     request = asked(catalogue, mode=None, chunked=True, offload=True, gradient_checkpointing=True)
     planned = expand(catalogue, CPU, request)
-    ways = [(one.case.workload.mode, one.labels["way"], one.skip) for one in planned]
-    on_the_host = "inputs are in host memory already"
+    ways = [(one.case.workload.mode, one.labels["way"], one.skip and one.skip.code) for one in planned]
+    on_the_host = "not_applicable"
     assert ways == [
         ("forward", "as it is", None),
-        ("forward", "gradient checkpointing", "gradient checkpointing saves nothing in a forward pass"),
+        ("forward", "gradient checkpointing", "not_applicable"),
         ("forward", "chunked queries", None),
         ("forward", "chunked queries, inputs on the host", on_the_host),
         ("both", "as it is", None),
@@ -177,7 +197,7 @@ def test_both_modes_and_every_way_are_rows_of_their_own(catalogue):
 def test_chunks_need_a_cut_and_heads(catalogue):
     request = asked(catalogue, ("dense", "gather-multihead"), chunked=True)
     planned = expand(catalogue, CPU, request)
-    reasons = {(one.case.implementation, one.labels["way"]): one.skip for one in planned}
+    reasons = {(one.case.implementation, one.labels["way"]): one.skip and one.skip.why for one in planned}
     assert "has no cut" in reasons["dense", "chunked queries"]
     assert reasons["dense", "as it is"] is None
     assert "takes embeddings" in reasons["gather-multihead", "as it is"]
@@ -186,9 +206,9 @@ def test_chunks_need_a_cut_and_heads(catalogue):
 def test_the_memory_limit_is_written_on_every_case(catalogue):
     request = asked(catalogue, memory_limit="256M")
     planned = expand(catalogue, CPU, request)
-    assert {memory_limit_bytes(one) for one in planned} == {256 * 2**20}
+    assert {one.memory_limit_bytes for one in planned} == {256 * 2**20}
     more = follow_up([measured(one) for one in planned], request, Planner(catalogue, CPU, request))
-    assert {memory_limit_bytes(one) for one in more} == {256 * 2**20}
+    assert {one.memory_limit_bytes for one in more} == {256 * 2**20}
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "abc", "1.5"])

@@ -32,7 +32,7 @@ def switched(planned):
 
 def test_each_is_switched_on_alone_and_all_together(catalogue):
     planned = plan(catalogue)
-    assert [p.labels["switched on"] for p in planned] == NAMES
+    assert [p.labels["variant"] for p in planned] == NAMES
     assert [switched(p) for p in planned] == [
         (False, False, False, False),
         (True, False, False, False),
@@ -45,18 +45,18 @@ def test_each_is_switched_on_alone_and_all_together(catalogue):
 
 
 def test_on_a_cpu_the_graph_is_skipped_and_left_out_of_all_together(catalogue):
-    planned = {p.labels["switched on"]: p for p in plan(catalogue, CPU)}
-    assert planned["CUDA graph"].skip == "cuda_graph needs cuda, have cpu"
+    planned = {p.labels["variant"]: p for p in plan(catalogue, CPU)}
+    assert planned["CUDA graph"].skip.why == "cuda_graph needs cuda, have cpu"
     assert planned["all together"].skip is None
     assert switched(planned["all together"]) == (True, True, False, True)
 
 
 def test_without_a_compiler_a_cpu_cannot_compile(catalogue, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    planned = {p.labels["switched on"]: p for p in plan(catalogue, CPU)}
-    assert planned["torch.compile"].skip.startswith("compile needs a C++ compiler on a CPU")
+    planned = {p.labels["variant"]: p for p in plan(catalogue, CPU)}
+    assert planned["torch.compile"].skip.why.startswith("compile needs a C++ compiler on a CPU")
     assert switched(planned["all together"]) == (True, True, False, False)
-    assert next(p for p in plan(catalogue) if p.labels["switched on"] == "torch.compile").skip is None
+    assert next(p for p in plan(catalogue) if p.labels["variant"] == "torch.compile").skip is None
 
 
 def test_sizes_that_are_asked_for_are_those_that_run(catalogue):

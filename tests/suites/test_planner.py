@@ -44,7 +44,7 @@ def test_auto_backend_is_recorded_as_asked_and_as_chosen(catalogue):
 def test_a_backend_by_name_is_never_replaced(catalogue):
     (planned,) = plan(catalogue, run={"implementations": ["gather"], "backends": ["sdpa-cudnn"]})
     assert planned.case.backend == "sdpa-cudnn"
-    assert "backend sdpa-cudnn: needs cuda, have cpu (no NVIDIA GPU is visible)" in planned.skip
+    assert "backend sdpa-cudnn: needs cuda, have cpu (no NVIDIA GPU is visible)" in planned.skip.why
 
 
 def test_all_backends_and_aliases(catalogue):
@@ -71,7 +71,7 @@ def test_dense_runs_the_same_shape_as_a_labelled_yardstick(catalogue):
 def test_on_a_dense_workload_dense_is_no_yardstick(catalogue):
     dense, gather = plan(catalogue, configs=["tiny"], run={"implementations": ["dense", "gather"]})
     assert (dense.labels, dense.skip) == ({}, None)
-    assert gather.skip.startswith("pattern dense is not supported (has dilated)")
+    assert gather.skip.why.startswith("pattern dense is not supported (has dilated)")
 
 
 def test_modules_with_projections_are_labelled(catalogue):
@@ -81,7 +81,7 @@ def test_modules_with_projections_are_labelled(catalogue):
 
 def test_what_cannot_run_is_a_skip_with_its_reason(catalogue):
     (planned,) = plan(catalogue, run={"implementations": ["gather"], "nproc": 2})
-    assert planned.skip == "runs on 1 device, not on 2"
+    assert planned.skip.why == "runs on 1 device, not on 2"
 
 
 def test_auto_dtype_follows_the_machine(catalogue):
@@ -108,7 +108,7 @@ def test_no_backend_at_all_says_what_was_tried():
     planner = Planner(lonely, CPU, RunRequest(suite="any"))
     (planned,) = planner.compare(planner.workload_requests([{}]), planner.implementations(["plain"]))
     assert planned.case.backend is None
-    assert planned.skip == "no backend can serve it here (math: needs cuda, have cpu (no NVIDIA GPU is visible))"
+    assert planned.skip.why == "no backend can serve it here (math: needs cuda, have cpu (no NVIDIA GPU is visible))"
 
 
 def test_quick_is_three_lengths_of_five_implementations(catalogue):

@@ -51,7 +51,7 @@ def test_packed_presets_run_the_packed_ring(catalogue):
 
 def test_more_ranks_than_gpus_is_a_skipped_row_that_says_so(catalogue):
     cases = cases_of(catalogue, ONE_GPU, presets=("tiny",), nproc=4)
-    skips = {one.case.world_size: one.skip for one in cases}
+    skips = {one.case.world_size: one.skip and one.skip.why for one in cases}
     assert skips[1] is None
     assert "4 ranks need as many GPUs, have 1" in skips[4]
 

@@ -79,7 +79,7 @@ def test_backends_recommends_from_what_it_measured(run, tmp_path):
 def test_optimization_counts_real_hits_and_requests(run, tmp_path):
     done = run("run", "optimization", "--lengths", "130", "-i", "gather", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row.planned.labels["switched on"]: row for row in read_record(folder_of(tmp_path, "optimization")).rows}
+    rows = {row.planned.labels["variant"]: row for row in read_record(folder_of(tmp_path, "optimization")).rows}
     assert {name for name, row in rows.items() if row.outcome.status == "skipped"} == {"CUDA graph", "torch.compile"}
     counted = {name: row.outcome.counters for name, row in rows.items() if row.outcome.status == "measured"}
     assert counted["nothing"]["pattern_cache_hits"] == 0

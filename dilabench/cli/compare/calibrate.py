@@ -122,7 +122,7 @@ def _verdicts(sessions: Sessions, candidate: str, policy: "Policy") -> "list[Ver
 def _runnable(planned: Sequence[PlannedCase]) -> Sequence[PlannedCase]:
     for one in planned:
         if one.skip:
-            raise EnvironmentNotReady(f"the calibration cannot run here: {one.skip}")
+            raise EnvironmentNotReady(f"the calibration cannot run here: {one.skip.why}")
     return planned
 
 

@@ -10,7 +10,7 @@ from dilabench.engine.runner import run as run_cases
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import Found
-from dilabench.record import PlannedCase, RunHeader, RunRecord
+from dilabench.record import PlannedCase, RunHeader, RunRecord, Skipped
 from dilabench.request import RunRequest
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import RunFolder
@@ -53,7 +53,7 @@ class Remeasure:
     def _session(self, planned: Sequence[PlannedCase]) -> RunRecord:
         header = self._header()
         folder = RunFolder.create(self.output, SUITE, header.run_id)
-        current = [one.model_copy(update={"skip": self._why_not(one)}) for one in planned]
+        current = [one.model_copy(update={"skip": self._skip(one)}) for one in planned]
         try:
             with progress_shown() as progress:
                 record = run_cases(
@@ -68,9 +68,10 @@ class Remeasure:
     def _header(self) -> RunHeader:
         return new_header(self.found, self.machine, self.request)
 
-    def _why_not(self, planned: PlannedCase) -> str | None:
+    def _skip(self, planned: PlannedCase) -> Skipped | None:
         """Why a case cannot run here and now; plug-ins and libraries may have gone since it was recorded."""
         try:
-            return "; ".join(self.found.catalogue.reasons_against(planned.case, self.machine)) or None
+            why = "; ".join(self.found.catalogue.reasons_against(planned.case, self.machine))
         except ConfigError as error:
-            return str(error)
+            why = str(error)
+        return Skipped(code="unsupported", why=why) if why else None

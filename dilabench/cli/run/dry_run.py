@@ -35,5 +35,5 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),
-        "yes" if plan.skip is None else f"no: {plan.skip}",
+        "yes" if plan.skip is None else f"no: {plan.skip.why}",
     )

@@ -27,7 +27,7 @@ from dilabench.report.findings import render, sections_of
 from dilabench.request import RunRequest
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder
-from dilabench.suites.planner import Planner
+from dilabench.suites.planner import Planner, registered
 
 ALWAYS_WRITTEN = ("json", "plots", "markdown")
 TABLE = "table"
@@ -141,8 +141,7 @@ def _follow_up(catalogue: Catalogue, machine: Machine, request: RunRequest) -> F
         return None
 
     def follow_up(rows: Sequence[Row]) -> Sequence[PlannedCase]:
-        more: Sequence[PlannedCase] = load_target(target)(rows, request, Planner(catalogue, machine, request))
-        return more
+        return registered(load_target(target)(rows, request, Planner(catalogue, machine, request)))
 
     return follow_up
 

@@ -13,6 +13,7 @@ from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine, detect
+from dilabench.metadata import FORM
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import longest_that_fits
 from dilabench.predict.memory.per_rank import plan_per_rank
@@ -106,11 +107,11 @@ def show_predictions(planned: Sequence[PlannedCase], machine: Machine) -> None:
                 *_names(one),
                 one.case.workload.label(),
                 one.case.workload.mode,
-                one.labels.get("form", "-"),
+                FORM.of(one) or "-",
                 _memory_text(needed, one),
                 _fits(needed, rank_memory_bytes(machine, one.case.world_size)),
                 format_seconds(time.seconds),
-                "yes" if one.skip is None else f"no: {one.skip}",
+                "yes" if one.skip is None else f"no: {one.skip.why}",
             )
         )
     print_table(None, TIME_COLUMNS, rows, right=("memory", "time"))
@@ -179,7 +180,8 @@ def _as_data(one: PlannedCase, machine: Machine, capacity: int | None) -> dict[s
         "ranks": one.case.world_size,
         "capacity_bytes": capacity,
         "fits": None if found is None or capacity is None else found.peak_bytes <= capacity,
-        "skip": one.skip,
+        "skip": one.skip and one.skip.why,
+        "skip_code": one.skip and one.skip.code,
     }
 
 
@@ -211,4 +213,4 @@ def _fits(needed: int | None, capacity: int | None) -> str:
 
 
 def _unknown(one: PlannedCase) -> str:
-    return f"? ({one.skip})" if one.skip else "?"
+    return f"? ({one.skip.why})" if one.skip else "?"

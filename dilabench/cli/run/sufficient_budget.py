@@ -5,7 +5,6 @@ import math
 from dilabench.machine import Machine
 from dilabench.predict.time import sufficient_budget_s
 from dilabench.record import RunRecord, Skipped
-from dilabench.store.run_files import BUDGET_SKIP
 from dilabench.units import format_seconds
 
 ROUND_TO_S = 10
@@ -13,9 +12,7 @@ ROUND_TO_S = 10
 
 def sufficient_budget(record: RunRecord, machine: Machine) -> str | None:
     """A hint with a budget that should measure the cheapest of the cases that time ran out for; None without one."""
-    skipped = [
-        row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.why.startswith(BUDGET_SKIP)
-    ]
+    skipped = [row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.code == "budget"]
     if not skipped:
         return None
     cores = record.environment.cpu.cores

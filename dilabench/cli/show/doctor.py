@@ -9,8 +9,9 @@ from dilabench.cli.options import AsJson
 from dilabench.cli.reading import read
 from dilabench.cli.show.availability import reasons_against
 from dilabench.machine import Machine, detect
+from dilabench.metadata import note_text
 from dilabench.plugins.manager import Found, discover
-from dilabench.record import Environment, Note
+from dilabench.record import Environment
 from dilabench.units import format_bytes
 
 
@@ -41,7 +42,7 @@ def doctor(as_json: AsJson = False) -> None:
         else "\nNothing found that makes times here noisy."
     )
     for note in warnings:
-        typer.echo(f"- {_text(note)}")
+        typer.echo(f"- {note_text(note)}")
 
 
 def _facts(machine: Machine, environment: Environment, found: Found) -> list[tuple[str, str]]:
@@ -71,12 +72,3 @@ def _facts(machine: Machine, environment: Environment, found: Found) -> list[tup
     if environment.git:
         facts.append(("git", environment.git.sha + (" with changes" if environment.git.dirty else "")))
     return facts
-
-
-def _text(note: Note) -> str:
-    seen = ""
-    if note.observed is not None and note.threshold is not None:
-        big = note.threshold >= 2**20
-        observed, limit = (format_bytes(value) if big else f"{value:g}" for value in (note.observed, note.threshold))
-        seen = f" (seen {observed}, limit {limit})"
-    return f"{note.message}{seen}" + (f"; {note.hint}" if note.hint else "")

@@ -1,5 +1,6 @@
 """`dilabench verify`: is the output right? Nothing is timed."""
 
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -8,7 +9,7 @@ from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
 from dilabench.cli.run.options import Implementations, Processes
 from dilabench.cli.terminal import Lines, say
-from dilabench.cli.verify.everything import Marks, trials_of
+from dilabench.cli.verify.everything import SIGNS, Marks, Result, trials_of
 from dilabench.cli.verify.outcomes import Outcome, outcomes_of
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
@@ -100,12 +101,11 @@ def verify(
     names_of = [_names(plan) for plan in planned]
     lines = Lines(COLUMNS, names_of)
     outcomes = []
-    for plan, cells, outcome in zip(
-        planned, names_of, outcomes_of(planned, found.catalogue, machine, request.seed), strict=True
-    ):
+    for cells, outcome in zip(names_of, outcomes_of(planned, found.catalogue, machine, request.seed), strict=True):
         outcomes.append(outcome)
-        lines.print((*cells, *_result(plan, outcome)))
-    raise typer.Exit(_verdict(planned, outcomes))
+        result, details = _result(outcome)
+        lines.print((*cells, SIGNS[result], details))
+    raise typer.Exit(_verdict(outcomes))
 
 
 def _everything(planner: Planner) -> ExitCode:
@@ -118,9 +118,9 @@ def _everything(planner: Planner) -> ExitCode:
         trials, outcomes_of(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
     ):
         outcomes.append(outcome)
-        table.add(trial, *_result(trial.planned, outcome))
+        table.add(trial, *_result(outcome))
     table.close()
-    return _verdict(planned, outcomes)
+    return _verdict(outcomes)
 
 
 def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
@@ -150,15 +150,14 @@ def _names(plan: PlannedCase) -> tuple[str, ...]:
     )
 
 
-def _result(plan: PlannedCase, outcome: Outcome) -> tuple[str, str]:
-    if plan.skip is not None:
-        return "skipped", plan.skip
-    if isinstance(outcome, str):
-        return "failed", outcome
+def _result(outcome: Outcome) -> tuple[Result, str]:
+    """How a case came out, and what there is to say about it."""
+    if not isinstance(outcome, Verification):
+        return outcome.status, outcome.why
     if outcome.passed:
         rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
-        return "✓", f"{len(outcome.checks)} checks, {rows}"
-    return "✗", "; ".join(_check(check) for check in outcome.checks if not check.passed) or "nothing was checked"
+        return "right", f"{len(outcome.checks)} checks, {rows}"
+    return "wrong", "; ".join(_check(check) for check in outcome.checks if not check.passed) or "nothing was checked"
 
 
 def _check(check: Check) -> str:
@@ -170,16 +169,13 @@ def _check(check: Check) -> str:
     return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))
 
 
-def _verdict(planned: tuple[PlannedCase, ...], outcomes: list[Outcome]) -> ExitCode:
-    ran = [outcome for plan, outcome in zip(planned, outcomes, strict=True) if plan.skip is None]
+def _verdict(outcomes: list[Outcome]) -> ExitCode:
     # What raised or hung has shown no output to be wrong.
-    failed = sum(isinstance(outcome, str) for outcome in ran)
-    right = sum(isinstance(outcome, Verification) and outcome.passed for outcome in ran)
-    wrong = len(ran) - right - failed
-    crashed = f"{failed} failed, " if failed else ""
-    say(f"{right} right, {wrong} wrong, {crashed}{len(planned) - len(ran)} skipped")
-    if wrong:
+    counts = Counter(_result(outcome)[0] for outcome in outcomes)
+    crashed = f"{counts['failed']} failed, " if counts["failed"] else ""
+    say(f"{counts['right']} right, {counts['wrong']} wrong, {crashed}{counts['skipped']} skipped")
+    if counts["wrong"]:
         return ExitCode.WRONG_OUTPUT
-    if failed:
+    if counts["failed"]:
         return ExitCode.CASE_FAILED
-    return ExitCode.OK if ran else ExitCode.NOTHING_MEASURED
+    return ExitCode.OK if counts["right"] else ExitCode.NOTHING_MEASURED

@@ -1,8 +1,8 @@
 """`dilabench verify --all`: every implementation x backend x dtype x family, as a table of marks with reasons."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dilabench.cli.terminal import Lines, say
 from dilabench.errors import ConfigError
@@ -31,7 +31,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 HEAD = ("implementation", "backend", "dtype")
 EVERY = "every"
-RIGHT, WRONG, FAILED, SKIPPED = "✓", "✗", "!", "-"
+Result = Literal["right", "wrong", "failed", "skipped"]
+# How a result stands in a line of one case, and in a cell of the table.
+SIGNS: Mapping[Result, str] = {"right": "✓", "wrong": "✗", "failed": "failed", "skipped": "skipped"}
+MARKS: Mapping[Result, str] = {"right": "✓", "wrong": "✗", "failed": "!", "skipped": "-"}
+# In the list of reasons, in its order.
+WORDS: Mapping[Result, str] = {"wrong": "WRONG", "failed": "FAILED", "skipped": "skipped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +119,7 @@ class Marks:
             line = self._line(trial)
             self._pending[line] = self._pending.get(line, 0) + 1
         self._marks: dict[tuple[str, str, str], dict[str, str]] = {}
-        self._reasons: dict[tuple[str, str], list[str]] = {}
+        self._reasons: dict[tuple[Result, str], list[str]] = {}
         known = [(*line, *self._families) for line in self._pending]
         self._lines = Lines((*HEAD, *self._families), known)
 
@@ -122,27 +127,24 @@ class Marks:
         """What runs in no dtype gets one line for all of them."""
         return trial.line if trial.line[:2] in self._running else (*trial.line[:2], EVERY)
 
-    def add(self, trial: Trial, result: str, detail: str) -> None:
-        """The result of a trial: '✓', '✗', 'failed' or 'skipped' with its reason."""
-        mark = {RIGHT: RIGHT, WRONG: WRONG, "failed": FAILED}.get(result, SKIPPED)
-        if mark == RIGHT and trial.planned.case.workload.mode == "forward":
-            mark += "fwd"
+    def add(self, trial: Trial, result: Result, detail: str) -> None:
+        """The result of a trial with its reason."""
+        only_forward = result == "right" and trial.planned.case.workload.mode == "forward"
         line = self._line(trial)
         self._pending[line] -= 1
         marks = self._marks.setdefault(line, {})
-        marks[trial.family] = mark
-        if not mark.startswith(RIGHT):
+        marks[trial.family] = MARKS[result] + ("fwd" if only_forward else "")
+        if result != "right":
             implementation, backend, dtype = trial.line
             where = f"{implementation} over {backend}" if backend != "-" else implementation
-            word = {WRONG: "WRONG", FAILED: "FAILED"}.get(mark, "skipped")
-            self._reasons.setdefault((word, detail), []).append(f"{where} {dtype} {trial.family}")
+            self._reasons.setdefault((result, detail), []).append(f"{where} {dtype} {trial.family}")
         if not self._pending[line]:
-            self._lines.print((*line, *(marks.get(family, SKIPPED) for family in self._families)))
+            self._lines.print((*line, *(marks.get(family, MARKS["skipped"]) for family in self._families)))
 
     def close(self) -> None:
         """The reasons, wrong results first, skipped ones last; equal ones together."""
         say()
-        order = ("WRONG", "FAILED", "skipped")
-        for (word, detail), places in sorted(self._reasons.items(), key=lambda item: order.index(item[0][0])):
+        order = list(WORDS)
+        for (result, detail), places in sorted(self._reasons.items(), key=lambda item: order.index(item[0][0])):
             shown = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
-            say(f"{word}: {detail} ({shown if word == 'skipped' else ', '.join(places)})")
+            say(f"{WORDS[result]}: {detail} ({shown if result == 'skipped' else ', '.join(places)})")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Catalogue
-from dilabench.record import PlannedCase, Verification
+from dilabench.record import Failed, PlannedCase, Skipped, Verification
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.client import WorkerPool
@@ -26,7 +26,7 @@ MOST_LANES = 8
 # A worker compiles and launches with about so many threads.
 CORES_PER_LANE = 4
 
-Outcome = Verification | str
+Outcome = Verification | Skipped | Failed
 """What the checks found, or why they could not be made."""
 
 
@@ -54,7 +54,9 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
         pool = free.get()
         try:
             # A worker that is started now would outlive the pool.
-            return "stopped" if over.is_set() else plan.skip or _checked(plan, pool, catalogue, seed)
+            if over.is_set():
+                return Failed(stage="worker", code="crash", why="the command was ended")
+            return plan.skip or _checked(plan, pool, catalogue, seed)
         finally:
             free.put(pool)
 
@@ -83,6 +85,8 @@ def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, seed: in
         reply = worker.ask("verify", spec.handle, timeout_s=VERIFY_TIMEOUT_S)
         worker.ask("release", spec.handle, timeout_s=PREPARE_TIMEOUT_S)
     except WorkerFailure as failure:
-        return failure.why
+        if failure.code == "unusable_optimization":
+            return Skipped(code=failure.code, why=failure.why)
+        return Failed(stage="verify", code=failure.code, why=failure.why, traceback=failure.traceback)
     assert reply.verification is not None
     return reply.verification

@@ -6,6 +6,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from dilabench.metadata import (
+    BUFFER_POOL_HELD_BYTES,
+    BUFFER_POOL_PEAK_BYTES,
+    BUFFER_POOL_REQUESTS,
+    BUFFER_POOL_REUSED_BYTES,
+    BUFFER_POOL_REUSES,
+)
+
 # The stream that work is given to belongs to a buffer: on another one, its last use may not be over.
 Place = tuple[torch.device, int]
 
@@ -81,11 +89,11 @@ class SizedBufferPool:
         """Requests, reuses, and bytes: reused, peak (in use and free) and held now (free)."""
         with self._lock:
             return {
-                "buffer_pool_requests": self._requests,
-                "buffer_pool_reuses": self._reuses,
-                "buffer_pool_reused_bytes": self._reused_bytes,
-                "buffer_pool_peak_bytes": self._peak_bytes,
-                "buffer_pool_held_bytes": self._held_bytes,
+                BUFFER_POOL_REQUESTS.key: self._requests,
+                BUFFER_POOL_REUSES.key: self._reuses,
+                BUFFER_POOL_REUSED_BYTES.key: self._reused_bytes,
+                BUFFER_POOL_PEAK_BYTES.key: self._peak_bytes,
+                BUFFER_POOL_HELD_BYTES.key: self._held_bytes,
             }
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 from dilabench.contracts import AttentionFn
 from dilabench.distributed.whole import Sharded
 from dilabench.engine.call.inputs import InputSet
+from dilabench.metadata import COMPILE_BREAKS, COMPILE_GRAPHS
 
 # Every case of a worker compiles the same few functions anew; torch would give up after eight and run them as they are.
 COMPILED_CASES = 4096
@@ -64,8 +65,8 @@ def compiling(counters: dict[str, int], over_ranks: bool = False) -> Iterator[No
 def _compiled_so_far() -> dict[str, int]:
     counted = torch._dynamo.utils.counters
     return {
-        "compile_graphs": counted["stats"]["unique_graphs"],
-        "compile_breaks": sum(counted["graph_break"].values()),
+        COMPILE_GRAPHS.key: counted["stats"]["unique_graphs"],
+        COMPILE_BREAKS.key: sum(counted["graph_break"].values()),
     }
 
 

@@ -16,6 +16,7 @@ from dilabench.engine.timers.wall import Wall
 from dilabench.engine.verify import summary
 from dilabench.engine.verify.sampled_rows import verify_sampled_rows
 from dilabench.engine.worker.protocol import CaseSpec, IsolatedResult
+from dilabench.metadata import STREAM_PIECES, STREAM_TOKENS, STREAM_WALL_NS, STREAMED
 from dilabench.plugins.descriptors import load_target
 from dilabench.record import Check, Note, Slot, Verification
 from dilabench.workload.spec import Workload
@@ -81,7 +82,11 @@ class Stream:
             why="" if all(check.passed for check in checks) else summary(verification),
             slot=Slot(samples_ns=tuple(samples)),
             setup_ns=self._call.setup_ns,
-            counters={"stream_pieces": count, "stream_tokens": count * self.workload.tokens, "stream_wall_ns": wall_ns},
+            counters={
+                STREAM_PIECES.key: count,
+                STREAM_TOKENS.key: count * self.workload.tokens,
+                STREAM_WALL_NS.key: wall_ns,
+            },
             notes=self._notes(),
         )
 
@@ -118,7 +123,7 @@ class Stream:
             f"streamed: pieces of {self.workload.seq_len} tokens, each a sequence of its own, one after another; a "
             "sample is one piece"
         )
-        return (Note(code="streamed", message=message),)
+        return (STREAMED.note(message),)
 
 
 def _spread(pieces: int) -> frozenset[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dilabench.distributed.ablation import communication_only, computation_only
 from dilabench.engine.call.prepared_call import Ablation, PreparedCall
 from dilabench.engine.timers import SampleTimer
+from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Diagnostic, Part
 
 
@@ -21,7 +22,7 @@ def time_parts(
     Without "communication" where more than a backend's kernels would have to be left out.
     """
     assert call.world is not None
-    if not any(call.world.share(call.counters().get("received_bytes", 0))):
+    if not any(call.world.share(call.counters().get(RECEIVED_BYTES.key, 0))):
         return ()
     calls: dict[Part, PreparedCall] = {"whole": call}
     calls |= {part: call.ablated(ablation) for part, ablation in _ablations(call).items()}

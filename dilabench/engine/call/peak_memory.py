@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.device import release_heap, resident_bytes, synchronize
-from dilabench.record import Memory
+from dilabench.record import Memory, MemorySource
 
-CUDA_METHOD = "torch.cuda.max_memory_allocated over one call after a first call"
-CPU_METHOD = "VmHWM after a reset (clear_refs) minus VmRSS, over one call after a first call and malloc_trim"
-CPU_FALLBACK = "ru_maxrss minus VmRSS over one call: the peak cannot be reset here, so a higher one before hides it"
+METHODS: Mapping[MemorySource, str] = {
+    "allocator": "torch.cuda.max_memory_allocated over one call after a first call",
+    "resident_set": "VmHWM after a reset (clear_refs) minus VmRSS, over one call after a first call and malloc_trim",
+    "process_peak": "ru_maxrss minus VmRSS over one call: the peak cannot be reset here, a higher one before hides it",
+}
 
 
 def measure_memory(call: PreparedCall, isolated: bool) -> Memory:
@@ -32,7 +35,7 @@ def measure_memory(call: PreparedCall, isolated: bool) -> Memory:
     # Garbage of the first call that goes during the measured one would count as memory that this one did not need: a
     # caught exception keeps the frames it passed through, and those the tensors in them.
     gc.collect()
-    extra, method = _cuda_extra(call) if call.device.type == "cuda" else _cpu_extra(call)
+    extra, source = _cuda_extra(call) if call.device.type == "cuda" else _cpu_extra(call)
     extra += held
     return Memory(
         peak_bytes=inputs + parameters + max(extra, saved or 0),
@@ -41,7 +44,8 @@ def measure_memory(call: PreparedCall, isolated: bool) -> Memory:
         workspace_bytes=max(0, extra - (saved or 0)),
         saved_for_backward_bytes=saved,
         isolated=isolated,
-        method=method,
+        source=source,
+        method=METHODS[source],
     )
 
 
@@ -52,27 +56,27 @@ def _whole_call(call: PreparedCall) -> None:
     del result
 
 
-def _cuda_extra(call: PreparedCall) -> tuple[int, str]:
+def _cuda_extra(call: PreparedCall) -> tuple[int, MemorySource]:
     device = call.device
     torch.cuda.empty_cache()
     synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     _whole_call(call)
-    return torch.cuda.max_memory_allocated(device) - before, CUDA_METHOD
+    return torch.cuda.max_memory_allocated(device) - before, "allocator"
 
 
-def _cpu_extra(call: PreparedCall) -> tuple[int, str]:
+def _cpu_extra(call: PreparedCall) -> tuple[int, MemorySource]:
     release_heap()
     try:
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_bytes("VmRSS")
         _whole_call(call)
-        return max(0, resident_bytes("VmHWM") - before), CPU_METHOD
+        return max(0, resident_bytes("VmHWM") - before), "resident_set"
     except OSError:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         _whole_call(call)
-        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before), CPU_FALLBACK
+        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before), "process_peak"
 
 
 def _saved_for_backward(call: PreparedCall) -> int:

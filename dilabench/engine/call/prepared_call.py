@@ -19,6 +19,7 @@ from dilabench.engine.call.compile_and_graph import OptimizedShards, compiled, c
 from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed
 from dilabench.engine.device.device import cache_bytes, synchronize
 from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.metadata import BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES, PATTERN_CACHE_BYTES, refuse_unknown
 from dilabench.plugins.descriptors import load_target
 
 MAX_INPUT_SETS = 32
@@ -181,15 +182,17 @@ class PreparedCall:
         return self._dout
 
     def counters(self) -> dict[str, int]:
-        """Counters of the optimizations (cache hits, pooled bytes, ...) by name."""
-        return {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters, **self._traffic}
+        """Counters of the optimizations and of what travelled, by key. Raises PluginError for a key of nobody's."""
+        counted = {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters, **self._traffic}
+        refuse_unknown("counter", counted)
+        return counted
 
     @property
     def held_bytes(self) -> int:
         """Bytes that the optimizations keep between calls; they count into the call's peak."""
         counted = self.counters()
-        kept = ("pattern_cache_bytes", "buffer_pool_held_bytes", "cuda_graph_bytes")
-        return sum(counted.get(name, 0) for name in kept)
+        kept = (PATTERN_CACHE_BYTES, BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES)
+        return sum(counted.get(one.key, 0) for one in kept)
 
     def forget(self) -> None:
         """Drop what the optimizations keep, as when the device is lost or the case is over."""
@@ -219,7 +222,7 @@ class PreparedCall:
             with self._compiling(options.compile):
                 samples = self._shard(0, self.world) if self.world else self.inputs(0)
                 function, held_bytes = graphed(function, samples)
-            self._optimized_counters["cuda_graph_bytes"] = held_bytes
+            self._optimized_counters[CUDA_GRAPH_BYTES.key] = held_bytes
         return function
 
     def _compiling(self, happens: bool) -> AbstractContextManager[None]:

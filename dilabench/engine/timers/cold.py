@@ -2,9 +2,9 @@
 
 from statistics import median
 
-from dilabench.engine.method import LAUNCH_BOUND
 from dilabench.engine.timers import Call, Samples
 from dilabench.engine.timers.cuda_events import SPACER_MAX_NS, ColdStage
+from dilabench.metadata import LAUNCH_BOUND, LAUNCH_EXPOSED, NO_FLUSH
 from dilabench.record import Note
 
 MIN_LAUNCHES = 3
@@ -31,7 +31,7 @@ class Cold:
         notes = []
         if not self._stage.flushes:
             message = "the inputs are over four times the L2 cache and push each other out, so it was not flushed"
-            notes.append(Note(code="no_flush", message=message, observed=self._call.working_set_bytes))
+            notes.append(NO_FLUSH.note(message, observed=self._call.working_set_bytes))
         if len(self._gpu_ns) >= MIN_LAUNCHES:
             notes += launch_notes(self._gpu_ns, self._enqueue_ns)
         return tuple(notes)
@@ -47,9 +47,8 @@ def launch_notes(gpu_ns: list[int], enqueue_ns: list[int]) -> list[Note]:
     notes = []
     if enqueue > gpu:
         notes.append(
-            Note(
-                code=LAUNCH_BOUND,
-                message=f"the host takes {enqueue / 1e3:.0f} µs to launch {gpu / 1e3:.0f} µs of GPU work",
+            LAUNCH_BOUND.note(
+                f"the host takes {enqueue / 1e3:.0f} µs to launch {gpu / 1e3:.0f} µs of GPU work",
                 observed=enqueue,
                 threshold=gpu,
                 hint="without a CUDA graph a user waits for the launches; see the timer 'graph' of this row",
@@ -57,9 +56,8 @@ def launch_notes(gpu_ns: list[int], enqueue_ns: list[int]) -> list[Note]:
         )
     if enqueue > SPACER_MAX_NS:
         notes.append(
-            Note(
-                code="launch_exposed",
-                message=f"launching takes {enqueue / 1e6:.1f} ms, the spacer hides {SPACER_MAX_NS / 1e6:.0f} ms",
+            LAUNCH_EXPOSED.note(
+                f"launching takes {enqueue / 1e6:.1f} ms, the spacer hides {SPACER_MAX_NS / 1e6:.0f} ms",
                 observed=enqueue,
                 threshold=SPACER_MAX_NS,
                 hint="the call waits for the device inside; its samples hold gaps between kernels",

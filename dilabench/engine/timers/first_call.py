@@ -8,6 +8,7 @@ import tempfile
 import time
 
 from dilabench.engine.timers import Call, Samples
+from dilabench.metadata import FIRST_CALL
 from dilabench.record import Note
 
 STAGES = ("import", "build", "first_call")
@@ -28,7 +29,7 @@ class FirstCall:
     def notes(self) -> tuple[Note, ...]:
         """The parts of the last sample."""
         parts = ", ".join(f"{stage} {self._stages.get(stage, 0) / 1e6:.1f} ms" for stage in STAGES)
-        return (Note(code="first_call", message=parts),) if self._stages else ()
+        return (FIRST_CALL.note(parts),) if self._stages else ()
 
     def _sample(self) -> int:
         with tempfile.TemporaryDirectory(prefix="dilabench-first-call-") as folder:

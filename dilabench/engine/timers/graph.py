@@ -4,6 +4,7 @@ import torch
 
 from dilabench.engine.timers import Call, Samples, TimerUnusableError
 from dilabench.engine.timers.cuda_events import ColdStage
+from dilabench.metadata import NO_FLUSH
 from dilabench.record import Note
 
 WARM_CALLS = 3
@@ -31,7 +32,7 @@ class Graph:
         if self._stage.flushes:
             return ()
         message = "the inputs are over four times the L2 cache and push each other out, so it was not flushed"
-        return (Note(code="no_flush", message=message, observed=self._call.working_set_bytes),)
+        return (NO_FLUSH.note(message, observed=self._call.working_set_bytes),)
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, object]:
         graph = torch.cuda.CUDAGraph()

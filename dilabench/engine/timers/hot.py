@@ -4,6 +4,7 @@ import torch
 
 from dilabench.engine.timers import Call, Samples
 from dilabench.engine.timers.cuda_events import elapsed_ns
+from dilabench.metadata import BATCHED
 from dilabench.record import Note
 
 BATCH_NS = 2_000_000
@@ -38,4 +39,4 @@ class Hot:
         if self._batch == 1:
             return ()
         message = f"a sample is the mean of {self._batch} calls in a row, on warm caches"
-        return (Note(code="batched", message=message, observed=self._batch),)
+        return (BATCHED.note(message, observed=self._batch),)

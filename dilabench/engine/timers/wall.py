@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from dilabench.engine.device.device import synchronize
 from dilabench.engine.timers import Call, ClockError, Samples
+from dilabench.metadata import BATCHED, CLOCK
 from dilabench.record import Note
 
 RESOLUTIONS_PER_SAMPLE = 1000
@@ -37,15 +38,14 @@ class Wall:
         notes = []
         if self._batch > 1:
             notes.append(
-                Note(
-                    code="batched",
-                    message=f"a sample is the mean of {self._batch} calls, because one is near the clock's resolution",
+                BATCHED.note(
+                    f"a sample is the mean of {self._batch} calls, because one is near the clock's resolution",
                     observed=self._batch,
                 )
             )
         if self._backwards:
             message = f"the host clock did not advance over {self._backwards} samples, which were taken again"
-            notes.append(Note(code="clock", message=message, observed=self._backwards, threshold=0))
+            notes.append(CLOCK.note(message, observed=self._backwards, threshold=0))
         return tuple(notes)
 
     def _sample(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from dilabench.engine.worker.main import serve
 from dilabench.engine.worker.process import Child, Ending, worker_context
-from dilabench.engine.worker.protocol import Command, CommandName, Hello, Reply, WorkerSettings
+from dilabench.engine.worker.protocol import Command, CommandName, Hello, Reply, TroubleCode, WorkerSettings
 
 START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 2.0
@@ -19,22 +19,11 @@ CLOSE_TIMEOUT_S = 2.0
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
     """A command did not end well. `died`: the process has ended, and every case prepared in it is lost."""
 
-    def __init__(
-        self,
-        why: str,
-        *,
-        died: bool = False,
-        timed_out: bool = False,
-        out_of_memory: bool = False,
-        unusable: bool = False,
-        traceback: str | None = None,
-    ) -> None:
+    def __init__(self, code: TroubleCode, why: str, *, died: bool = False, traceback: str | None = None) -> None:
         super().__init__(why)
+        self.code: TroubleCode = code
         self.why = why
         self.died = died
-        self.timed_out = timed_out
-        self.out_of_memory = out_of_memory
-        self.unusable = unusable
         self.traceback = traceback
 
 
@@ -149,13 +138,7 @@ class Worker:
             traceback = _joined(trouble.traceback, self._host.output())
             if trouble.fatal:
                 self.kill()
-            raise WorkerFailure(
-                trouble.why,
-                died=trouble.fatal,
-                out_of_memory=trouble.out_of_memory,
-                unusable=trouble.unusable,
-                traceback=traceback,
-            )
+            raise WorkerFailure(trouble.code, trouble.why, died=trouble.fatal, traceback=traceback)
         return reply
 
     def close(self) -> None:
@@ -178,9 +161,9 @@ class Worker:
             lost = self._host.lost
             self.kill()
             if lost is not None:
-                raise WorkerFailure(lost, died=True)
+                raise WorkerFailure("crash", lost, died=True)
             why = f"no answer to {doing!r} within {timeout_s:.3g} s (a hang, or far too slow); the worker was ended"
-            raise WorkerFailure(why, died=True, timed_out=True, traceback=_joined(None, output))
+            raise WorkerFailure("timeout", why, died=True, traceback=_joined(None, output))
         try:
             # A dead process may have answered before it died.
             if connection not in ready and not connection.poll():
@@ -195,8 +178,9 @@ class Worker:
         traceback = _joined(None, ending.output)
         if ending.out_of_memory:
             why = f"out of memory: the system ended the worker process during {doing!r}"
-            return WorkerFailure(why, died=True, out_of_memory=True, traceback=traceback)
-        return WorkerFailure(f"the worker process died during {doing!r}: {ending.how}", died=True, traceback=traceback)
+            return WorkerFailure("out_of_memory", why, died=True, traceback=traceback)
+        why = f"the worker process died during {doing!r}: {ending.how}"
+        return WorkerFailure("crash", why, died=True, traceback=traceback)
 
 
 def _joined(traceback: str | None, output: str) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dilabench.distributed.failures import tells_of_another
 from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
@@ -37,6 +38,7 @@ from dilabench.engine.worker.protocol import (
     WarmedUp,
     WorkerSettings,
 )
+from dilabench.metadata import MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.plugins.descriptors import load_target
 from dilabench.record import Note, Slot
 
@@ -72,7 +74,7 @@ class Handlers:
             "memory": self._memory,
             "ceilings": self._ceilings,
             "release": self._release,
-            "alone": self._alone,
+            "isolated": self._isolated,
             "stream": self._stream_on,
         }
 
@@ -161,12 +163,13 @@ class Handlers:
         return Reply(slot=slot, notes=self._notes(timer), counters=self._calls[command.handle].counters())
 
     def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
-        """The timer's notes, and a note when messages take a slower path than they could."""
-        world = self._world
+        """The timer's notes, and one when messages take a slower path. Raises PluginError for unknown codes."""
+        notes, world = tuple(timer.notes()), self._world
+        refuse_unknown("note", [note.code for note in notes])
         if world is None or world.device.type != "cuda" or world.copies is not None:
-            return tuple(timer.notes())
+            return notes
         message = f"messages go by {world.transport}, whose kernels wait for attention kernels and slow them down"
-        return *timer.notes(), Note(code="messages_by_kernels", message=message)
+        return *notes, MESSAGES_BY_KERNELS.note(message)
 
     def _diagnose(self, command: Command) -> Reply:
         spec = TimerSpec.model_validate(command.arguments["timer"])
@@ -186,10 +189,10 @@ class Handlers:
         release_cached(self.device)
         return Reply(ceilings=ceilings)
 
-    def _alone(self, command: Command) -> Reply:
+    def _isolated(self, command: Command) -> Reply:
         spec = CaseSpec.model_validate(command.arguments["spec"])
         limit_bytes, seconds = command.arguments["limit_bytes"], command.arguments["seconds"]
-        return Reply(alone=measure_isolated(spec, self.device, limit_bytes, seconds, self._joined()))
+        return Reply(isolated=measure_isolated(spec, self.device, limit_bytes, seconds, self._joined()))
 
     def _stream_on(self, command: Command) -> Reply:
         """The first of these commands brings the case, later ones more pieces of it, the last one no count."""
@@ -198,7 +201,8 @@ class Handlers:
             spec = CaseSpec.model_validate(arguments["spec"])
             self._stream = Stream(spec, self.device, arguments["pieces"])
         count = arguments["count"]
-        return Reply(alone=self._stream.process(arguments["start"], count) if count else self._stream.measure_memory())
+        found = self._stream.process(arguments["start"], count) if count else self._stream.measure_memory()
+        return Reply(isolated=found)
 
     def _release(self, command: Command) -> Reply:
         self._drop(command.handle)
@@ -225,19 +229,21 @@ class Handlers:
             for call in self._calls.values():
                 call.forget()
         if isinstance(error, OptimizationUnusableError):
-            return Trouble(why=first_line, traceback=text, unusable=True, fatal=fatal)
+            return Trouble(code="unusable_optimization", why=first_line, traceback=text, fatal=fatal)
         if is_out_of_memory(error):
             # The frames in the traceback hold the tensors that did not fit.
             traceback.clear_frames(error.__traceback__)
             gc.collect()
             if not fatal:
                 release_cached(self.device)
-            return Trouble(why=f"out of memory: {first_line}", traceback=text, out_of_memory=True, fatal=fatal)
+            return Trouble(code="out_of_memory", why=f"out of memory: {first_line}", traceback=text, fatal=fatal)
         name = type(error).__name__
         why = f"{name}: {first_line}" if first_line else name
         if fatal:
             why += " (the CUDA context is lost; the worker process was ended)"
-        return Trouble(why=why, traceback=text, fatal=fatal)
+        # torch raises the same types for this rank's own faults: only the words tell them apart.
+        lost = self._settings.world_size > 1 and tells_of_another(why)
+        return Trouble(code="peer_lost" if lost else "exception", why=why, traceback=text, fatal=fatal)
 
     def _device_is_broken(self) -> bool:
         """A CUDA error such as an illegal address stays with the process for ever."""

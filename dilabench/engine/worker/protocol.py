@@ -10,8 +10,10 @@ from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Ve
 from dilabench.workload.spec import Model, content_hash
 
 CommandName = Literal[
-    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "alone", "stream"
+    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "isolated", "stream"
 ]
+# Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
+TroubleCode = Literal["exception", "crash", "timeout", "out_of_memory", "peer_lost", "unusable_optimization"]
 
 
 class BackendSpec(Model):
@@ -85,16 +87,12 @@ class Command(Model):
 
 
 class Trouble(Model):
-    """A command that raised inside the worker. `fatal`: the process is of no more use (a sticky CUDA error).
+    """A command that raised inside the worker. `fatal`: the process is of no more use (a sticky CUDA error)."""
 
-    `unusable`: an optimization cannot be switched on for this function; nothing is wrong with the function.
-    """
-
+    code: TroubleCode = "exception"
     why: str
     traceback: str | None = None
-    out_of_memory: bool = False
     fatal: bool = False
-    unusable: bool = False
 
 
 class Prepared(Model):
@@ -137,7 +135,7 @@ class Reply(Model):
     warmed_up: WarmedUp | None = None
     slot: Slot | None = None
     memory: Memory | None = None
-    alone: IsolatedResult | None = None
+    isolated: IsolatedResult | None = None
     ceilings: dict[str, float] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from dilabench.distributed.failures import tells_of_another
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.launcher import Launcher, ThisMachine
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, Prepared, Reply, WorkerSettings
@@ -45,7 +44,7 @@ class GroupWorker(Worker):
             if (error := one.exception()) is not None:
                 self.kill()
                 if isinstance(error, WorkerFailure):
-                    raise WorkerFailure(f"rank {rank}: {error.why}", died=True, traceback=error.traceback)
+                    raise WorkerFailure(error.code, f"rank {rank}: {error.why}", died=True, traceback=error.traceback)
                 raise error
         self.hello = self._ranks[0].hello
         self.start_s = max(worker.start_s for worker in self._ranks)
@@ -116,19 +115,12 @@ def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: boo
 
     def order(item: tuple[int, tuple[float, WorkerFailure]]) -> tuple[bool, bool, float]:
         at, failure = item[1]
-        return tells_of_another(failure.why), failure.timed_out, at
+        return failure.code == "peer_lost", failure.code == "timeout", at
 
     rank, (_, cause) = min(failures.items(), key=order)
     same = everyone and len({failure.why for _, failure in failures.values()}) == 1
     why = cause.why if same else f"rank {rank}: {cause.why}"
-    return WorkerFailure(
-        why,
-        died=not same or cause.died,
-        timed_out=cause.timed_out,
-        out_of_memory=cause.out_of_memory,
-        unusable=cause.unusable,
-        traceback=cause.traceback,
-    )
+    return WorkerFailure(cause.code, why, died=not same or cause.died, traceback=cause.traceback)
 
 
 def _merged(replies: Sequence[Reply]) -> Reply:
@@ -148,8 +140,8 @@ def _merged(replies: Sequence[Reply]) -> Reply:
         changes["memory"] = max(
             (reply.memory for reply in replies if reply.memory is not None), key=lambda memory: memory.peak_bytes
         )
-    if first.alone is not None:
-        changes["alone"] = _merged_isolated([reply.alone for reply in replies if reply.alone is not None])
+    if first.isolated is not None:
+        changes["isolated"] = _merged_isolated([reply.isolated for reply in replies if reply.isolated is not None])
     if first.verification is not None:
         wrong = next((reply for reply in replies if reply.verification and not reply.verification.passed), first)
         rank = replies.index(wrong)

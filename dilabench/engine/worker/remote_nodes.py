@@ -18,7 +18,7 @@ from dilabench.engine.worker.client import START_TIMEOUT_S, LocalHost, Worker, W
 from dilabench.engine.worker.listener import RankListener, disconnect
 from dilabench.engine.worker.node_agent import agent_name, facts_of
 from dilabench.engine.worker.process import Ending
-from dilabench.engine.worker.protocol import WorkerSettings
+from dilabench.engine.worker.protocol import TroubleCode, WorkerSettings
 from dilabench.engine.worker.torchrun import MEETING_TIMEOUT_S, Meeting, Rank, machine_id
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
@@ -73,7 +73,7 @@ class Agent:
                     self._lose(f"during {do!r}")
             found = self._receive(do, timeout_s)
         if "error" in found:
-            raise WorkerFailure(f"on {self.host}: {found['error']}", died=True)
+            raise WorkerFailure("crash", f"on {self.host}: {found['error']}", died=True)
         return found
 
     @property
@@ -99,7 +99,7 @@ class Agent:
                 self._lose(f"no answer to {doing!r} within {timeout_s:g} s")
             except (EOFError, OSError):
                 self._lose(f"during {doing!r}")
-        raise WorkerFailure(self._lost or "", died=True)
+        raise WorkerFailure("crash", self._lost or "", died=True)
 
     def _lose(self, how: str) -> None:
         self._lost = f"the process that torchrun started for rank {self.rank} on {self.host} is gone ({how})"
@@ -162,10 +162,11 @@ class RemoteHost:
             if not self._agent.ask("alive", name=self._name)["alive"]:
                 ending = Ending(**self._agent.ask("ending", name=self._name))
                 why = f"the worker process on {self._agent.host} died before it reached rank 0: {ending.how}"
-                raise WorkerFailure(why, died=True, out_of_memory=ending.out_of_memory, traceback=ending.output)
+                code: TroubleCode = "out_of_memory" if ending.out_of_memory else "crash"
+                raise WorkerFailure(code, why, died=True, traceback=ending.output)
         self._told("kill")
         why = f"the worker process on {self._agent.host} did not reach rank 0 within {START_TIMEOUT_S:g} s"
-        raise WorkerFailure(why, died=True, timed_out=True)
+        raise WorkerFailure("timeout", why, died=True)
 
 
 class Nodes:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dilabench.errors import ConfigError, unknown_name
+from dilabench.metadata import FORM, PART
 from dilabench.plugins.descriptors import Implementation
 from dilabench.predict.memory.per_rank import plan_per_rank
-from dilabench.record import PlannedCase
+from dilabench.record import PlannedCase, Skipped
 from dilabench.request import RunRequest
-from dilabench.suites.measured_alone import alone_labels
 from dilabench.suites.planner import Planner, refuse_unknown_options
 from dilabench.suites.ring.cases import ranks_here
 from dilabench.suites.room import rank_memory_bytes
@@ -51,11 +51,12 @@ class Order:
     def plan(self, length: int, form: str, ranks: int = 1, **changes: int) -> tuple[PlannedCase, ...]:
         """The case at a length; its labels say the form and which part of a billion it is."""
         part = f"{format_count(self.tokens)} tokens, {self.tokens / BILLION:.3g} of 2^30"
-        labels = alone_labels(self.memory_limit_bytes, form=form, part=part)
+        labels = FORM.entry(form) | PART.entry(part)
         asked = self.asked.model_copy(update={"seq_len": length})
         single, over_ranks = IMPLEMENTATIONS[self.device]
         default = self.planner.catalogue.implementations.get(over_ranks if ranks > 1 else single)
-        return self.planner.asking(nproc=ranks).plan(self.implementation or default, asked, labels, **changes)
+        planned = self.planner.asking(nproc=ranks).plan(self.implementation or default, asked, labels, **changes)
+        return tuple(one.isolated(self.memory_limit_bytes) for one in planned)
 
     def fits(self, length: int, share: float, ranks: int = 1) -> bool:
         """Whether every backend's plan at this length takes at most a share of a rank's memory.
@@ -86,8 +87,8 @@ def streamed(order: Order) -> tuple[PlannedCase, ...]:
     whole = order.asked.model_copy(update={"seq_len": order.tokens}).resolve(order.planner.machine.auto_dtype)
     cut = cut_length(whole)
     if cut is None:
-        length = order.tokens
-        return tuple(one.model_copy(update={"skip": why_uncut(whole)}) for one in order.plan(length, "streamed"))
+        skip = Skipped(code="unsupported", why=why_uncut(whole))
+        return tuple(one.model_copy(update={"skip": skip}) for one in order.plan(order.tokens, "streamed"))
     length = cut
     longest = min(order.tokens, max(cut, LONGEST_PIECE[order.device]))
     while 2 * length <= longest and order.fits(2 * length, PIECE_SHARE):

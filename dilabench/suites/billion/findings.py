@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dilabench.metadata import FORM, STREAM_PIECES
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Section
@@ -26,7 +27,7 @@ NUMERIC = frozenset(COLUMNS[2:])
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
     """One line per measured row, in the words of its form."""
-    rows = [row for row in record.rows if "form" in row.planned.labels and isinstance(row.outcome, Measured)]
+    rows = [row for row in record.rows if FORM.of(row.planned) and isinstance(row.outcome, Measured)]
     if not rows:
         return ()
     row = max(rows, key=computed_tokens)
@@ -76,7 +77,7 @@ def _form(row: Row) -> str:
 
 
 def _pieces(row: Row) -> int:
-    return row.outcome.counters.get("stream_pieces", 0) if isinstance(row.outcome, Measured) else 0
+    return STREAM_PIECES.of(row.outcome) or 0
 
 
 def _samples_ns(row: Row) -> Sequence[int]:

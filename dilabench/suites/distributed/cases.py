@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dilabench.metadata import SCALING
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, refuse_unknown_options
@@ -31,7 +32,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
                 mode = request.overrides.get("mode", "both")
                 one = workload.model_copy(update={"mode": mode})
                 for planned in beside_one_device(one, asked, ranks):
-                    labels = {**planned.labels, "scaling": scaling}
+                    labels = planned.labels | SCALING.entry(scaling)
                     cases.setdefault(planned.case.case_id, planned.model_copy(update={"labels": labels}))
     return tuple(cases.values())
 

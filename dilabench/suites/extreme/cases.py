@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dilabench.metadata import WAY
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import Case, Measured, PlannedCase, Row
+from dilabench.record import Case, Measured, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.extreme.foresight import Foresight, between
-from dilabench.suites.measured_alone import alone_labels, did_not_fit
 from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
 from dilabench.suites.room import memory_bytes
 from dilabench.units import parse_count
@@ -135,7 +135,7 @@ class Search:
         asked = row.planned.requested_workload
         assert asked is not None
         implementation = planner.catalogue.implementations.get(row.case.implementation)
-        way = next(way for way in ways(request) if way.label == row.planned.labels["way"])
+        way = next(way for way in ways(request) if way.label == WAY.of(row.planned))
         planned = _probe(planner, implementation, asked.model_copy(update={"seq_len": length}), way)
         return tuple(one for one in planned if one.case.backend == row.case.backend)
 
@@ -150,7 +150,7 @@ def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest
     on_cpu = machine.device == "cpu"
 
     def cases_at(tokens: int) -> list[Case]:
-        return [one.case for one in search.at(tokens, planner, request) if not one.skip]
+        return [one.case for one in search.at(tokens, planner, request) if one.skip is None]
 
     foresight = Foresight(cases_at, machine, int(available * (SHARE_ON_CPU if on_cpu else 1)), search.step)
     if on_cpu:
@@ -167,9 +167,9 @@ def searches(rows: Sequence[Row]) -> tuple[Search, ...]:
     A row of another suite that happens to be of the same case counts as well: a case runs once.
     """
     found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: "way" not in row.planned.labels):
+    for row in sorted(rows, key=lambda row: WAY.of(row.planned) is None):
         key = _search_key(row.case)
-        if "way" in row.planned.labels or key in found:
+        if WAY.of(row.planned) is not None or key in found:
             found.setdefault(key, []).append(row)
     return tuple(Search(tuple(members)) for members in found.values())
 
@@ -183,29 +183,35 @@ def _search_key(case: Case) -> str:
 
 
 def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way) -> Iterator[PlannedCase]:
-    """The case of one length, measured alone; with a reason to skip it where the way does not go there."""
+    """The case of one length, isolated; with a reason to skip it where the way does not go there."""
     if implementation.supports.patterns == {"dense"}:
         asked = as_dense(asked)
     limit = planner.request.options.get("memory_limit")
-    labels = alone_labels(None if limit is None else parse_count(limit, "memory_limit"), way=way.label)
+    limit_bytes = None if limit is None else parse_count(limit, "memory_limit")
     workload = asked.resolve(planner.machine.auto_dtype)
     cut = cut_length(workload)
     changes = {**way.changes, **({"query_chunk": cut or 0} if way.chunked else {})}
-    for one in planner.plan(implementation, asked, labels, **changes):
-        reason = _reason_against(one, implementation, way, planner.machine.device)
-        yield one if reason is None or one.skip else one.model_copy(update={"skip": reason})
+    for one in planner.plan(implementation, asked, WAY.entry(way.label), **changes):
+        skip = one.skip or _skip(one, implementation, way, planner.machine.device)
+        yield one.isolated(limit_bytes).model_copy(update={"skip": skip})
 
 
-def _reason_against(one: PlannedCase, implementation: Implementation, way: Way, device: str) -> str | None:
+def did_not_fit(row: Row) -> bool:
+    """Whether memory ran out, in a real run."""
+    return isinstance(row.outcome, Skipped) and row.outcome.code == "out_of_memory"
+
+
+def _skip(one: PlannedCase, implementation: Implementation, way: Way, device: str) -> Skipped | None:
     workload = one.case.workload
     if implementation.takes != "heads":
-        return f"extreme searches attention on heads; {implementation.name} takes {implementation.takes}"
+        why = f"extreme searches attention on heads; {implementation.name} takes {implementation.takes}"
+        return Skipped(code="unsupported", why=why)
     if way.changes.get("gradient_checkpointing") and workload.mode == "forward":
-        return "gradient checkpointing saves nothing in a forward pass"
+        return Skipped(code="not_applicable", why="gradient checkpointing saves nothing in a forward pass")
     if way.changes.get("offload_inputs") and device == "cpu":
-        return "inputs are in host memory already"
+        return Skipped(code="not_applicable", why="inputs are in host memory already")
     if way.chunked and cut_length(workload) is None:
-        return why_uncut(workload)
+        return Skipped(code="unsupported", why=why_uncut(workload))
     return None
 
 

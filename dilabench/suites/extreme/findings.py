@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from dilabench.metadata import WAY
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Measured, Row, RunRecord, Skipped
 from dilabench.report import figures
@@ -85,7 +86,7 @@ def _ending(search: Search) -> str:
 
 
 def _way(search: Search) -> str:
-    return search.rows[0].planned.labels["way"]
+    return WAY.of(search.rows[0].planned) or ""
 
 
 def _peak(row: Row) -> int | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from dilabench.distributed.model import ideal_efficiency, joined_bytes, load_balance, overlapping_share, received_bytes
+from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Diagnostic, Measured, Row
 from dilabench.report.rows import first_timing
 from dilabench.stats.samples.estimate import Interval
@@ -65,7 +66,7 @@ def ideal(row: Row, single_ns: float) -> float | None:
     assert isinstance(row.outcome, Measured)
     facts = case.workload, case.implementation, case.world_size
     balance, meanwhile = load_balance(*facts), overlapping_share(*facts)
-    counted = row.outcome.counters.get("received_bytes", 0)
+    counted = RECEIVED_BYTES.of(row.outcome) or 0
     if balance is None or meanwhile is None or found.communication_ns is None or not counted:
         return None
     computation_ns = single_ns / case.world_size

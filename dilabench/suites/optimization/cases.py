@@ -1,8 +1,9 @@
 """Suite `optimization`: what do pattern cache, buffer pool, CUDA graph and torch.compile bring, alone and together?"""
 
+from dilabench.metadata import VARIANT
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
-from dilabench.suites.optimization.variants import VARIANT_LABEL, variants
+from dilabench.suites.optimization.variants import variants
 from dilabench.suites.planner import Planner, refuse_unknown_options
 
 IMPLEMENTATIONS = ("gather", "strided", "fused")
@@ -22,5 +23,5 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     for workload in planner.workload_requests(defaults):
         for implementation in planner.implementations(IMPLEMENTATIONS):
             for name, fields in variants(request, planner.machine).items():
-                cases += planner.plan(implementation, workload, {VARIANT_LABEL: name}, **fields)
+                cases += planner.plan(implementation, workload, VARIANT.entry(name), **fields)
     return tuple(cases)

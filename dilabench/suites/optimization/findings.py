@@ -1,17 +1,27 @@
 """Suite `optimization`: where pattern cache, buffer pool, CUDA graph and torch.compile help, and where they cost."""
 
-from collections import Counter
+import collections
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.within import compare_within
-from dilabench.record import Case, Measured, Row, RunRecord
+from dilabench.metadata import (
+    BUFFER_POOL_HELD_BYTES,
+    BUFFER_POOL_PEAK_BYTES,
+    BUFFER_POOL_REQUESTS,
+    BUFFER_POOL_REUSES,
+    PATTERN_CACHE_HITS,
+    PATTERN_CACHE_MISSES,
+    VARIANT,
+    Counter,
+)
+from dilabench.record import Case, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
-from dilabench.suites.optimization.variants import NONE, VARIANT_LABEL
+from dilabench.suites.optimization.variants import NONE
 from dilabench.units import format_bytes, format_count
 
 WORDS = {Code.FASTER: "helps", Code.SLOWER: "COSTS", Code.SAME: "no difference", Code.INCONCLUSIVE: "not proven"}
@@ -44,10 +54,9 @@ class Gain:
         memory = self.cell.memory
         return None if memory is None else memory.baseline_bytes - memory.candidate_bytes
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """What the optimizations counted while the row was timed."""
-        return self.row.outcome.counters if isinstance(self.row.outcome, Measured) else {}
+    def count(self, counter: Counter) -> int:
+        """What was counted while the row was timed."""
+        return counter.of(self.row.outcome) or 0
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
@@ -55,19 +64,19 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     gains = gains_of(record)
     if not gains:
         return ()
-    pools = [gain for gain in gains if gain.counters.get("buffer_pool_requests") is not None]
+    pools = [gain for gain in gains if BUFFER_POOL_REQUESTS.of(gain.row.outcome) is not None]
     return (_effects(gains), *([_pools(pools)] if pools else []))
 
 
 def gains_of(record: RunRecord) -> tuple[Gain, ...]:
     """Every measured variant that can be held against its own implementation with everything off."""
     rows = {row.case.case_id: row for row in record.rows}
-    bases = {_value(row.case) for row in record.rows if row.planned.labels.get(VARIANT_LABEL) == NONE}
+    bases = {_value(row.case) for row in record.rows if VARIANT.of(row.planned) == NONE}
     if len(bases) != 1:
         return ()
     comparison = compare_within([record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop())
     return tuple(
-        Gain(row=row, variant=row.planned.labels.get(VARIANT_LABEL, "?"), cell=cell)
+        Gain(row=row, variant=VARIANT.of(row.planned) or "?", cell=cell)
         for cell in comparison.pairs
         if (row := rows[cell.candidate.case_id])
     )
@@ -92,7 +101,7 @@ def _effects(gains: Sequence[Gain]) -> Section:
 
 def _claim(variant: str, gains: Sequence[Gain]) -> str:
     """'memory pool: costs in 3 of 4 cases (down to 0.61x at gather 4K), helps in none.'"""
-    codes = Counter(gain.cell.verdict.code for gain in gains)
+    codes = collections.Counter(gain.cell.verdict.code for gain in gains)
     texts = []
     for code, verb, pick in ((Code.FASTER, "helps", max), (Code.SLOWER, "costs", min)):
         if codes[code]:
@@ -118,7 +127,7 @@ def _row(gain: Gain) -> Iterator[str]:
     yield WORDS[gain.cell.verdict.code]
     saved = gain.saved_bytes
     yield figures.ABSENT if saved is None else ("-" if saved < 0 else "") + format_bytes(abs(saved))
-    yield _share(gain.counters.get("pattern_cache_hits", 0), gain.counters.get("pattern_cache_misses", 0))
+    yield _share(gain.count(PATTERN_CACHE_HITS), gain.count(PATTERN_CACHE_MISSES))
 
 
 def _share(hits: int, misses: int) -> str:
@@ -126,9 +135,9 @@ def _share(hits: int, misses: int) -> str:
 
 
 def _pools(gains: Sequence[Gain]) -> Section:
-    idle = sorted({g.row.case.implementation for g in gains if not g.counters["buffer_pool_requests"]})
-    reused = sum(gain.counters["buffer_pool_reuses"] for gain in gains)
-    requests = sum(gain.counters["buffer_pool_requests"] for gain in gains)
+    idle = sorted({g.row.case.implementation for g in gains if not g.count(BUFFER_POOL_REQUESTS)})
+    reused = sum(gain.count(BUFFER_POOL_REUSES) for gain in gains)
+    requests = sum(gain.count(BUFFER_POOL_REQUESTS) for gain in gains)
     texts = [f"{_share(reused, requests - reused)} of {requests} requests were served from buffers given back before."]
     if idle:
         texts.append(f"{', '.join(idle)} asked for no buffer: what differs there is not the pool's doing.")
@@ -142,15 +151,14 @@ def _pools(gains: Sequence[Gain]) -> Section:
 
 
 def _pool_row(gain: Gain) -> Iterator[str]:
-    counted = gain.counters
-    requests, reuses = counted["buffer_pool_requests"], counted["buffer_pool_reuses"]
+    requests, reuses = gain.count(BUFFER_POOL_REQUESTS), gain.count(BUFFER_POOL_REUSES)
     yield gain.row.case.implementation
     yield format_count(gain.row.case.workload.seq_len)
     yield gain.variant
-    yield str(requests)
+    yield BUFFER_POOL_REQUESTS.shown(requests)
     yield _share(reuses, requests - reuses)
-    yield format_bytes(counted["buffer_pool_peak_bytes"])
-    yield format_bytes(counted["buffer_pool_held_bytes"])
+    for counter in (BUFFER_POOL_PEAK_BYTES, BUFFER_POOL_HELD_BYTES):
+        yield counter.shown(gain.count(counter))
 
 
 def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:

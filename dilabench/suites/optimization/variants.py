@@ -8,7 +8,6 @@ from dilabench.machine import Machine
 from dilabench.record import Optimizations
 from dilabench.request import RunRequest
 
-VARIANT_LABEL = "switched on"
 NONE = "nothing"
 ALL_TOGETHER = "all together"
 CACHE_ENTRIES = 64

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dilabench.errors import ConfigError
-from dilabench.record import PlannedCase
+from dilabench.record import PlannedCase, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, refuse_unknown_options
 from dilabench.suites.room import shortage
@@ -45,4 +45,4 @@ def _refuse_disorder(lengths: Sequence[int]) -> None:
 
 def _within_memory(planned: PlannedCase, planner: Planner) -> PlannedCase:
     why = None if planned.skip else shortage(planned.case, planner.machine)
-    return planned.model_copy(update={"skip": why}) if why else planned
+    return planned.model_copy(update={"skip": Skipped(code="does_not_fit", why=why)}) if why else planned

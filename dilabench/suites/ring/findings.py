@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dilabench.distributed.model import load_balance
+from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Section
@@ -148,14 +149,14 @@ def _balance(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
     assert isinstance(outcome, Measured)
     balance = load_balance(case.workload, case.implementation, case.world_size)
     formula = expected_bytes(one.row)
-    counted = outcome.counters.get("received_bytes", 0)
+    counted = RECEIVED_BYTES.of(outcome) or 0
     alone_ns = exposure(one.row).communication_ns
     yield from (workload_text(one.row), name(one.row), str(case.world_size))
     yield NONE if balance is None else f"{balance:.3f}"
     yield NONE if balance is None else f"{one.efficiency / balance:.1%}"
     yield NONE if formula is None else format_bytes(formula)
     # What goes past `World`, as other projects send it, is neither counted nor known by formula.
-    yield format_bytes(counted) if counted or formula is not None else NONE
+    yield RECEIVED_BYTES.shown(counted) if counted or formula is not None else NONE
     yield NONE if alone_ns is None else figures.significant(gigabytes_per_second(counted, alone_ns), 3)
     yield ", ".join(map(figures.latency, rank_medians_ns(one.row))) or NONE
     yield format_bytes(outcome.memory.peak_bytes) if outcome.memory else NONE

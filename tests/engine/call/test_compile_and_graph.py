@@ -22,7 +22,9 @@ def test_an_optimization_that_cannot_be_is_skipped_with_its_reason(engine):
     engine.catalogue.implementations.add(Implementation("Graphless", "", "unusable:build", supports=DENSE), "builtin")
     record = engine("Graphless", "honest")
     outcomes = {row.case.implementation: row.outcome for row in record.rows}
-    assert outcomes["Graphless"] == Skipped(why="a CUDA graph cannot capture it: it waits for the device")
+    assert outcomes["Graphless"] == Skipped(
+        code="unusable_optimization", why="a CUDA graph cannot capture it: it waits for the device"
+    )
     assert outcomes["honest"].status == "measured"
 
 

@@ -8,10 +8,12 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.kernel_trace import kernel_ledger
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.timers.wall import Wall
 from dilabench.engine.worker import handlers as desk_module
 from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
 from dilabench.engine.worker.protocol import CaseSpec, Command, WorkerSettings
-from dilabench.record import Case, Optimizations
+from dilabench.errors import PluginError
+from dilabench.record import Case, Note, Optimizations
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
@@ -159,8 +161,52 @@ def test_an_absurd_allocation_is_out_of_memory(spec):
     case = Case(implementation="honest", workload=huge)
     arguments = {"spec": spec("honest").model_copy(update={"case": case}).model_dump(mode="json")}
     trouble = handlers.answer(Command(name="prepare", arguments=arguments)).trouble
-    assert trouble.out_of_memory
+    assert trouble.code == "out_of_memory"
     assert trouble.why.startswith("out of memory: ")
+
+
+class Talkative(Wall):
+    """A plug-in's timer with a note of its own."""
+
+    code = "heat"
+
+    def notes(self):
+        return (Note(code=self.code, message="it is hot"),)
+
+
+class Named(Talkative):
+    code = "ours:heat"
+
+
+@pytest.mark.parametrize(("timer", "code"), [("Named", "ours:heat"), ("Talkative", None)])
+def test_a_timer_of_a_plug_in_names_its_notes_after_it(spec, timer, code):
+    handlers = Handlers(WorkerSettings(device="cpu"))
+    one = spec("honest")
+    handlers.answer(Command(name="prepare", arguments={"spec": one.model_dump(mode="json")}))
+    timing = {"name": timer, "target": f"{__name__}:{timer}", "proves": "nothing"}
+    limits = {"min_s": 0.0, "max_s": 0.0}
+    reply = handlers.answer(Command(name="warm_up", handle=one.handle, arguments={"timer": timing, "limits": limits}))
+    if code:
+        assert [note.code for note in reply.warmed_up.notes] == [code]
+    else:
+        assert reply.trouble.code == "exception"
+        assert "note 'heat' is not one of dilabench's own" in reply.trouble.why
+
+
+def test_what_is_counted_under_a_key_of_nobody_is_refused(prepared):
+    call = prepared("honest")
+    call._traffic = {"ours:sent_rows_bytes": 1}
+    assert call.counters()["ours:sent_rows_bytes"] == 1
+    call._traffic = {"sent_rows_bytes": 1}
+    with pytest.raises(PluginError, match="counter 'sent_rows_bytes'"):
+        call.counters()
+
+
+@pytest.mark.parametrize(("ranks", "code"), [(1, "exception"), (2, "peer_lost")])
+def test_a_rank_that_misses_another_says_so_by_its_code(ranks, code):
+    handlers = Handlers(WorkerSettings(device="cpu", world_size=ranks))
+    assert handlers._trouble(RuntimeError("[gloo] Connection closed by peer")).code == code
+    assert handlers._trouble(ValueError("a fault of its own")).code == "exception"
 
 
 def test_a_pool_reuses_the_smallest_buffer_that_fits_and_stays_below_its_bound():

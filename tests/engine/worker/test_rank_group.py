@@ -5,11 +5,11 @@ from dilabench.engine.worker.rank_group import _merged
 from dilabench.record import Check, Memory, Slot, Verification
 
 
-def alone(peak, samples, passed=True, **counters):
+def isolated(peak, samples, passed=True, **counters):
     memory = Memory(peak_bytes=peak, inputs_bytes=1, workspace_bytes=peak - 1, isolated=True, method="test")
     verification = Verification(checks=(Check(name="out", passed=passed),), sampled_rows=24)
     return Reply(
-        alone=IsolatedResult(
+        isolated=IsolatedResult(
             verification=verification,
             why="" if passed else "out: wrong",
             memory=memory,
@@ -19,8 +19,8 @@ def alone(peak, samples, passed=True, **counters):
     )
 
 
-def test_a_case_alone_is_as_slow_and_as_large_as_its_worst_rank():
-    found = _merged([alone(10, (5, 9), sent=3), alone(30, (7, 8), sent=4), alone(20, (6, 6), sent=2)]).alone
+def test_an_isolated_case_is_as_slow_and_as_large_as_its_worst_rank():
+    found = _merged([isolated(10, (5, 9), sent=3), isolated(30, (7, 8), sent=4), isolated(20, (6, 6), sent=2)]).isolated
     assert found.slot.samples_ns == (7, 9)
     assert found.slot.rank_samples_ns == ((5, 9), (7, 8), (6, 6))
     assert found.memory.peak_bytes == 30
@@ -28,7 +28,7 @@ def test_a_case_alone_is_as_slow_and_as_large_as_its_worst_rank():
     assert found.verification.passed
 
 
-def test_a_case_alone_is_wrong_when_one_rank_says_so_and_names_it():
-    found = _merged([alone(10, (5,)), alone(10, (5,), passed=False)]).alone
+def test_an_isolated_case_is_wrong_when_one_rank_says_so_and_names_it():
+    found = _merged([isolated(10, (5,)), isolated(10, (5,), passed=False)]).isolated
     assert not found.verification.passed
     assert found.why == "rank 1: out: wrong"

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dilabench.predict.memory import plan_memory
-from dilabench.record import Case, Measured, Optimizations, RunRecord
+from dilabench.record import Case, Measured, Optimizations
+from dilabench.store.run_files import read_record
 from dilabench.workload.spec import WorkloadRequest
 
 WITHIN = 0.1
@@ -25,7 +26,7 @@ def recorded():
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or "schema_version" not in content:
             continue
-        record = RunRecord.model_validate(content)
+        record = read_record(path)
         for row in record.rows:
             workload = row.case.workload
             plain = row.case.optimizations == Optimizations() and row.case.world_size == 1

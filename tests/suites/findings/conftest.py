@@ -46,7 +46,7 @@ def row():
             case=case, labels=labels or {}, requested_workload=WorkloadRequest(seq_len=workload.seq_len)
         )
         if ms is None:
-            return results.Row(planned=planned, outcome=results.Skipped(why="not here"))
+            return results.Row(planned=planned, outcome=results.Skipped(code="unsupported", why="not here"))
         times = [(round(ms * JITTER[index] * 1e6),) * 3 for index in range(ROUNDS)]
         slots = tuple(
             results.Slot(

@@ -2,8 +2,9 @@
 
 import pytest
 
+from dilabench.metadata import VARIANT
 from dilabench.suites.optimization.findings import analyse, gains_of
-from dilabench.suites.optimization.variants import NONE, VARIANT_LABEL
+from dilabench.suites.optimization.variants import NONE
 
 OFF = {"pattern_cache_entries": 0}
 CACHE = {"pattern_cache_entries": 64}
@@ -20,7 +21,7 @@ POOL_COUNTERS = {
 @pytest.fixture
 def variant(row):
     def make(name, ms, optimizations, at, **fields):
-        return row("gather", ms, at=at, optimizations=optimizations, labels={VARIANT_LABEL: name}, **fields)
+        return row("gather", ms, at=at, optimizations=optimizations, labels=VARIANT.entry(name), **fields)
 
     return make
 

@@ -96,7 +96,7 @@ def test_large_masks_are_drawn_in_shares():
 
 
 def test_any_suite_shows_its_masks_in_the_report(make_record, make_row, tmp_path):
-    rows = [make_row(pattern=sparse(), seq_len=1024, outcome=Skipped(why="for the test"))]
+    rows = [make_row(pattern=sparse(), seq_len=1024, outcome=Skipped(code="unsupported", why="for the test"))]
     record = make_record(rows, suite="quick")
     sections = sections_of(record, discover().catalogue)
     plots.render(record, tmp_path, sections)

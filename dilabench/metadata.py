@@ -1,0 +1,209 @@
+"""The registry of everything in a row that is named by a key: labels, counters and notes. No torch.
+
+Whoever writes or reads one uses its constant. A plug-in's own keys are written 'plugin:key' and need no entry;
+`refuse_unknown` is called where rows are written. docs/reference/run-record.md shows these entries as a table.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from dilabench.errors import PluginError
+from dilabench.record import Measured, Note, Outcome, PlannedCase
+from dilabench.units import format_bytes, format_seconds
+
+Unit = Literal["", "count", "bytes", "ns", "share", "percent", "times", "FLOP/s", "bytes/s", "°C"]
+ValueT = TypeVar("ValueT")
+
+_PLUGIN_KEY = re.compile(r"[\w.-]+:\S")
+_FORMATS: Mapping[Unit, Callable[[float], str]] = {
+    "": lambda value: f"{value:.3g}",
+    "count": lambda value: f"{value:g}" if value != int(value) else str(int(value)),
+    "bytes": format_bytes,
+    "ns": lambda value: format_seconds(value * 1e-9),
+    "share": lambda value: f"{value:.1%}",
+    "percent": lambda value: f"{value:g} %",
+    "times": lambda value: f"{value:.3g}x",
+    "FLOP/s": lambda value: f"{value:.3g} FLOP/s",
+    "bytes/s": lambda value: f"{value:.3g} bytes/s",
+    "°C": lambda value: f"{value:g} °C",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Label(Generic[ValueT]):
+    """A label of a planned case. It stands in the record as text: `write` makes it, `read` takes it apart."""
+
+    key: str
+    meaning: str
+    read: Callable[[str], ValueT]
+    write: Callable[[ValueT], str] = str
+    unit: Unit = ""
+
+    def entry(self, value: ValueT) -> dict[str, str]:
+        """The label with a value, to be put among the labels of a planned case."""
+        return {self.key: self.write(value)}
+
+    def of(self, planned: PlannedCase) -> ValueT | None:
+        """The value on a planned case; None where it has no such label."""
+        text = planned.labels.get(self.key)
+        return None if text is None else self.read(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Something that was counted while a case was measured; a whole number."""
+
+    key: str
+    meaning: str
+    unit: Unit = "count"
+
+    def of(self, outcome: Outcome) -> int | None:
+        """The count of a measured row; None where it was not counted."""
+        return outcome.counters.get(self.key) if isinstance(outcome, Measured) else None
+
+    def shown(self, count: int) -> str:
+        """A count with its unit, as readers see it."""
+        return _FORMATS[self.unit](count)
+
+
+@dataclass(frozen=True, slots=True)
+class NoteKind:
+    """A kind of note; `unit` is that of what was observed and of its threshold."""
+
+    key: str
+    meaning: str
+    unit: Unit = ""
+
+    def note(
+        self, message: str, *, observed: float | None = None, threshold: float | None = None, hint: str | None = None
+    ) -> Note:
+        """A note of this kind."""
+        return Note(code=self.key, message=message, observed=observed, threshold=threshold, hint=hint)
+
+    def among(self, notes: Iterable[Note]) -> tuple[Note, ...]:
+        """The notes that are of this kind."""
+        return tuple(note for note in notes if note.code == self.key)
+
+
+WAY = Label("way", "suite `extreme`: how the search tries to go further; rows of one search have the same", str)
+FORM = Label("form", "suite `billion`: one sequence in memory, one over ranks, or a stream of pieces", str)
+PART = Label("part", "suite `billion`: the tokens asked for, and which part of 2^30 that is", str)
+SCALING = Label("scaling", "suite `distributed`: 'strong' (same length) or 'weak' (same length per rank)", str)
+VARIANT = Label("variant", "suite `optimization`: what is switched on", str)
+SUITE = Label("suite", "suite `all`: the suite that asked for the case", str)
+PRESET = Label("workload", "the name of the preset that the workload came from", str)
+CHOSEN_BY = Label("chosen_by", "what `-i auto` decided on: a tuned choice, a measured one, or the rule", str)
+SPARSITY_REACHED = Label(
+    "sparsity_reached", "share of block pairs that the mask leaves out", float, "{:.4f}".format, unit="share"
+)
+# Both are to become fields of PlannedCase.
+ROLE = Label("role", "what the row is for where it does not compete: 'yardstick', 'single' or 'parallel'", str)
+TAKES = Label("takes", "what a call receives, where that is not heads", str)
+
+PATTERN_CACHE_HITS = Counter("pattern_cache_hits", "patterns taken from the cache")
+PATTERN_CACHE_MISSES = Counter("pattern_cache_misses", "patterns that were built")
+PATTERN_CACHE_ENTRIES = Counter("pattern_cache_entries", "patterns held")
+PATTERN_CACHE_BYTES = Counter("pattern_cache_bytes", "what their tensors take", "bytes")
+BUFFER_POOL_REQUESTS = Counter("buffer_pool_requests", "buffers asked for")
+BUFFER_POOL_REUSES = Counter("buffer_pool_reuses", "requests served from a buffer that was given back")
+BUFFER_POOL_REUSED_BYTES = Counter("buffer_pool_reused_bytes", "bytes of those requests", "bytes")
+BUFFER_POOL_PEAK_BYTES = Counter("buffer_pool_peak_bytes", "most that the pool had at once, in use and free", "bytes")
+BUFFER_POOL_HELD_BYTES = Counter("buffer_pool_held_bytes", "what the pool keeps between calls", "bytes")
+COMPILE_GRAPHS = Counter("compile_graphs", "graphs that torch.compile made")
+COMPILE_BREAKS = Counter("compile_breaks", "breaks between them")
+CUDA_GRAPH_BYTES = Counter("cuda_graph_bytes", "what the CUDA graph keeps between calls", "bytes")
+STREAM_PIECES = Counter("stream_pieces", "pieces of a stream that were computed")
+STREAM_TOKENS = Counter("stream_tokens", "tokens of these pieces")
+STREAM_WALL_NS = Counter("stream_wall_ns", "time that the pieces took, inputs and verification included", "ns")
+SENT_BYTES = Counter("sent_bytes", "sent to other ranks in one call, by the rank that sends most", "bytes")
+RECEIVED_BYTES = Counter("received_bytes", "received from other ranks in one call, by the rank with most", "bytes")
+
+# What travels between ranks. Each has two counters of its own beside the sums, 'sent_keys_bytes' and so on.
+TRAFFIC: Mapping[str, str] = {
+    "keys": "K and V",
+    "gradients": "dK and dV",
+    "heads": "q, k, v and out of whole heads (Ulysses)",
+    "whole": "whole tensors",
+}
+
+FEW_SAMPLES = NoteKind("few_samples", "the budget ended before the least number of samples", "count")
+THROTTLED = NoteKind("throttled", "heat or power delivery slowed the GPU down; share of slots", "share")
+INTERFERENCE = NoteKind("interference", "by itself it takes another time than in turn with others", "share")
+NOT_INTERLEAVED = NoteKind("not_interleaved", "measured by itself for want of memory, so without pairs")
+INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
+NO_MEMORY_PASS = NoteKind("no_memory_pass", "no time was left to measure memory")
+NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")
+UNDIAGNOSED = NoteKind("undiagnosed", "communication and computation were not timed apart")
+TIMER_UNUSABLE = NoteKind("timer_unusable", "a timer cannot time this call")
+LAUNCH_BOUND = NoteKind("launch_bound", "the host takes longer to launch a call than the GPU to compute it", "ns")
+LAUNCH_EXPOSED = NoteKind("launch_exposed", "launching takes longer than can be hidden: samples hold gaps", "ns")
+NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not flushed; size of one set", "bytes")
+BATCHED = NoteKind("batched", "a sample is the mean of so many calls", "count")
+CLOCK = NoteKind("clock", "samples taken again because the host clock did not advance", "count")
+FIRST_CALL = NoteKind("first_call", "the parts of the last first call")
+MESSAGES_BY_KERNELS = NoteKind("messages_by_kernels", "messages between GPUs wait for attention kernels")
+MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case was allowed", "bytes")
+STREAMED = NoteKind("streamed", "pieces, each a sequence of its own; a sample is one piece")
+STREAM_CUT_SHORT = NoteKind("stream_cut_short", "the budget ended a stream; pieces done, pieces wanted", "count")
+STREAM_INTERRUPTED = NoteKind("stream_interrupted", "Ctrl-C ended a stream; `--resume` repeats it", "count")
+ABOVE_PEAK_FLOPS = NoteKind("above_peak_flops", "more FLOP/s than this device can do", "FLOP/s")
+ABOVE_PEAK_BANDWIDTH = NoteKind("above_peak_bandwidth", "more bytes/s than this device can move", "bytes/s")
+GROWS_TOO_SLOWLY = NoteKind("grows_too_slowly", "time grew much less than the work since a shorter length", "times")
+
+# What `dilabench doctor` says of a machine; no row carries these.
+GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count")
+GPU_BUSY = NoteKind("gpu_busy", "the GPU is busy", "percent")
+GPU_HOT = NoteKind("gpu_hot", "the GPU is hot before anything has run", "°C")
+GPU_PERSISTENCE_OFF = NoteKind("gpu_persistence_off", "the driver may unload between processes")
+LOAD = NoteKind("load", "other programs use the processor; load of the last minute")
+BATTERY = NoteKind("battery", "the machine runs on battery")
+GOVERNOR = NoteKind("governor", "clocks follow the load")
+TURBO = NoteKind("turbo", "clocks depend on temperature")
+CPU_QUOTA = NoteKind("cpu_quota", "the control group allows fewer processors than there are")
+AFFINITY = NoteKind("affinity", "the process may move between processors")
+THREAD_VARIABLES = NoteKind("thread_variables", "the environment sets the number of threads")
+LOW_MEMORY = NoteKind("low_memory", "little memory is free", "bytes")
+SWAP = NoteKind("swap", "memory has been swapped out", "bytes")
+
+
+def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:
+    """The key of a counter of what travels: 'sent_keys_bytes'; 'plugin:sent_rows_bytes' for a kind 'plugin:rows'."""
+    plugin, colon, name = kind.rpartition(":")
+    return f"{plugin}{colon}{direction}_{name}_bytes"
+
+
+def _own(kind: type[Any]) -> dict[str, Any]:
+    return {one.key: one for one in globals().values() if isinstance(one, kind)}
+
+
+LABELS: Mapping[str, Label[Any]] = _own(Label)
+COUNTERS: Mapping[str, Counter] = _own(Counter) | {
+    key: Counter(key, f"of the bytes {direction}: {content}", "bytes")
+    for direction in ("sent", "received")
+    for kind, content in TRAFFIC.items()
+    if (key := traffic_key(direction, kind))
+}
+NOTES: Mapping[str, NoteKind] = _own(NoteKind)
+_KNOWN: Mapping[str, Mapping[str, object]] = {"label": LABELS, "counter": COUNTERS, "note": NOTES}
+
+
+def refuse_unknown(what: Literal["label", "counter", "note"], keys: Iterable[str]) -> None:
+    """Raise PluginError for a key that is neither in the registry nor a plug-in's own ('plugin:key')."""
+    for key in keys:
+        if key not in _KNOWN[what] and not _PLUGIN_KEY.match(key):
+            raise PluginError(
+                f"{what} {key!r} is not one of dilabench's own; a plug-in writes its name before it: 'plugin:{key}' "
+                "(docs/reference/run-record.md lists those there are)"
+            )
+
+
+def note_text(note: Note) -> str:
+    """A note as readers see it: its message, what was observed and its limit in the note's unit, what to do."""
+    seen = ""
+    if note.observed is not None:
+        shown = _FORMATS[NOTES[note.code].unit if note.code in NOTES else ""]
+        limit = "" if note.threshold is None else f", limit {shown(note.threshold)}"
+        seen = f" (seen {shown(note.observed)}{limit})"
+    return f"{note.message}{seen}" + (f"; {note.hint}" if note.hint else "")

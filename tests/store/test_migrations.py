@@ -1,0 +1,143 @@
+"""Records of older versions: what their texts said is a code, a type or a number, and nothing is lost."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dilabench.errors import ConfigError
+from dilabench.metadata import COUNTERS, FORM, LABELS, NOTES, VARIANT
+from dilabench.record import SCHEMA_VERSION, Failed, Measured, RunHeader, Skipped
+from dilabench.store.migrations import failure_code, migrated, skip_code
+from dilabench.store.run_files import ROWS_NAME, RunFolder, completed_rows, read_record, read_rows
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "run_record.v1.json"
+RECORDS = [
+    GOLDEN,
+    *(path for path in sorted((ROOT / "docs" / "results").glob("*.json")) if '"schema_version"' in path.read_text()),
+]
+
+
+def records():
+    return [(json.loads(path.read_text()), read_record(path)) for path in RECORDS]
+
+
+def test_every_record_of_the_documentation_loads_with_all_its_rows_texts_and_samples():
+    for old, new in records():
+        assert len(new.rows) == len(old["rows"]) > 0
+        for before, row in zip(old["rows"], new.rows, strict=True):
+            assert before["outcome"].get("why") == getattr(row.outcome, "why", None)
+            assert before["planned"].get("skip") == (row.planned.skip and row.planned.skip.why)
+            if isinstance(row.outcome, Measured):
+                taken = [slot["samples_ns"] for timing in before["outcome"]["timings"] for slot in timing["slots"]]
+                assert taken == [list(slot.samples_ns) for timing in row.outcome.timings for slot in timing.slots]
+
+
+def test_old_rows_get_the_codes_of_their_reasons():
+    rows = [row for _, record in records() for row in record.rows]
+    skipped = Counter(row.outcome.code for row in rows if isinstance(row.outcome, Skipped))
+    failed = Counter(row.outcome.code for row in rows if isinstance(row.outcome, Failed))
+    assert skipped == {"budget": 54, "unsupported": 29, "out_of_memory": 22, "unusable_optimization": 3}
+    assert failed == {"wrong_output": 3, "out_of_memory": 1}
+    assert all(row.outcome == row.planned.skip for row in rows if row.planned.skip)
+    assert {row.outcome.code for row in rows if row.planned.skip} == {"unsupported"}
+
+
+def test_old_labels_counters_and_notes_are_fields_or_in_the_registry():
+    rows = [row for _, record in records() for row in record.rows]
+    assert sum(row.planned.procedure == "isolated" for row in rows) == 74
+    assert sum(FORM.of(row.planned) is not None for row in rows) == 2
+    assert Counter(VARIANT.of(row.planned) for row in rows)["CUDA graph"] == 9
+    measured = [row.outcome for row in rows if isinstance(row.outcome, Measured)]
+    assert {key for row in rows for key in row.planned.labels} <= LABELS.keys()
+    assert {key for outcome in measured for key in outcome.counters} <= COUNTERS.keys()
+    assert {note.code for outcome in measured for note in outcome.notes} <= NOTES.keys()
+    assert Counter(outcome.memory.source for outcome in measured) == {"allocator": 297, "resident_set": 17}
+
+
+@pytest.mark.parametrize(
+    ("why", "code"),
+    [
+        ("needs about 3.0 TiB (3298534883328 bytes) of memory, this device has 139.8 GiB; use a shorter length", None),
+        ("needs at least 1.0 GiB (1 bytes) of memory, this device has 1.0 MiB; use a smaller batch", None),
+        ("torch.compile: no answer to 'prepare' within 60 s", "unusable_optimization"),
+        ("compile needs a C++ compiler on a CPU, none of c++, g++, clang++ is on the path", "unusable_optimization"),
+        ("gradient checkpointing saves nothing in a forward pass", "not_applicable"),
+        ("needs cuda, have cpu (no NVIDIA GPU is visible)", "unsupported"),
+        ("ours: no budget of any kind", "unsupported"),
+    ],
+)
+def test_reasons_to_skip(why, code):
+    assert skip_code(why) == (code or "does_not_fit")
+
+
+@pytest.mark.parametrize(
+    ("why", "checks", "code"),
+    [
+        ("2 of 3 checks failed: out, dependency", [True, False], "wrong_output"),
+        ("nothing was checked", [], "wrong_output"),
+        ("claims flash3 but no such kernel ran: expected a match of x; ran: y", [True], "backend_not_proven"),
+        ("out of memory: CUDA out of memory. Tried to allocate 80 GiB", None, "out_of_memory"),
+        ("rank 3: out of memory: tried", None, "out_of_memory"),
+        ("no answer to 'slot' within 20 s (a hang, or far too slow); the worker was ended", [True], "timeout"),
+        ("the worker process on b did not reach rank 0 within 180 s", None, "timeout"),
+        ("rank 1: the worker process died during 'slot': killed by SIGSEGV (segmentation fault)", None, "crash"),
+        ("the process that torchrun started for rank 1 on b is gone (during 'alive')", None, "crash"),
+        ("timer 'graph' was not used: it waits for the device", [True], "no_samples"),
+        ("ValueError: out of range", [True], "exception"),
+    ],
+)
+def test_reasons_to_fail(why, checks, code):
+    found = None if checks is None else {"checks": [{"name": "out", "passed": passed} for passed in checks]}
+    assert failure_code(why, found) == code
+
+
+def test_keys_of_plug_ins_get_their_namespace():
+    old = json.loads(GOLDEN.read_text())
+    row = next(row for row in old["rows"] if row["outcome"]["status"] == "measured")
+    row["planned"]["labels"] = {"procedure": "alone", "memory_limit_bytes": "1024", "speed": "7"}
+    row["outcome"]["counters"] = {"pattern_cache_hits": 1, "steps": 2}
+    row["outcome"]["notes"] = [{"code": "graph_unusable", "message": "m"}, {"code": "odd", "message": "m"}]
+    new = migrated({**old, "rows": [row]}, GOLDEN)["rows"][0]
+    assert new["planned"]["labels"] == {"plugin:speed": "7"}
+    assert (new["planned"]["procedure"], new["planned"]["memory_limit_bytes"]) == ("isolated", 1024)
+    assert new["outcome"]["counters"] == {"pattern_cache_hits": 1, "plugin:steps": 2}
+    assert [note["code"] for note in new["outcome"]["notes"]] == ["timer_unusable", "plugin:odd"]
+
+
+def test_a_run_of_an_old_version_is_resumed(tmp_path):
+    """Its header stays the old one; rows of both versions stand below it."""
+    old = json.loads(GOLDEN.read_text())
+    budget, *others = (row for row in old["rows"] if row["outcome"]["status"] == "skipped")
+    why = "budget of 60 s used up before its turn; allow more with --budget, or go on with --resume"
+    budget = {"planned": {**budget["planned"], "skip": None}, "outcome": {"status": "skipped", "why": why}}
+    header = {key: value for key, value in old.items() if key in RunHeader.model_fields}
+    lines = [{"header": header}, *({"row": row} for row in (budget, *others))]
+    path = tmp_path / ROWS_NAME
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = completed_rows(tmp_path)
+    assert len(kept) == len(others)
+
+    folder = RunFolder.resume(tmp_path)
+    folder.start(RunHeader.model_validate({**header, "schema_version": SCHEMA_VERSION}))
+    measured = next(row for row in read_record(GOLDEN).rows if isinstance(row.outcome, Measured))
+    folder.row(measured)
+    folder.close()
+    assert read_rows(tmp_path)[1][-1] == measured
+    assert read_record(tmp_path).schema_version == SCHEMA_VERSION
+
+
+def test_old_rows_pass_through_every_step(tmp_path):
+    steps = {
+        "0.8": (lambda row: {"b": row["a"]}, "0.9"),
+        "0.9": (lambda row: {**row, "c": row["b"] + 1}, "1.0"),
+    }
+    new = migrated({"schema_version": "0.8", "rows": [{"a": 1}]}, tmp_path, steps, "1.0")
+    assert new == {"schema_version": "1.0", "rows": [{"b": 1, "c": 2}]}
+
+
+def test_a_row_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is not what dilabench 1\.0 wrote: KeyError"):
+        migrated({"schema_version": "1.0", "rows": [{"planned": {}}]}, tmp_path)
