@@ -24,7 +24,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.request import AUTO, RunRequest

@@ -20,7 +20,8 @@ from dilabench.backends.load import load_backend
 from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.engine.verify import Oracle, poisoned, summary, verify
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, load_target
+from dilabench.plugins.catalogue import load_target
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, Verification
 from dilabench.workload.spec import DType, Workload

@@ -26,7 +26,7 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.worker.protocol import case_spec
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import Catalogue, load_target
+from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Case, Optimizations

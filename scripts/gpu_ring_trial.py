@@ -18,7 +18,7 @@ from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls.ring import ring
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import discover
 from dilabench.workload.presets import PRESETS
 from dilabench.workload.spec import Workload

@@ -83,7 +83,7 @@ def test_reporting_does_not_load_torch(reporter: str) -> None:
     code = (
         "from pathlib import Path\n"
         "from dilabench.plugins.manager import discover\n"
-        "from dilabench.plugins.descriptors import load_target\n"
+        "from dilabench.plugins.catalogue import load_target\n"
         "from dilabench.record import RunRecord\n"
         "record = RunRecord.model_validate_json(Path('tests/golden/run_record.v1.json').read_text())\n"
         f"assert load_target(discover().catalogue.reporters.get({reporter!r}).target)(record, None)\n"

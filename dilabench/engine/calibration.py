@@ -16,9 +16,8 @@ from dilabench.engine.worker.client import WorkerPool
 from dilabench.engine.worker.protocol import WorkerSettings, case_spec, worker_key
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
-from dilabench.plugins import Implementation, hookimpl
-from dilabench.plugins.builtin import implementations as builtin
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins import Implementation, builtin, hookimpl
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import PlannedCase, Timing
 
 PLAIN = "strided"

@@ -12,7 +12,7 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Diagnostic, Failed, Note, Skipped, Stage
 from dilabench.units import format_seconds
 

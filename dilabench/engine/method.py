@@ -4,7 +4,7 @@ from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.machine import DeviceKind
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.stats.samples.precision import DEFAULT_PRECISION
 from dilabench.workload.spec import Model
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dilabench.plugins.descriptors import Catalogue, Reporter, load_target
+from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
 
 

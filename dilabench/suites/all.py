@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dilabench.errors import ConfigError
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.record import PlannedCase, Row
 from dilabench.request import RunRequest
 from dilabench.suites.billion import cases as billion

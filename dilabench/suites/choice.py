@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Case
 from dilabench.workload.spec import Model, Workload
 from dilabench.workload.work import attended_pairs

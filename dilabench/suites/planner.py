@@ -6,7 +6,8 @@ from typing import Any
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Catalogue, Implementation, load_target
+from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, Optimizations, PlannedCase
 from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.suites.choice import choose

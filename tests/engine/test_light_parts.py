@@ -14,7 +14,8 @@ from dilabench.engine.plausibility import suspicions
 from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
 from dilabench.engine.worker.protocol import case_spec, worker_key
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification
 from dilabench.workload.spec import Workload, WorkloadRequest
 from dilabench.workload.work import flops

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from dilabench.machine import Machine
-from dilabench.plugins import descriptors as requirements
+from dilabench.plugins import requirements
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request

@@ -4,7 +4,8 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import RunRequest, run_request

@@ -15,7 +15,7 @@ from dilabench.cli.run.ranks import asking_all, on_ranks
 from dilabench.cli.run.resume import recorded_request, resumed_header
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import Found, discover
 from dilabench.record import Row, RunHeader
 from dilabench.request import RunRequest, run_request

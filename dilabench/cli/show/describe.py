@@ -10,7 +10,8 @@ from dilabench.cli.show.mask_picture import mask_facts, workload_mask
 from dilabench.errors import unknown_name
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation, Reporter, Timer, WorkloadPreset
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation, Reporter, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
 from dilabench.request import workload_request
 from dilabench.units import format_bytes

@@ -19,7 +19,7 @@ from dilabench.engine.call.compile_and_graph import OptimizedShards, compiled, c
 from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed
 from dilabench.engine.device.device import cache_bytes, synchronize
 from dilabench.engine.worker.protocol import CaseSpec
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 
 MAX_INPUT_SETS = 32
 SLOW_CALL_NS = 200_000_000

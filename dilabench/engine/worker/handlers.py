@@ -37,7 +37,7 @@ from dilabench.engine.worker.protocol import (
     WarmedUp,
     WorkerSettings,
 )
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.record import Note, Slot
 
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")

@@ -5,7 +5,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from dilabench.machine import DeviceKind
-from dilabench.plugins.descriptors import Catalogue, Timer
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Timer
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.workload.spec import Model, content_hash
 

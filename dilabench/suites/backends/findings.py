@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dilabench.compare.within import compare_within
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import KernelUse, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section

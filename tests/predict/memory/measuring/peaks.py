@@ -10,7 +10,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.lone_rank import LoneRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import make_inputs
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
