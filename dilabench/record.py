@@ -13,6 +13,10 @@ from dilabench.workload.spec import Model, Workload, WorkloadRequest, content_ha
 SCHEMA_VERSION = "1.0"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
+# What a row is among the rows beside it; `plugins.descriptors.Implementation` says what each means.
+Role = Literal["oracle", "plain", "method", "yardstick"]
+# What a call receives: q, k, v of heads, or embeddings.
+Takes = Literal["heads", "embeddings"]
 Part = Literal["whole", "computation", "communication"]
 
 
@@ -60,9 +64,14 @@ class Case(Model):
 
 
 class PlannedCase(Model):
-    """A case with what the user asked for and the suite's labels; `skip` says why it cannot run here."""
+    """A case with what the user asked for and the suite's labels; `skip` says why it cannot run here.
+
+    role: its implementation's, or 'yardstick' where it computes another function than the rows beside it.
+    """
 
     case: Case
+    role: Role = "method"
+    takes: Takes = "heads"
     requested_backend: str | None = None
     requested_workload: WorkloadRequest | None = None
     labels: dict[str, str] = Field(default_factory=dict)

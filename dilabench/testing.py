@@ -23,7 +23,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.plugins.manager import discover
-from dilabench.record import Case, Verification
+from dilabench.record import Case, Takes, Verification
 from dilabench.workload.spec import DType, Workload
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def check_implementation(
     *,
     backend: str | None = None,
     device: str = "cpu",
-    takes: str = "heads",
+    takes: Takes = "heads",
     supports: Capabilities | None = None,
     deterministic: bool = False,
     seed: int = 0,

@@ -72,7 +72,7 @@ class Measured(NamedTuple):
     @property
     def formula(self) -> int | None:
         """What the plan says; None where there is none."""
-        plan = plan_memory(self.case, "cuda")
+        plan = plan_memory(self.case, "cuda", discover().catalogue)
         return plan.peak_bytes if plan else None
 
 

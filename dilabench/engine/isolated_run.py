@@ -10,7 +10,7 @@ from dilabench.engine.driver import Driver
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, case_spec, worker_key
 from dilabench.plugins.descriptors import Timer
-from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.memory import plan_memory
 from dilabench.record import (
     Check,
     Failed,
@@ -170,7 +170,7 @@ class IsolatedRun:
 
     def _needed(self) -> str:
         case = self._planned.case
-        plan = plan_per_rank(case, self._device)
+        plan = plan_memory(case, self._device, self._driver.catalogue)
         who = "it needs" if case.world_size == 1 else "each rank needs"
         return "" if plan is None else f"{who} {format_bytes(plan.peak_bytes)} by formula; "
 

@@ -98,6 +98,12 @@ class Catalogue:
             reasons.append(f"mode {case.workload.mode} needs a backward pass, which it lacks")
         return tuple(reasons)
 
+    def preferred_backends(self, machine: Machine) -> tuple[str, ...]:
+        """What `auto` may take on this class of device, by falling priority; the first registered before its equals."""
+        here = machine.device_class
+        stated = [one for one in self.backends if here in one.priority]
+        return tuple(one.name for one in sorted(stated, key=lambda one: -one.priority[here]))
+
 
 def load_target(target: str) -> Any:
     """Import 'package.module:attribute'. Raises PluginError when the text or the attribute is wrong."""

@@ -3,10 +3,12 @@
 A descriptor names its target as 'package.module:attribute', so that listing imports nothing heavy.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dilabench.machine import DeviceClass
+from dilabench.record import Role, Takes
 from dilabench.workload.cuts import why_not_apart
 from dilabench.workload.spec import Workload
 
@@ -100,12 +102,19 @@ class Named(Protocol):
 class Implementation:
     """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
 
+    `role`: the oracle is there to be right, not fast; speed-ups refer to a plain method; a yardstick is measured beside
+    the others and never ranked. `priority`: where nothing was measured, `-i auto` takes the usable implementation with
+    the highest; 0 is never taken. Suites over ranks show higher ones first.
     `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense); `backends`
     names the only ones that it can call, where it cannot call any.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows that take different things are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their cell, and a suite
     over many lengths has it only by name.
+    `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
+    (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
+    name. `preferred_for`: the workloads for which they have it unasked, where that is less than it supports.
+    `memory`: `plan(case, device, kernel) -> MemoryPlan | None` (`dilabench.predict.memory`), bytes by formula.
     """
 
     name: str
@@ -116,10 +125,15 @@ class Implementation:
     aliases: tuple[str, ...] = ()
     uses_backend: bool = False
     backends: tuple[str, ...] = ()
-    takes: str = "heads"
+    takes: Takes = "heads"
     deterministic: bool = False
     compiles: bool = False
     quirks: tuple[str, ...] = ()
+    role: Role = "method"
+    priority: int = 0
+    sharding: str | None = None
+    preferred_for: Capabilities | None = None
+    memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +142,9 @@ class Backend:
 
     `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
+    `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
+    that names no priority there. `library`: it brings a library of its own, which gets a process of its own.
+    `memory`: `kernel(workload, device) -> Kernel | None` (`dilabench.predict.memory.kernels`), bytes inside a call.
     """
 
     name: str
@@ -141,6 +158,9 @@ class Backend:
     compiles: bool = False
     aligns_ends: bool = False
     places_results: bool = False
+    priority: Mapping[DeviceClass, int] = field(default_factory=dict)
+    library: bool = False
+    memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +183,12 @@ class Suite:
     `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
     cases are timed when the user does not say.
     `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): what the reporters
-    print beside the table, derived from the raw samples whenever the record is looked at.
+    print beside the table, derived from the raw samples whenever the record is looked at. With `reads_catalogue` it is
+    called as `analyse(record, catalogue)`.
     `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
     in the record apart from the rows, and no table of measurements shows it.
+    `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
+    suite `all` asks the highest first, and last of all the one that `takes_the_rest` of the time.
     """
 
     name: str
@@ -177,6 +200,10 @@ class Suite:
     budget_s: float | None = None
     timing: str = "warmup"
     aliases: tuple[str, ...] = ()
+    reads_catalogue: bool = False
+    options: tuple[str, ...] | None = None
+    priority: int = 0
+    takes_the_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +226,12 @@ class Reporter:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A way to take samples. `target` is a class as described in `dilabench.engine.timers`; `proves` is its claim."""
+    """A way to take samples. `target` is a class as described in `dilabench.engine.timers`; `proves` is its claim.
+
+    `default_on`: the devices on which it is taken where the user names none; the first registered wins.
+    `for_launch_bound`: it times a case once more when the default timer notes that launches dominate. `fresh_process`:
+    each sample is the first call in a new process, so that nothing is warmed up and few samples are taken.
+    """
 
     name: str
     summary: str
@@ -207,3 +239,6 @@ class Timer:
     proves: str
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     aliases: tuple[str, ...] = ()
+    default_on: frozenset[str] = frozenset()
+    for_launch_bound: bool = False
+    fresh_process: bool = False

@@ -43,6 +43,7 @@ DISABLE_VARIABLE = "DILABENCH_DISABLE_PLUGINS"
 # Fields that hold words of ours, and fields that have a least value.
 WORDS: Mapping[str, frozenset[str]] = {
     "devices": frozenset(get_args(DeviceKind)),
+    "default_on": frozenset(get_args(DeviceKind)),
     "dtypes": frozenset(get_args(DType)),
     "modes": frozenset(get_args(Mode)),
     "layouts": frozenset(get_args(Layout)),

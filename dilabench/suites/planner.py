@@ -15,12 +15,6 @@ from dilabench.suites.optimization.variants import reasons_against
 from dilabench.workload.spec import BlockSparsePattern, Workload, WorkloadRequest
 from dilabench.workload.work import sparsity_of
 
-# Measured preference (catalog.md §2), best first; `auto` takes the first that can serve the case here.
-PREFERENCE_SM90 = ("flash4", "flash3", "sdpa-cudnn", "flash2", "sdpa-flash", "sdpa-efficient", "math")
-PREFERENCE_SM80 = ("flash2", "sdpa-flash", "xformers", "sdpa-efficient", "math")
-PREFERENCE_OLDER = ("sdpa-efficient", "xformers", "math")
-PREFERENCE_CPU = ("sdpa-flash", "math")
-
 # Implementation `auto`: stands for what `dilabench.suites.choice` takes, workload by workload.
 FASTEST = Implementation(
     AUTO, "the fastest known for the workload, from measurements", "dilabench.suites.choice:choose"
@@ -169,28 +163,18 @@ class Planner:
         )
 
     def choose_backend(self, case: Case) -> tuple[str | None, str]:
-        """What backend `auto` means for a case here: the first of the measured preference that can serve it.
+        """What backend `auto` means for a case here: the one of highest priority that can serve it.
 
         The second value says what stands against those that came before it.
         """
         against: list[str] = []
-        for name in self.preference():
-            if name in self.catalogue.backends:
-                trial = case.model_copy(update={"backend": name})
-                reasons = self.catalogue.reasons_against_backend(trial, self.machine)
-                if not reasons:
-                    return name, "; ".join(against)
-                against.append(f"{name}: {', '.join(reasons)}")
-        return None, "; ".join(against)
-
-    def preference(self) -> tuple[str, ...]:
-        """Backend names for this device, best first."""
-        capability = self.machine.compute_capability
-        if self.machine.device == "cpu":
-            return PREFERENCE_CPU
-        if capability >= 90:
-            return PREFERENCE_SM90
-        return PREFERENCE_SM80 if capability >= 80 else PREFERENCE_OLDER
+        for name in self.catalogue.preferred_backends(self.machine):
+            trial = case.model_copy(update={"backend": name})
+            reasons = self.catalogue.reasons_against_backend(trial, self.machine)
+            if not reasons:
+                return name, "; ".join(against)
+            against.append(f"{name}: {', '.join(reasons)}")
+        return None, "; ".join(against) or "none has a priority on this class of device"
 
 
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:

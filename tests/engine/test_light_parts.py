@@ -238,7 +238,7 @@ def catalogue():
     shelves.implementations.add(Implementation("ours", "", "m:b", uses_backend=True), "builtin")
     shelves.implementations.add(Implementation("theirs", "", "m:b", uses_backend=True), "their_plugin")
     shelves.backends.add(Backend("sdpa", "", "m:a", requires=("cuda>=sm80|cpu",)), "builtin")
-    shelves.backends.add(Backend("library", "", "m:a", "m:b", requires=("cuda", "library>=2")), "builtin")
+    shelves.backends.add(Backend("library", "", "m:a", "m:b", requires=("cuda", "library>=2"), library=True), "builtin")
     shelves.backends.add(Backend("foreign", "", "m:a"), "other_plugin")
     return shelves
 

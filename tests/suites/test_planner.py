@@ -105,7 +105,9 @@ def test_optimizations_of_the_request_are_those_of_the_cases(catalogue):
 def test_no_backend_at_all_says_what_was_tried():
     lonely = Catalogue()
     lonely.implementations.add(Implementation("plain", "for a test", "x:build", uses_backend=True), "test")
-    lonely.backends.add(Backend("math", "here only on a GPU", "x:attend", requires=("cuda",)), "test")
+    lonely.backends.add(
+        Backend("math", "on a GPU", "x:attend", requires=("cuda",), priority={"cpu": 1}), "test"
+    )
     planner = Planner(lonely, CPU, RunRequest(suite="any"))
     (planned,) = planner.compare(planner.workload_requests([{}]), planner.implementations(["plain"]))
     assert planned.case.backend is None

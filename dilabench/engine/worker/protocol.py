@@ -173,6 +173,5 @@ def worker_key(case: Case, catalogue: Catalogue) -> str:
         return origin + ranks
     backend = catalogue.backends.get(case.backend)
     foreign = catalogue.backends.origin(backend.name)
-    libraries = [name for name in backend.requires if not name.startswith(("cuda", "cpu", "gpus"))]
-    parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if libraries else [])]
+    parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if backend.library else [])]
     return "+".join(parts) + ranks

@@ -23,6 +23,8 @@ BACKENDS = (
         aliases=("standard",),
         aligns_ends=True,
         places_results=True,
+        priority={"cpu": 10, "older": 10, "sm80": 10, "sm90": 10},
+        memory="dilabench.predict.memory.math_blocks:math_memory",
     ),
     Backend(
         "sdpa-flash",
@@ -32,6 +34,8 @@ BACKENDS = (
         supports=Capabilities(patterns=DENSE, on_cuda=FLASH_ON_CUDA),
         requires=("cuda>=sm80|cpu",),
         kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
+        priority={"cpu": 20, "sm80": 30, "sm90": 30},
+        memory="dilabench.predict.memory.kernels:SDPA_FLASH",
     ),
     Backend(
         "sdpa-efficient",
@@ -41,6 +45,8 @@ BACKENDS = (
         supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, check=_window_looks_ahead),
         requires=("cuda>=sm70",),
         kernels=(r"fmha_cutlass[FB]",),
+        priority={"older": 20, "sm80": 20, "sm90": 20},
+        memory="dilabench.predict.memory.kernels:SDPA_EFFICIENT",
     ),
     Backend(
         "sdpa-cudnn",
@@ -50,6 +56,8 @@ BACKENDS = (
         supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, window=False, max_head_dim=128),
         requires=("cuda>=sm80",),
         kernels=(r"cudnn.*(sdpa|flash)",),
+        priority={"sm90": 50},
+        memory="dilabench.predict.memory.kernels:SDPA_CUDNN",
     ),
     Backend(
         "flash2",
@@ -59,6 +67,9 @@ BACKENDS = (
         supports=FLASH_ON_CUDA,
         requires=("cuda>=sm80", "flash-attn>=2.7"),
         kernels=(r"flash_(fwd|bwd)_",),
+        priority={"sm80": 40, "sm90": 40},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_2",
     ),
     Backend(
         "flash3",
@@ -68,6 +79,9 @@ BACKENDS = (
         supports=FLASH_ON_CUDA,
         requires=("cuda>=sm90", "flash_attn_interface"),
         kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
+        priority={"sm90": 60},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_3",
     ),
     Backend(
         "flash4",
@@ -80,6 +94,9 @@ BACKENDS = (
         compiles=True,
         aligns_ends=True,
         places_results=True,
+        priority={"sm90": 70},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_4",
     ),
     Backend(
         "xformers",
@@ -89,6 +106,9 @@ BACKENDS = (
         supports=FLASH_ON_CUDA,
         requires=("cuda>=sm80", "xformers"),
         kernels=(r"flash_(fwd|bwd)|fmha_cutlass",),
+        priority={"older": 15, "sm80": 25},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_2",
     ),
     Backend(
         "flex",
@@ -99,5 +119,7 @@ BACKENDS = (
         requires=("cuda>=sm80", "triton"),
         kernels=(r"flex_attention",),
         compiles=True,
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLEX_ATTENTION",
     ),
 )

@@ -64,6 +64,8 @@ IMPLEMENTATIONS = (
             merge_grads=BOTH_MERGES,
         ),
         deterministic=True,
+        role="oracle",
+        memory="dilabench.predict.memory.one_device:reference",
     ),
     Implementation(
         "dense",
@@ -72,6 +74,8 @@ IMPLEMENTATIONS = (
         supports=Capabilities(patterns=DENSE),
         aliases=("standard",),
         uses_backend=True,
+        priority=10,
+        memory="dilabench.predict.memory.one_device:strided",
     ),
     Implementation(
         "gather",
@@ -80,6 +84,8 @@ IMPLEMENTATIONS = (
         supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES),
         aliases=("dilated",),
         uses_backend=True,
+        role="plain",
+        memory="dilabench.predict.memory.one_device:gather",
     ),
     Implementation(
         "strided",
@@ -88,6 +94,8 @@ IMPLEMENTATIONS = (
         supports=Capabilities(patterns=DILATED),
         aliases=("improved",),
         uses_backend=True,
+        priority=10,
+        memory="dilabench.predict.memory.one_device:strided",
     ),
     Implementation(
         "fused",
@@ -96,6 +104,8 @@ IMPLEMENTATIONS = (
         supports=FUSED,
         requires=("cuda>=sm80", "triton"),
         deterministic=True,
+        priority=20,
+        memory="dilabench.predict.memory.one_device:fused",
     ),
     Implementation(
         "flex",
@@ -104,6 +114,7 @@ IMPLEMENTATIONS = (
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
+        memory="dilabench.predict.memory.one_device:flex",
     ),
     Implementation(
         "flex-permuted",
@@ -112,6 +123,7 @@ IMPLEMENTATIONS = (
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
+        memory="dilabench.predict.memory.one_device:flex_permuted",
     ),
     Implementation(
         "gather-multihead",
@@ -121,6 +133,8 @@ IMPLEMENTATIONS = (
         aliases=("multihead",),
         uses_backend=True,
         takes="embeddings",
+        role="plain",
+        memory="dilabench.predict.memory.one_device:gather_multihead",
     ),
     Implementation(
         "strided-multihead",
@@ -130,6 +144,7 @@ IMPLEMENTATIONS = (
         aliases=("improved-multihead",),
         uses_backend=True,
         takes="embeddings",
+        memory="dilabench.predict.memory.one_device:strided_multihead",
     ),
     Implementation(
         "block-sparse",
@@ -147,6 +162,8 @@ IMPLEMENTATIONS = (
             ),
         ),
         requires=("triton|cpu",),
+        priority=10,
+        memory="dilabench.predict.memory.block_sparse:triton",
     ),
     Implementation(
         "block-sparse-flex",
@@ -162,6 +179,7 @@ IMPLEMENTATIONS = (
         ),
         requires=("cuda>=sm80", "triton"),
         compiles=True,
+        memory="dilabench.predict.memory.block_sparse:flex",
     ),
     Implementation(
         "block-sparse-flash4",
@@ -179,5 +197,6 @@ IMPLEMENTATIONS = (
         ),
         requires=("cuda>=sm90", "flash-attn-4"),
         compiles=True,
+        memory="dilabench.predict.memory.block_sparse:flash4",
     ),
 )

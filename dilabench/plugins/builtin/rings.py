@@ -46,6 +46,9 @@ RINGS = (
         supports=OVER_RANKS,
         aliases=("ring_v2",),
         uses_backend=True,
+        priority=20,
+        sharding="dilabench.distributed.shardings:RING",
+        memory="dilabench.predict.memory.over_ranks.ranks:RING",
     ),
     Implementation(
         "ring-overlap",
@@ -54,6 +57,9 @@ RINGS = (
         supports=OVER_RANKS,
         aliases=("ring_v3",),
         uses_backend=True,
+        priority=30,
+        sharding="dilabench.distributed.shardings:RING_OVERLAP",
+        memory="dilabench.predict.memory.over_ranks.ranks:RING_OVERLAP",
     ),
     Implementation(
         "ring-allgather",
@@ -62,6 +68,10 @@ RINGS = (
         supports=OVER_RANKS,
         aliases=("ring_v2_collective",),
         uses_backend=True,
+        priority=60,
+        sharding="dilabench.distributed.shardings:RING_ALLGATHER",
+        preferred_for=Capabilities(max_world_size=None),
+        memory="dilabench.predict.memory.over_ranks.ranks:RING_ALLGATHER",
     ),
     Implementation(
         "fused-sharded",
@@ -70,6 +80,8 @@ RINGS = (
         supports=replace(FUSED, max_world_size=None, parts_apart=True),
         requires=("cuda>=sm80", "triton"),
         deterministic=True,
+        priority=70,
+        memory="dilabench.predict.memory.over_ranks.ranks:fused_sharded",
     ),
     Implementation(
         "zigzag-ring",
@@ -78,6 +90,9 @@ RINGS = (
         supports=OVER_RANKS,
         aliases=("zigzag",),
         uses_backend=True,
+        priority=50,
+        sharding="dilabench.distributed.shardings:ZIGZAG_RING",
+        memory="dilabench.predict.memory.over_ranks.ranks:ZIGZAG_RING",
     ),
     Implementation(
         "zigzag-allgather",
@@ -86,6 +101,10 @@ RINGS = (
         supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         aliases=("llama3",),
         uses_backend=True,
+        priority=40,
+        sharding="dilabench.distributed.shardings:ZIGZAG_ALLGATHER",
+        preferred_for=Capabilities(patterns=DENSE, max_world_size=None),
+        memory="dilabench.predict.memory.over_ranks.ranks:ZIGZAG_ALLGATHER",
     ),
     Implementation(
         "ring-varlen",
@@ -94,6 +113,9 @@ RINGS = (
         supports=PACKED_OVER_RANKS,
         aliases=("varlen",),
         uses_backend=True,
+        priority=20,
+        sharding="dilabench.distributed.shardings:RING_VARLEN",
+        memory="dilabench.predict.memory.over_ranks.ranks:RING_VARLEN",
     ),
     Implementation(
         "ring-multihead",
@@ -102,6 +124,7 @@ RINGS = (
         supports=OVER_RANKS,
         uses_backend=True,
         takes="embeddings",
+        memory="dilabench.predict.memory.over_ranks.ranks:ring_multihead",
     ),
     Implementation(
         "ulysses",
@@ -110,6 +133,9 @@ RINGS = (
         supports=Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         aliases=("distributed",),
         uses_backend=True,
+        priority=10,
+        sharding="dilabench.distributed.shardings:ULYSSES",
+        memory="dilabench.predict.memory.over_ranks.ranks:ULYSSES",
     ),
     Implementation(
         "block-sparse-ring",
@@ -117,6 +143,8 @@ RINGS = (
         "dilabench.impls.ring.block_sparse:build",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton|cpu",),
+        priority=10,
+        sharding="dilabench.distributed.shardings:BLOCKS",
     ),
     Implementation(
         "block-sparse-ring-multihead",
@@ -126,5 +154,6 @@ RINGS = (
         requires=("triton|cpu",),
         aliases=("block-sparse-multihead",),
         takes="embeddings",
+        sharding="dilabench.distributed.shardings:BLOCKS",
     ),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.plugins.descriptors import Implementation
-from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.memory import plan_memory
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.measured_alone import alone_labels
@@ -63,7 +63,7 @@ class Order:
         Without a formula it does not.
         """
         capacity = self.memory_limit_bytes or rank_memory_bytes(self.planner.machine, ranks) or 0
-        plans = [plan_per_rank(one.case, self.device) for one in self.plan(length, "", ranks)]
+        plans = [plan_memory(one.case, self.device, self.planner.catalogue) for one in self.plan(length, "", ranks)]
         return all(plan is not None and plan.peak_bytes <= share * capacity for plan in plans)
 
 

@@ -152,7 +152,8 @@ def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest
     def cases_at(tokens: int) -> list[Case]:
         return [one.case for one in search.at(tokens, planner, request) if not one.skip]
 
-    foresight = Foresight(cases_at, machine, int(available * (SHARE_ON_CPU if on_cpu else 1)), search.step)
+    share = SHARE_ON_CPU if on_cpu else 1
+    foresight = Foresight(cases_at, machine, planner.catalogue, int(available * share), search.step)
     if on_cpu:
         return length if search.too_long else foresight.leap(length, longest)
     too_long = [row.case.workload.seq_len for row in search.rows if did_not_fit(row)]

@@ -44,5 +44,5 @@ def _refuse_disorder(lengths: Sequence[int]) -> None:
 
 
 def _within_memory(planned: PlannedCase, planner: Planner) -> PlannedCase:
-    why = None if planned.skip else shortage(planned.case, planner.machine)
+    why = None if planned.skip else shortage(planned.case, planner.machine, planner.catalogue)
     return planned.model_copy(update={"skip": why}) if why else planned
