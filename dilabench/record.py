@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dilabench.workload.spec import Model, Workload, WorkloadRequest, content_hash
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 # What a row is among the rows beside it; `plugins.descriptors.Implementation` says what each means.

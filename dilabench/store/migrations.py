@@ -6,11 +6,34 @@ from types import MappingProxyType
 from typing import Any
 
 from dilabench.errors import ConfigError
+from dilabench.plugins import builtin
 from dilabench.record import SCHEMA_VERSION
 
 Document = dict[str, Any]
-# From each version to the next one: {"1.0": (to_1_1, "1.1")}. Empty while there is only the first.
-STEPS: Mapping[str, tuple[Callable[[Document], Document], str]] = MappingProxyType({})
+
+
+def _to_1_1(document: Document) -> Document:
+    """What a row is and what its call receives were labels; what a plain method is was known by its name."""
+    roles = {one.name: one.role for one in builtin.dilabench_register_implementations()}
+    rows = document.get("rows")
+    return {**document, "rows": [_typed(row, roles) for row in rows]} if isinstance(rows, list) else document
+
+
+def _typed(row: Any, roles: Mapping[str, str]) -> Any:
+    """The row with a role; one that has it already, or is no row at all, as it is."""
+    try:
+        planned, labels = row["planned"], dict(row["planned"].get("labels") or {})
+        own = roles.get(planned["case"]["implementation"], "method")
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return row
+    if "role" in planned:
+        return row
+    role = "yardstick" if labels.pop("role", None) == "yardstick" else own
+    return {**row, "planned": {**planned, "role": role, "takes": labels.pop("takes", "heads"), "labels": labels}}
+
+
+# From each version to the next one.
+STEPS: Mapping[str, tuple[Callable[[Document], Document], str]] = MappingProxyType({"1.0": (_to_1_1, "1.1")})
 
 
 def migrated(

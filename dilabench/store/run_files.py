@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
-from dilabench.record import Measured, Row, RunHeader, RunRecord, Skipped
+from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
 from dilabench.refusal import describe
 from dilabench.store.migrations import migrated
 from dilabench.workload.spec import BlockSparsePattern, Workload
@@ -147,12 +147,15 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
     """
     path = run / ROWS_NAME if os.path.isdir(run) else run
     header: RunHeader | None = None
+    version = SCHEMA_VERSION
     rows: dict[str, Row] = {}
     for number, line in _lines(path):
         if isinstance(line.get("header"), dict):
+            version = line["header"].get("schema_version", SCHEMA_VERSION)
             header = header or _validated(RunHeader, migrated(line["header"], path), path)
         elif "row" in line:
-            row = _validated(Row, line["row"], path, number)
+            (current,) = migrated({"schema_version": version, "rows": [line["row"]]}, path)["rows"]
+            row = _validated(Row, current, path, number)
             rows[row.case.case_id] = row
     if header is None:
         raise ConfigError(f"{str(path)!r} has no header line, so it cannot be resumed or reported; start a new run")

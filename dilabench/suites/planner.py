@@ -8,7 +8,7 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import Case, Optimizations, PlannedCase
+from dilabench.record import Case, Optimizations, PlannedCase, Role
 from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.suites.choice import choose
 from dilabench.suites.optimization.variants import reasons_against
@@ -77,14 +77,14 @@ class Planner:
     ) -> tuple[PlannedCase, ...]:
         """Every implementation on every workload.
 
-        One that computes only dense attention runs the same shape undilated, as a labelled yardstick.
+        One that computes only dense attention runs the same shape undilated, as a yardstick.
         """
         cases: list[PlannedCase] = []
         for request in requests:
             for implementation in implementations:
                 dense_only = implementation.supports.patterns == {"dense"}
                 if dense_only and request.pattern != "dense":
-                    cases += self.plan(implementation, as_dense(request), {"role": "yardstick"})
+                    cases += self.plan(implementation, as_dense(request), role="yardstick")
                 else:
                     cases += self.plan(implementation, request)
         return tuple(cases)
@@ -94,11 +94,13 @@ class Planner:
         implementation: Implementation,
         workload_request: WorkloadRequest,
         labels: Mapping[str, str] | None = None,
+        role: Role | None = None,
         **changes: Any,
     ) -> tuple[PlannedCase, ...]:
         """The cases of one implementation and workload: one per backend asked for when it uses backends.
 
-        `changes` are fields of Optimizations that differ from the request's.
+        `role` is what its rows are among the others, where that is not what it is in general; `changes` are fields of
+        Optimizations that differ from the request's.
         """
         workload = workload_request.resolve(self.machine.auto_dtype)
         labels = dict(labels or {})
@@ -111,8 +113,6 @@ class Planner:
         backends: tuple[str | None, ...] = (None,)
         if implementation.uses_backend:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
-        if implementation.takes != "heads":
-            labels["takes"] = implementation.takes
         if isinstance(workload.pattern, BlockSparsePattern):
             labels["sparsity_reached"] = f"{sparsity_of(workload):.4f}"
         optimizations = Optimizations(
@@ -125,7 +125,9 @@ class Planner:
             }
         )
         return tuple(
-            self._planned(implementation, backend, workload, workload_request, optimizations, labels)
+            self._planned(implementation, backend, workload, workload_request, optimizations).model_copy(
+                update={"labels": labels, "role": role or implementation.role}
+            )
             for backend in backends
         )
 
@@ -136,7 +138,6 @@ class Planner:
         workload: Workload,
         asked: WorkloadRequest,
         optimizations: Optimizations,
-        labels: dict[str, str],
     ) -> PlannedCase:
         case = Case(
             implementation=implementation.name,
@@ -158,7 +159,7 @@ class Planner:
             case=case,
             requested_backend=backend,
             requested_workload=asked,
-            labels=labels,
+            takes=implementation.takes,
             skip="; ".join(reasons) or None,
         )
 

@@ -16,6 +16,7 @@ from dilabench.report.plots.bars import draw_bars
 from dilabench.report.plots.curves import draw_curves
 from dilabench.report.plots.mask import COMPUTED, HIDDEN, SKIPPED, draw_mask
 from dilabench.report.plots.style import COLOURS, look
+from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 CURVES = CurvePlot(
@@ -46,7 +47,7 @@ SECTION = Section(
 
 @pytest.fixture
 def record() -> RunRecord:
-    return RunRecord.model_validate_json(GOLDEN.read_text())
+    return read_record(GOLDEN)
 
 
 def test_each_plot_is_written_as_png_and_svg(record: RunRecord, tmp_path: Path) -> None:

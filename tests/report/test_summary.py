@@ -4,13 +4,14 @@ import pytest
 
 from dilabench.record import Check, GpuInfo, RunRecord, Skipped
 from dilabench.report.summary import check_text, environment_rows, headline, notes, reproduce_command, unmeasured
+from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 
 
 @pytest.fixture
 def record() -> RunRecord:
-    return RunRecord.model_validate_json(GOLDEN.read_text())
+    return read_record(GOLDEN)
 
 
 def test_headline_counts_every_row_once(record: RunRecord) -> None:

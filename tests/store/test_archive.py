@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.record import SCHEMA_VERSION
 from dilabench.store.archive import Archive, moment_of, read_compressed, sound_records, stamp
 
 
@@ -107,7 +108,7 @@ def test_a_damaged_file_is_named_and_hurts_no_other(archive, make_row, make_reco
 
 def test_a_newer_schema_is_refused_by_its_version(archive, make_record):
     path = archive.folder / archive.add(make_record([]))
-    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b'"1.0"', b'"9.0"', 1)))
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(SCHEMA_VERSION.encode(), b"9.0", 1)))
     with pytest.raises(ConfigError, match=r"'9\.0'"):
         read_compressed(path)
 

@@ -9,7 +9,7 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import KernelUse, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section
-from dilabench.report.rows import YARDSTICK, location, pattern_text
+from dilabench.report.rows import location, pattern_text
 from dilabench.report.summary import device_text
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
@@ -216,7 +216,7 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
 
 
 def _short_subject(row: Row) -> str:
-    return row.case.implementation if row.planned.labels.get("role") != YARDSTICK else "dense"
+    return row.case.implementation if row.planned.role != "yardstick" else row.case.workload.pattern.kind
 
 
 def _at(standing: Standing, backend: str) -> tuple[float, Interval | None] | None:

@@ -30,7 +30,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
             on_one = implementation.supports.max_world_size == 1
             there = planner.asking(nproc=1) if on_one else planner
             if implementation.supports.patterns == {"dense"}:
-                cases += there.plan(implementation, as_dense(base), {"role": "yardstick"})
+                cases += there.plan(implementation, as_dense(base), role="yardstick")
                 continue
             for point in _points(masked, BLOCK_SIZES[device]):
                 cases += there.plan(implementation, point)

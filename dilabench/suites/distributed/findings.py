@@ -127,7 +127,7 @@ def _weak(found: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scal
 
 def _shape(row: Row) -> str:
     """Equal for rows that differ in length alone."""
-    takes = row.planned.labels.get("takes", "heads")
+    takes = row.planned.takes
     return row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE) + takes
 
 

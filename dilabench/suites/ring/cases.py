@@ -11,7 +11,6 @@ from dilabench.workload.spec import WorkloadRequest
 OPTIONS = ("sharding",)
 # Where ranks cut whole tensors into shards and join results: before and after the timed call, or in it.
 OUTSIDE, INSIDE = "outside", "inside"
-SINGLE, PARALLEL = "single", "parallel"
 MODES = ("forward", "backward", "both")
 RANKS_ON_A_CPU = 2
 # Each runs what its implementations are for; the first is the one that should be fastest.
@@ -74,10 +73,10 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     implementations = parallel.implementations(default)
     # With projections around it an implementation is compared with itself on one rank, which is the plain module.
     alone = dict.fromkeys(shelf.get(kind) if one.takes == "heads" else one for one in implementations)
-    cases = [case for one in alone for case in single.plan(one, workload, {"role": SINGLE})]
+    cases = [case for one in alone for case in single.plan(one, workload)]
     inside = sharding_of(planner.request) == INSIDE
     for implementation in implementations:
-        cases += parallel.plan(implementation, workload, {"role": PARALLEL}, sharding_inside=inside)
+        cases += parallel.plan(implementation, workload, sharding_inside=inside)
     return cases
 
 

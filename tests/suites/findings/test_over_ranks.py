@@ -19,7 +19,7 @@ def sections(row, record):
     """By title, of 1000 and 2000 tokens on 1, 2 and 4 devices; `ring` wins short sequences, `ulysses` long ones."""
     rows = []
     for length, one_ms in ((1000, 10.0), (2000, 40.0), (4000, 160.0)):
-        rows.append(row("dense", one_ms, labels={"role": "single"}, seq_len=length, peak_mib=64, **SHAPE))
+        rows.append(row("dense", one_ms, seq_len=length, peak_mib=64, **SHAPE))
         for ranks in (2, 4):
             for at, (name, share) in enumerate((("ring", 0.9 if length < 2000 else 0.6), ("ulysses", 0.75))):
                 ms = one_ms / ranks / share

@@ -23,7 +23,7 @@ def table(section):
 @pytest.fixture
 def single(row):
     def make(mode, ms, **fields):
-        return row("dense", ms, labels={"role": "single"}, mode=mode, **{**SHAPE, **fields})
+        return row("dense", ms, mode=mode, **{**SHAPE, **fields})
 
     return make
 
@@ -32,9 +32,7 @@ def single(row):
 def over(row):
     def make(name, mode, ms, **fields):
         counters = {"received_bytes": RECEIVED}
-        return row(
-            name, ms, labels={"role": "parallel"}, mode=mode, **{"ranks": 2, "counters": counters, **SHAPE, **fields}
-        )
+        return row(name, ms, mode=mode, **{"ranks": 2, "counters": counters, **SHAPE, **fields})
 
     return make
 
