@@ -1,6 +1,6 @@
 """What every suite needs to make cases: the catalogue, the machine, and the rules that fill in `auto`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,37 @@ class Planner:
         shelf = self.catalogue.implementations
         return tuple(dict.fromkeys(FASTEST if name == AUTO else shelf.get(name) for name in names))
 
+    def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
+        """Names of the implementations of which a fact holds, in the catalogue's order; the oracle is no competitor."""
+        return tuple(one.name for one in self.catalogue.implementations if one.role != "oracle" and holds(one))
+
+    def on_one_device(self, *patterns: str) -> tuple[str, ...]:
+        """What computes such patterns on q, k, v of one device, without compiling for tens of seconds at each shape."""
+        return self.where(
+            lambda one: (
+                one.supports.max_world_size == 1
+                and one.takes == "heads"
+                and not one.compiles
+                and not one.supports.patterns.isdisjoint(patterns)
+            )
+        )
+
+    def over_ranks(self, asked: WorkloadRequest) -> tuple[str, ...]:
+        """What suites over ranks have unasked for a workload: shardings that are known, best first.
+
+        All of them where none is for such workloads, so that each can say why.
+        """
+        known = self.where(lambda one: one.sharding is not None and one.takes == "heads")
+        shelf = self.catalogue.implementations
+        ordered = sorted(known, key=lambda name: -shelf.get(name).priority)
+        preferred = {name: shelf.get(name).preferred_for or shelf.get(name).supports for name in ordered}
+        fitting = (
+            name
+            for name, limits in preferred.items()
+            if asked.pattern in limits.patterns and asked.layout in limits.layouts
+        )
+        return tuple(fitting) or tuple(ordered)
+
     def _is_at_home(self, name: str) -> bool:
         """Not an implementation over ranks where there is one: it would only do what its single-device kin does."""
         if name in {AUTO, ALL} or self.request.nproc > 1:
@@ -106,7 +137,7 @@ class Planner:
         labels = dict(labels or {})
         chosen_backend: str | None = None
         if implementation is FASTEST:
-            choice = choose(self.catalogue, self.machine, workload)
+            choice = choose(self.catalogue, self.machine, workload, self.request.nproc)
             implementation = self.catalogue.implementations.get(choice.implementation)
             chosen_backend = choice.backend
             labels["chosen_by"] = f"auto ({choice.source})"
@@ -184,6 +215,8 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
     Raises ConfigError for an unknown suite, an option that the suite does not have, or an impossible workload.
     """
     suite = catalogue.suites.get(request.suite)
+    if suite.options is not None:
+        refuse_unknown_options(request, suite.options)
     return tuple(load_target(suite.target)(request, Planner(catalogue, machine, request)))
 
 

@@ -21,10 +21,9 @@ from dilabench.request import run_request
 from dilabench.suites.planner import Planner
 from dilabench.suites.room import memory_bytes, rank_memory_bytes
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
+from dilabench.workload.spec import WorkloadRequest
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
-IMPLEMENTATIONS = ("dense", "gather", "strided", "fused")
-OVER_RANKS = ("ring", "ring-overlap", "ring-allgather", "ulysses")
 MODES = ("forward", "both")
 COLUMNS = ("implementation", "backend", "mode", "batch", "length", "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest by formula")
@@ -127,14 +126,24 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner) -> None:
 
 def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
     planned: list[PlannedCase] = []
-    implementations = planner.implementations(OVER_RANKS if planner.request.nproc > 1 else IMPLEMENTATIONS)
     for asked in planner.workload_requests([{}]):
+        implementations = planner.implementations(_default(planner, asked))
         modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
         for batch in batches:
             for mode in modes:
                 request = asked.model_copy(update={"batch_size": batch, "mode": mode})
                 planned += planner.compare([request], implementations)
     return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
+
+
+def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
+    """On one device what need not compile; over ranks what has a formula for the workload, or all if none has."""
+    if planner.request.nproc == 1:
+        return planner.on_one_device("dense", asked.pattern)
+    names = planner.over_ranks(asked)
+    shelf = planner.catalogue.implementations
+    told = [name for name in names if any(_memory(one, planner) for one in planner.plan(shelf.get(name), asked))]
+    return tuple(told) or names
 
 
 def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None) -> None:

@@ -42,7 +42,7 @@ RINGS = (
     Implementation(
         "ring",
         "K and V go from rank to rank, hop by hop",
-        "dilabench.impls.ring.ring:build",
+        "dilabench.impls.ring.rings:build",
         supports=OVER_RANKS,
         aliases=("ring_v2",),
         uses_backend=True,
@@ -53,7 +53,7 @@ RINGS = (
     Implementation(
         "ring-overlap",
         "the ring with double buffers: the next hop is under way while this one is computed",
-        "dilabench.impls.ring.overlap:build",
+        "dilabench.impls.ring.rings:build_overlap",
         supports=OVER_RANKS,
         aliases=("ring_v3",),
         uses_backend=True,
@@ -86,7 +86,7 @@ RINGS = (
     Implementation(
         "zigzag-ring",
         "the overlapping ring on shards that balance causal work",
-        "dilabench.impls.ring.zigzag:build",
+        "dilabench.impls.ring.rings:build_zigzag",
         supports=OVER_RANKS,
         aliases=("zigzag",),
         uses_backend=True,
@@ -109,7 +109,7 @@ RINGS = (
     Implementation(
         "ring-varlen",
         "the overlapping ring on packed sequences of any lengths",
-        "dilabench.impls.ring.varlen:build",
+        "dilabench.impls.ring.rings:build_varlen",
         supports=PACKED_OVER_RANKS,
         aliases=("varlen",),
         uses_backend=True,
@@ -149,7 +149,7 @@ RINGS = (
     Implementation(
         "block-sparse-ring-multihead",
         "projections around block-sparse-ring",
-        "dilabench.impls.ring.block_sparse_multihead:build",
+        "dilabench.impls.ring.multihead:build_block_sparse",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton|cpu",),
         aliases=("block-sparse-multihead",),
