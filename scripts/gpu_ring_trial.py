@@ -18,9 +18,9 @@ from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls.ring import rings
+from dilabench.plugins.builtin.workloads import PRESETS
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import discover
-from dilabench.workload.presets import PRESETS
 from dilabench.workload.spec import Workload
 
 DENSE = {"pattern": {"kind": "dense"}}

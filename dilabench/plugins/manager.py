@@ -168,6 +168,11 @@ def _refuse_impossible(hook: str, descriptor: Any) -> None:
     for name in (descriptor.name, *descriptor.aliases):
         if not _NAME.fullmatch(name):
             raise PluginError(f"{hook}: {name!r} is not a name; write letters, digits, '-', '_' and '.' only")
+    for pattern in getattr(descriptor, "kernels", ()):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise PluginError(f"{where}: kernels {pattern!r} is no regular expression: {error}") from None
     for field_name in TARGETS & set(type(descriptor).__slots__):
         target = getattr(descriptor, field_name)
         if target is not None and not _TARGET.fullmatch(target):

@@ -89,6 +89,28 @@ BROKEN = {
         plugin(lambda: [_limited(dtypes=frozenset({"bf16"}))]),
         "Implementation 'mine': supports: dtypes bf16 is not known; it may hold bfloat16",
     ),
+    "looks for kernels by half an expression": (
+        plugin(
+            lambda: [Backend("mine", "a summary", "package.module:attend", kernels=("flash(",))],
+            "dilabench_register_backends",
+        ),
+        "Backend 'mine': kernels 'flash(' is no regular expression",
+    ),
+    "has a priority for a device that there is not": (
+        plugin(
+            lambda: [Backend("mine", "a summary", "package.module:attend", priority={"sm99": 1})],  # type: ignore[dict-item]
+            "dilabench_register_backends",
+        ),
+        "Backend 'mine': priority {'sm99': 1} must be ",
+    ),
+    "has a role of its own": (
+        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", role="best")]),  # type: ignore[arg-type]
+        "role 'best' must be Literal['oracle', 'plain', 'method', 'yardstick']",
+    ),
+    "names a formula without a module": (
+        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", memory="plan")]),
+        "Implementation 'mine': memory 'plan' must be a text like 'package.module:name'",
+    ),
     "has patterns in a list": (
         plugin(lambda: [_limited(patterns=["dense"])]),
         "supports: patterns ['dense'] must be frozenset[str]",

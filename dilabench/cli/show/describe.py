@@ -65,10 +65,15 @@ def _target_facts(descriptor: object, machine: Machine) -> Facts:
     yield "target", str(getattr(descriptor, "target"))  # noqa: B009 - every descriptor but a preset has one
     if isinstance(descriptor, Backend):
         yield "backward", descriptor.backward_target or "none"
+        yield (
+            "priority",
+            ", ".join(f"{there} {rank}" for there, rank in descriptor.priority.items()) or "none: by name only",
+        )
     if isinstance(descriptor, Implementation):
         yield "takes", "q, k, v [B, N, H, D]" if descriptor.takes == "heads" else f"{descriptor.takes} [B, N, E]"
         only = " or ".join(descriptor.backends)
         yield "calls a backend", (f"only {only}" if only else "yes") if descriptor.uses_backend else "no"
+        yield "role", descriptor.role
         yield "deterministic", "yes" if descriptor.deterministic else "not promised"
         if descriptor.quirks:
             yield "quirks", "; ".join(descriptor.quirks)

@@ -7,7 +7,7 @@ from dilabench.plugins.builtin.reporters import REPORTERS
 from dilabench.plugins.builtin.rings import RINGS
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.builtin.timers import TIMERS
-from dilabench.workload.presets import PRESETS
+from dilabench.plugins.builtin.workloads import PRESETS
 
 
 @hookimpl
