@@ -67,7 +67,7 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
     part = workload.replace(pattern=fields)
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
-        return context.patterns.get(("strided", part), lambda: strided_rows(part))
+        return context.patterns.get(("strided rows", part), lambda: strided_rows(part))
 
     return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)))
 

@@ -10,7 +10,8 @@ from dilabench.cli.show.mask_picture import mask_facts, workload_mask
 from dilabench.errors import unknown_name
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation, Reporter, Timer, WorkloadPreset
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation, Reporter, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
 from dilabench.request import workload_request
 from dilabench.units import format_bytes
@@ -64,10 +65,15 @@ def _target_facts(descriptor: object, machine: Machine) -> Facts:
     yield "target", str(getattr(descriptor, "target"))  # noqa: B009 - every descriptor but a preset has one
     if isinstance(descriptor, Backend):
         yield "backward", descriptor.backward_target or "none"
+        yield (
+            "priority",
+            ", ".join(f"{there} {rank}" for there, rank in descriptor.priority.items()) or "none: by name only",
+        )
     if isinstance(descriptor, Implementation):
         yield "takes", "q, k, v [B, N, H, D]" if descriptor.takes == "heads" else f"{descriptor.takes} [B, N, E]"
         only = " or ".join(descriptor.backends)
         yield "calls a backend", (f"only {only}" if only else "yes") if descriptor.uses_backend else "no"
+        yield "role", descriptor.role
         yield "deterministic", "yes" if descriptor.deterministic else "not promised"
         if descriptor.quirks:
             yield "quirks", "; ".join(descriptor.quirks)
