@@ -13,7 +13,7 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.request import AUTO, RunRequest
@@ -33,9 +33,6 @@ from dilabench.suites.planner import Planner
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, validated
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
-
-
-FUSED = "fused"
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -259,6 +256,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@runtime_checkable
 class _Computation(Protocol):
     """Forward gives out, lse and perhaps more; backward gives dq, dk, dv from out and lse."""
 
@@ -306,31 +304,30 @@ def _cached_computation(
     }
     try:
         workload = validated(Workload, fields)
-        if options.backend == AUTO and _fused_is_fastest(workload, device.type):
-            return _fused(workload, device)
+        if options.backend == AUTO and (fastest := _without_backend(workload, device)):
+            return fastest
         context = BuildContext(device=device, backend=_backend(options.backend, workload, device.type))
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return strided.build(workload, context)
 
 
-def _fused_is_fastest(workload: Workload, device: str) -> bool:
-    planner = _planner(device)
+def _without_backend(workload: Workload, device: torch.device) -> _Computation | None:
+    """The fastest, where it is one that calls no backend and gives its gradients on demand."""
+    planner = _planner(device.type)
     choice = choose(planner.catalogue, planner.machine, workload.replace(mode="both"))
-    return choice.implementation == FUSED
-
-
-def _fused(workload: Workload, device: torch.device) -> _Computation:
-    # Imports Triton, which only a CUDA machine has to have.
-    computation: _Computation = load_target("dilabench.impls.fused:build")(workload, BuildContext(device=device))
-    return computation
+    implementation = planner.catalogue.implementations.get(choice.implementation)
+    if implementation.uses_backend:
+        return None
+    found = load_target(implementation.target)(workload, BuildContext(device=device))
+    return found if isinstance(found, _Computation) else None
 
 
 def _backend(name: str, workload: Workload, device: str) -> LoadedBackend:
     """The backend of a name that can serve the workload here, or what 'auto' means for it."""
     planner = _planner(device)
     mode = "both" if name == AUTO else "forward"
-    case = Case(implementation="strided", backend=name, workload=workload.replace(mode=mode))
+    case = Case(implementation="dilated_attention", backend=name, workload=workload.replace(mode=mode))
     if name == AUTO:
         chosen, reasons = planner.choose_backend(case)
     else:

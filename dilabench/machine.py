@@ -12,6 +12,7 @@ from dilabench.record import GpuInfo
 from dilabench.workload.spec import DType, content_hash
 
 DeviceKind = Literal["cpu", "cuda"]
+DeviceClass = Literal["cpu", "older", "sm80", "sm90"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,13 @@ class Machine:
         if self.device == "cpu" or not self.gpus or self.gpus[0].compute_capability is None:
             return 0
         return int(self.gpus[0].compute_capability.replace(".", ""))
+
+    @property
+    def device_class(self) -> DeviceClass:
+        """What priorities of backends are stated for: 'sm90' stands for sm_90 and newer, 'older' for below sm_80."""
+        if self.device == "cpu":
+            return "cpu"
+        return "sm90" if self.compute_capability >= 90 else "sm80" if self.compute_capability >= 80 else "older"
 
     @property
     def auto_dtype(self) -> DType:

@@ -98,9 +98,6 @@ CHOSEN_BY = Label("chosen_by", "what `-i auto` decided on: a tuned choice, a mea
 SPARSITY_REACHED = Label(
     "sparsity_reached", "share of block pairs that the mask leaves out", float, "{:.4f}".format, unit="share"
 )
-# Both are to become fields of PlannedCase.
-ROLE = Label("role", "what the row is for where it does not compete: 'yardstick', 'single' or 'parallel'", str)
-TAKES = Label("takes", "what a call receives, where that is not heads", str)
 
 PATTERN_CACHE_HITS = Counter("pattern_cache_hits", "patterns taken from the cache")
 PATTERN_CACHE_MISSES = Counter("pattern_cache_misses", "patterns that were built")

@@ -13,6 +13,10 @@ from dilabench.workload.spec import Model, Workload, WorkloadRequest, content_ha
 SCHEMA_VERSION = "1.1"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
+# What a row is among the rows beside it; `plugins.descriptors.Implementation` says what each means.
+Role = Literal["oracle", "plain", "method", "yardstick"]
+# What a call receives: q, k, v of heads, or embeddings.
+Takes = Literal["heads", "embeddings"]
 Part = Literal["whole", "computation", "communication"]
 Procedure = Literal["interleaved", "isolated"]
 MemorySource = Literal["allocator", "resident_set", "process_peak"]
@@ -84,12 +88,15 @@ class Skipped(Model):
 class PlannedCase(Model):
     """A case with what the user asked for and the suite's labels; `skip` is its outcome where it cannot run here.
 
+    `role`: its implementation's, or 'yardstick' where it computes another function than the rows beside it.
     `procedure`: timed in turns with the other cases of its workload, or isolated: a process of its own, one set of
     inputs, sampled rows verified; `memory_limit_bytes` is what that process may allocate beyond what it starts with.
     `labels` are those of `dilabench.metadata`, or a plug-in's own ('plugin:key').
     """
 
     case: Case
+    role: Role = "method"
+    takes: Takes = "heads"
     requested_backend: str | None = None
     requested_workload: WorkloadRequest | None = None
     labels: dict[str, str] = Field(default_factory=dict)

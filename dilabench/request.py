@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from dilabench.errors import ConfigError, unknown_name
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.units import parse_duration
 from dilabench.workload.spec import Model, WorkloadRequest, read_counts, validated
 

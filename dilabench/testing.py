@@ -21,9 +21,10 @@ from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.engine.verify import Oracle, poisoned, summary, verify
 from dilabench.machine import Machine
 from dilabench.patterns.registry import known_kinds, pattern_type
-from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, load_target
+from dilabench.plugins.catalogue import load_target
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.plugins.manager import discover
-from dilabench.record import Case, Verification
+from dilabench.record import Case, Takes, Verification
 from dilabench.workload.spec import DType, Workload
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def check_implementation(
     *,
     backend: str | None = None,
     device: str = "cpu",
-    takes: str = "heads",
+    takes: Takes = "heads",
     supports: Capabilities | None = None,
     deterministic: bool = False,
     seed: int = 0,
@@ -71,8 +72,8 @@ def check_implementation(
 
     By name, the descriptor says what it takes, supports and promises; `takes`, `supports` and `deterministic` are for
     a bare build function, held to dilated patterns when it states nothing. `backend`: the name of the dense kernel it
-    is built over ('math' where one is needed and none is named). Workloads that it does not support are left out; in
-    mode forward where only the gradient is not.
+    is built over; where one is needed and none is named, the one of lowest priority, which takes most. Workloads that
+    it does not support are left out; in mode forward where only the gradient is not.
 
     Raises AssertionError with the failing check, or when no workload is supported; ConfigError for an unknown name.
     Exceptions of building or calling pass through.
@@ -85,10 +86,10 @@ def check_implementation(
     if isinstance(build_or_name, str):
         implementation = catalogue.implementations.get(build_or_name)
         build = load_target(implementation.target)
-    if backend is None and implementation.uses_backend:
-        backend = "math"
-    descriptor = catalogue.backends.get(backend) if backend else None
     machine = Machine(device="cpu" if device == "cpu" else "cuda")
+    if backend is None and implementation.uses_backend:
+        backend = catalogue.preferred_backends(machine)[-1]
+    descriptor = catalogue.backends.get(backend) if backend else None
     context = BuildContext(device=torch.device(device), backend=_loaded(descriptor))
     verifications = []
     for asked in odd_workloads() if workloads is None else workloads:

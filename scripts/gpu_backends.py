@@ -15,8 +15,10 @@ import torch
 
 from dilabench.backends.check import Trial, findings
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import Backend, load_target, unmet
+from dilabench.plugins.catalogue import load_target
+from dilabench.plugins.descriptors import Backend
 from dilabench.plugins.manager import discover
+from dilabench.plugins.requirements import unmet
 
 CHILD_SECONDS = 600
 SHOWN_FAILURES = 12

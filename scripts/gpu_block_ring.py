@@ -31,7 +31,7 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.distributed.ablation import MuteWorld
 from dilabench.distributed.launch import world_from_environment
-from dilabench.distributed.model import load_balance, received_bytes
+from dilabench.distributed.shardings import BLOCKS, RING_OVERLAP, ZIGZAG_RING
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
@@ -178,11 +178,11 @@ def bytes_of(world: World, workload: Workload, inputs: list[Tensor]) -> dict[str
     modes = ("forward", "backward", "both")
     counted = [max(column) for column in zip(*world.share((forward, both - forward, both)), strict=True)]
     dense = workload.replace(pattern={"kind": "dense"})
-    ring = "zigzag-ring" if workload.causal else "ring-overlap"
+    ring = ZIGZAG_RING if workload.causal else RING_OVERLAP
     return {
         "counted": dict(zip(modes, counted, strict=True)),
-        "formula": {mode: received_bytes(workload.replace(mode=mode), NAME, world.size) for mode in modes},
-        "full_ring": {mode: received_bytes(dense.replace(mode=mode), ring, world.size) for mode in modes},
+        "formula": {mode: BLOCKS.received_bytes(workload.replace(mode=mode), world.size) for mode in modes},
+        "full_ring": {mode: ring.received_bytes(dense.replace(mode=mode), world.size) for mode in modes},
     }
 
 
@@ -211,7 +211,7 @@ def measure(world: World, workload: Workload) -> dict[str, Any]:
         "single": single,
         **parallel,
         "efficiency": single["total_ms"] / (world.size * parallel["total_ms"]),
-        "balance": load_balance(workload, NAME, world.size),
+        "balance": BLOCKS.load_balance(workload, world.size),
         "compute_only": compute,
         "communication_only": communication,
         "difference_from_one_device": difference,

@@ -26,7 +26,7 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.worker.protocol import case_spec
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import Catalogue, load_target
+from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Case, Optimizations
@@ -72,7 +72,7 @@ class Measured(NamedTuple):
     @property
     def formula(self) -> int | None:
         """What the plan says; None where there is none."""
-        plan = plan_memory(self.case, "cuda")
+        plan = plan_memory(self.case, "cuda", discover().catalogue)
         return plan.peak_bytes if plan else None
 
 

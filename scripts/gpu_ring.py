@@ -45,16 +45,16 @@ from dilabench.distributed.ablation import MuteWorld, idle
 from dilabench.distributed.launch import world_from_environment
 from dilabench.distributed.world import World
 from dilabench.impls import dense, strided
-from dilabench.impls.ring import allgather, gathered, overlap, ring, ulysses, varlen, zigzag
+from dilabench.impls.ring import allgather, gathered, rings, ulysses
 
 ALGORITHMS = {
-    "ring": ring,
-    "ring-overlap": overlap,
-    "zigzag-ring": zigzag,
-    "ring-allgather": allgather,
-    "zigzag-allgather": gathered,
-    "ring-varlen": varlen,
-    "ulysses": ulysses,
+    "ring": rings.build,
+    "ring-overlap": rings.build_overlap,
+    "zigzag-ring": rings.build_zigzag,
+    "ring-allgather": allgather.build,
+    "zigzag-allgather": gathered.build,
+    "ring-varlen": rings.build_varlen,
+    "ulysses": ulysses.build,
 }
 # preset, algorithm, least efficiency, longest time in ms (targets for 4 H200)
 TARGETS: tuple[tuple[str, str, float, float | None], ...] = (
@@ -167,7 +167,7 @@ def verify_all(world: World, options: argparse.Namespace, report: Row) -> None:
         for what, fields in of_one_form.get(name, trials):
             workload = small_workload(options, **fields)
             backend = backend_of(options.windowed_backend if what == "window" else options.backend)
-            found, why = together(world, partial(errors_of, world, ALGORITHMS[name].build, workload, backend))
+            found, why = together(world, partial(errors_of, world, ALGORITHMS[name], workload, backend))
             row = found or {"failed": why, "ratio": float("inf")}
             rows.append({"algorithm": name, "workload": what, **row, "passed": row["ratio"] <= 2.0})
             write(world, options, report)
@@ -185,10 +185,10 @@ def measure(world: World, options: argparse.Namespace, preset: str, algorithm: s
     inputs = random_inputs(workload, world.device, seed=2)
     build_one = dense.build if workload.pattern.kind == "dense" else strided.build
     single = timed(world, build_one(workload, BuildContext(device=world.device, backend=backend)), inputs)
-    module = ALGORITHMS[algorithm]
+    build = ALGORITHMS[algorithm]
 
     def built(world: World, backend: LoadedBackend) -> Any:
-        return module.build(workload, BuildContext(device=world.device, backend=backend, world=world))
+        return build(workload, BuildContext(device=world.device, backend=backend, world=world))
 
     whole = built(world, backend)
     shards = [whole.shards.take(x, world.rank) for x in inputs]

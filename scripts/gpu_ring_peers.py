@@ -32,7 +32,7 @@ from dilabench.distributed.world import World
 from dilabench.engine.verify import summary, verify
 from dilabench.impls import dense
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
 

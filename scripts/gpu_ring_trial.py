@@ -17,10 +17,10 @@ from dilabench.backends.load import load_backend
 from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
-from dilabench.impls.ring import ring
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.impls.ring import rings
+from dilabench.plugins.builtin.workloads import PRESETS
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import discover
-from dilabench.workload.presets import PRESETS
 from dilabench.workload.spec import Workload
 
 DENSE = {"pattern": {"kind": "dense"}}
@@ -119,9 +119,9 @@ def errors_of(world: World, build: Build, workload: Workload, backend: LoadedBac
     exact_backend = backend_of("math")
     alone = World.alone(world.device)
     context = BuildContext(device=world.device, backend=backend, world=world)
-    one = Whole(ring.build(workload, BuildContext(device=world.device, backend=backend, world=alone)), packed)
+    one = Whole(rings.build(workload, BuildContext(device=world.device, backend=backend, world=alone)), packed)
     exact_context = BuildContext(device=world.device, backend=exact_backend, world=alone)
-    exact = Whole(ring.build(workload.replace(dtype="float64"), exact_context), packed)
+    exact = Whole(rings.build(workload.replace(dtype="float64"), exact_context), packed)
     found = gradients_of(Whole(build(workload, context), packed), inputs)
     single = gradients_of(one, inputs)
     wanted = gradients_of(exact, [x.double() for x in inputs])

@@ -69,6 +69,11 @@ def warm_server() -> None:
     forkserver.ensure_running()
 
 
+def role_of(name):
+    """What a row of that name is in records made by hand."""
+    return "plain" if name.startswith("gather") else "method"
+
+
 def made_row(
     implementation="strided",
     *,
@@ -86,6 +91,8 @@ def made_row(
     backend="math",
     throttle=(),
     labels=None,
+    role=None,
+    takes="heads",
     **workload,
 ):
     """A row of a record: measured with log-normal samples around `ns`, unless an outcome is given."""
@@ -122,7 +129,10 @@ def made_row(
         timings=(Timing(timer=timer, proves="elapsed time", slots=slots),),
         memory=None if peak is None else Memory(peak_bytes=peak, isolated=True, source=source),
     )
-    return Row(planned=PlannedCase(case=case, labels=labels or {}), outcome=outcome or measured)
+    return Row(
+        planned=PlannedCase(case=case, role=role or role_of(implementation), takes=takes, labels=labels or {}),
+        outcome=outcome or measured,
+    )
 
 
 def made_record(

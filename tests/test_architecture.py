@@ -88,7 +88,7 @@ def test_reporting_does_not_load_torch(reporter: str) -> None:
     code = (
         "from pathlib import Path\n"
         "from dilabench.plugins.manager import discover\n"
-        "from dilabench.plugins.descriptors import load_target\n"
+        "from dilabench.plugins.catalogue import load_target\n"
         "from dilabench.store.run_files import read_record\n"
         "record = read_record(Path('tests/golden/run_record.v1.json'))\n"
         f"assert load_target(discover().catalogue.reporters.get({reporter!r}).target)(record, None)\n"

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from dilabench.contracts import LoadedBackend
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 
 
 class Described(Protocol):

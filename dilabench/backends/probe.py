@@ -55,7 +55,7 @@ def _reason(target: str, backward_target: str | None, device: str) -> str | None
 
     from dilabench.backends import math
     from dilabench.backends.check import Trial, findings
-    from dilabench.plugins.descriptors import load_target
+    from dilabench.plugins.catalogue import load_target
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     trial = Trial(heads=4, kv_heads=2, head_dim=64, dtype=dtype)

@@ -20,7 +20,6 @@ from dilabench.stats.decisions.verdicts import Verdict
 
 By = Literal["implementation", "backend", "optimizations"]
 DIMENSIONS: tuple[By, ...] = ("implementation", "backend", "optimizations")
-PLAIN_METHODS = ("gather", "gather-multihead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def _groups(rows: Sequence[Row], by: By) -> list[list[Row]]:
     for row in rows:
         # an implementation brings its backend with it, the other two are compared with all else equal
         fixed = [] if by == "implementation" else [_value(row.case, one) for one in DIMENSIONS if one != by]
-        groups.setdefault((row.case.group_id, row.planned.labels.get("takes", "heads"), *fixed), []).append(row)
+        groups.setdefault((row.case.group_id, row.planned.takes, *fixed), []).append(row)
     return list(groups.values())
 
 
@@ -86,9 +85,9 @@ def _baseline_of_each(group: Sequence[Row], by: By, base: str | None) -> Iterato
 
 
 def _default_base(group: Sequence[Row], by: By) -> str:
-    measured = [_value(row.case, by) for row in group if is_measured(row)]
-    plain = [name for name in measured if name in PLAIN_METHODS]
-    return next(iter([*plain, *measured]), _value(group[0].case, by))
+    measured = [row for row in group if is_measured(row)]
+    plain = [row for row in measured if row.planned.role == "plain"]
+    return _value(next(iter([*plain, *measured, *group])).case, by)
 
 
 def _alike(one: Case, other: Case) -> bool:

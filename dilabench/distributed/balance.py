@@ -10,31 +10,21 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dilabench.distributed import block_deal
 from dilabench.workload.spec import DensePattern, DilatedPattern, Workload
 from dilabench.workload.work import head_branches, rows_kept, windowed_pairs
 
-IN_ORDER = ("ring", "ring-overlap", "ring-allgather")
-ZIGZAG = ("zigzag-ring", "zigzag-allgather")
-# Packed sequences are cut zigzag behind a causal mask, otherwise in order.
-EITHER = ("ring-varlen",)
-
 Interval = tuple[int, int]
+HopPairs = tuple[tuple[float, ...], ...]
 
 
-def hop_pairs(workload: Workload, implementation: str, ranks: int) -> tuple[tuple[float, ...], ...] | None:
+def hop_pairs(workload: Workload, ranks: int, zigzag: bool) -> HopPairs | None:
     """Per rank the pairs with its own keys, with those of the rank before it, of the one two before it, and so on.
 
-    Of one batch entry, over all query heads as if each kept residue 0. A window that is not the same on both sides
-    counts as if it were. None for a sharding that is not known here; block-sparse masks have one of their own.
+    Of one batch entry, over all query heads as if each kept residue 0; sequences are cut in order or zigzag. A window
+    that is not the same on both sides counts as if it were. None for block masks (`block_deal.hop_pairs`).
     """
-    if implementation in block_deal.IMPLEMENTATIONS:
-        return block_deal.hop_pairs(workload, ranks)
-    if implementation not in (*IN_ORDER, *ZIGZAG, *EITHER):
-        return None
     if not isinstance(workload.pattern, DensePattern | DilatedPattern):
         return None
-    zigzag = implementation in ZIGZAG or (implementation in EITHER and workload.causal)
     pairs = [[0.0] * ranks for _ in range(ranks)]
     lengths = Counter(end - start for start, end in workload.sequences)
     for length, sequences in lengths.items():

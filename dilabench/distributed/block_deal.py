@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from dilabench.patterns.block_masks import Mask
 
-IMPLEMENTATIONS = ("block-sparse-ring", "block-sparse-ring-multihead")
-
 
 @dataclass(frozen=True, slots=True)
 class BlockDeal:

@@ -76,6 +76,10 @@ class Shards:
         return whole
 
 
+# Bounds of sequences and a number of ranks to what each rank holds.
+Cut = Callable[[Sequence[tuple[int, int]], int], Shards]
+
+
 def contiguous(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
     """Every sequence (start, end) in `size` successive parts: one per rank, in order."""
     return _dealt(bounds, size, size, lambda chunk: chunk)

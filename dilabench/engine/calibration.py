@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from dilabench.engine.budget import Budget
@@ -17,11 +17,9 @@ from dilabench.engine.worker.protocol import WorkerSettings, case_spec, worker_k
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.plugins import Implementation, hookimpl
-from dilabench.plugins.builtin import implementations as builtin
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import PlannedCase, Timing
 
-PLAIN = "strided"
 BASELINE = "same-1"
 # What each candidate is slower by than the baseline.
 EFFECTS: Mapping[str, float] = MappingProxyType({"same-2": 0.0, "slower-2": 0.02, "slower-5": 0.05, "slower-10": 0.10})
@@ -30,16 +28,14 @@ EFFECTS: Mapping[str, float] = MappingProxyType({"same-2": 0.0, "slower-2": 0.02
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     """The same implementation under several names; `discover(extra=[this module])` puts them into a catalogue."""
-    plain = next(one for one in builtin.dilabench_register_implementations() if one.name == PLAIN)
     targets = {BASELINE: "build_same", "same-2": "build_same"}
     targets |= {name: f"build_{name.replace('-', '_')}" for name in EFFECTS if name not in targets}
     return [
-        replace(
-            plain,
-            name=name,
-            aliases=(),
-            summary=f"{PLAIN}, slower by {EFFECTS.get(name, 0.0):.0%}",
-            target=f"dilabench.engine.synthetic_slowdown:{target}",
+        Implementation(
+            name,
+            f"one implementation, slower by {EFFECTS.get(name, 0.0):.0%}",
+            f"dilabench.engine.synthetic_slowdown:{target}",
+            uses_backend=True,
         )
         for name, target in targets.items()
     ]

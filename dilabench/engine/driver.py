@@ -13,7 +13,7 @@ from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
 from dilabench.metadata import TIMER_UNUSABLE
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Diagnostic, Failed, Skipped, Stage
 from dilabench.units import format_seconds
 

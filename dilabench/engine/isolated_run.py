@@ -7,11 +7,11 @@ import psutil
 
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.driver import Driver
+from dilabench.engine.method import default_timer
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, case_spec, worker_key
 from dilabench.metadata import MEMORY_LIMIT, STREAM_CUT_SHORT, STREAM_INTERRUPTED, STREAM_WALL_NS
-from dilabench.plugins.descriptors import Timer
-from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.memory import plan_memory
 from dilabench.record import (
     Check,
     Failed,
@@ -28,7 +28,6 @@ from dilabench.record import (
 )
 from dilabench.units import format_bytes, format_count, format_seconds
 
-TIMER = "wall"
 SHARE_OF_AVAILABLE = 0.9
 SAMPLING_S = 1.0
 # A slice of a stream lasts about this long: the end of the budget or Ctrl-C then costs no more than that.
@@ -136,7 +135,8 @@ class IsolatedRun:
         counters: dict[str, int],
         note: Note | None,
     ) -> Measured:
-        timer: Timer = self._driver.catalogue.timers.get(TIMER)
+        # Its calls are timed by the host, as on a CPU, whatever the device.
+        timer = default_timer("cpu", self._driver.catalogue)
         return Measured(
             verification=verification,
             timings=(Timing(timer=timer.name, proves=timer.proves, slots=slots),),
@@ -171,7 +171,7 @@ class IsolatedRun:
 
     def _needed(self) -> str:
         case = self._planned.case
-        plan = plan_per_rank(case, self._device)
+        plan = plan_memory(case, self._device, self._driver.catalogue)
         who = "it needs" if case.world_size == 1 else "each rank needs"
         return "" if plan is None else f"{who} {format_bytes(plan.peak_bytes)} by formula; "
 

@@ -4,13 +4,12 @@ from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.machine import DeviceKind
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Timer
 from dilabench.stats.samples.precision import DEFAULT_PRECISION
 from dilabench.workload.spec import Model
 
 METHODS = ("simple", "warmup", "profiler")
-DEFAULT_TIMER = {"cpu": "wall", "cuda": "cold"}
-GRAPH_TIMER = "graph"
 # Fewer turns than this say nothing about the parts of a call over ranks.
 MIN_TURNS = 3
 SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
@@ -40,12 +39,21 @@ class Method(Model):
     trace: bool = False
 
 
+def default_timer(device: DeviceKind, catalogue: Catalogue) -> Timer:
+    """The timer of this kind of device. Raises ConfigError when no timer says that it is."""
+    found = next((one for one in catalogue.timers if device in one.default_on), None)
+    if found is None:
+        raise ConfigError(f"no timer is the default on {device}; name one with --timing")
+    return found
+
+
 def choose_method(timing: str, device: DeviceKind, catalogue: Catalogue) -> Method:
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
 
     Raises ConfigError for an unknown name or a timer that this device does not have.
     """
-    name = DEFAULT_TIMER[device] if timing in METHODS else timing
+    default = default_timer(device, catalogue)
+    name = default.name if timing in METHODS else timing
     if name not in catalogue.timers:
         raise unknown_name("timing", timing, [*METHODS, *catalogue.timers.names])
     timer = catalogue.timers.get(name)
@@ -53,10 +61,10 @@ def choose_method(timing: str, device: DeviceKind, catalogue: Catalogue) -> Meth
         raise ConfigError(
             f"timer {name!r} works on {', '.join(sorted(timer.devices))}, not on {device}; use --timing warmup"
         )
-    graph = catalogue.timers.get(GRAPH_TIMER) if device == "cuda" and GRAPH_TIMER in catalogue.timers else None
+    again = next((one for one in catalogue.timers if one.for_launch_bound and device in one.devices), None)
     method = Method(
         timer=TimerSpec.of(timer),
-        graph_timer=TimerSpec.of(graph) if graph and name == DEFAULT_TIMER["cuda"] else None,
+        graph_timer=TimerSpec.of(again) if again and timer is default else None,
         warm_up=WARM_UP[device],
         precision=DEFAULT_PRECISION[device],
         sampling_s=SAMPLING_S[device],
@@ -67,7 +75,7 @@ def choose_method(timing: str, device: DeviceKind, catalogue: Catalogue) -> Meth
         return method.model_copy(
             update={"warm_up": short, "max_rounds": 1, "min_rounds": 1, "max_turns": MIN_TURNS, "recheck": False}
         )
-    if name == "first_call":
+    if timer.fresh_process:
         never = WarmUpLimits(min_s=0.0, max_s=0.0)
         # It makes its calls from the case's description, so nothing could be left out of them.
         changes = {"warm_up": never, "max_rounds": 5, "max_slot_samples": 1, "max_turns": 0, "recheck": False}

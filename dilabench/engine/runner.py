@@ -22,7 +22,7 @@ from dilabench.engine.worker.protocol import WorkerSettings, worker_key
 from dilabench.engine.worker.rank_group import start_worker
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
 

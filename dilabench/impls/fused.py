@@ -62,7 +62,7 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
     part = workload.model_copy(update={"pattern": chosen})
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
-        return context.patterns.get(("strided", part), lambda: strided_rows(part))
+        return context.patterns.get(("strided rows", part), lambda: strided_rows(part))
 
     return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)))
 

@@ -15,7 +15,7 @@ def build(workload: Workload, context: BuildContext) -> Union:
     """Copies of rows live in the context's buffers, indices in its pattern cache."""
 
     def rows(device: torch.device) -> list[GatheredRows]:
-        indices = context.patterns.get(("gather", workload, device), lambda: row_indices(workload, device))
+        indices = context.patterns.get(("row indices", workload, device), lambda: row_indices(workload, device))
         return [GatheredRows(index, context.buffers) for index in indices]
 
     covered = covers_every_row(branches_of(workload))

@@ -15,7 +15,7 @@ def build(workload: Workload, context: BuildContext) -> Union:
     """Tensors that are contiguous in [B, N, H, D], or slices of a packed projection, are read in place."""
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
-        return context.patterns.get(("strided", workload), lambda: strided_rows(workload))
+        return context.patterns.get(("strided rows", workload), lambda: strided_rows(workload))
 
     covered = covers_every_row(branches_of(workload))
     return union_of(workload, context.require_backend(), rows, covered)

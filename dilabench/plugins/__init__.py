@@ -14,7 +14,7 @@ my_package/bench.py:
         return [Implementation("my-attention", "what it does, in a line", "my_package.kernel:build")]
 
 my_package/kernel.py has `build(workload, context)`, which returns the function that is verified and timed.
-Everything that dilabench ships is registered through these same hooks (dilabench/plugins/builtin/implementations.py).
+Everything that dilabench ships is registered through these same hooks (dilabench/plugins/builtin).
 """
 
 import pluggy

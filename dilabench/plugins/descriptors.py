@@ -1,27 +1,20 @@
-"""Descriptors of everything that can be found, and the catalogue that holds them.
+"""Descriptors of everything that can be found: what is known about a thing stands here, beside its name.
 
 A descriptor names its target as 'package.module:attribute', so that listing imports nothing heavy.
 """
 
-import functools
-import importlib
-import importlib.metadata
-import importlib.util
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
-from dilabench.errors import PluginError, unknown_name
-from dilabench.machine import Machine
-from dilabench.patterns.registry import PatternKind
-from dilabench.record import Case
+from dilabench.machine import DeviceClass
+from dilabench.record import Role, Takes
 from dilabench.workload.cuts import why_not_apart
 from dilabench.workload.spec import Workload
 
-ALL_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 # The patterns of what works from `Pattern.counts` alone.
 ANY_PATTERN = frozenset({"*"})
+ALL_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 ALL_MODES = frozenset({"forward", "backward", "both"})
 
 
@@ -112,12 +105,19 @@ class Named(Protocol):
 class Implementation:
     """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
 
+    `role`: the oracle is there to be right, not fast; speed-ups refer to a plain method; a yardstick is measured beside
+    the others and never ranked. `priority`: where nothing was measured, `-i auto` takes the usable implementation with
+    the highest; 0 is never taken. Suites over ranks show higher ones first.
     `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense); `backends`
     names the only ones that it can call, where it cannot call any.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows that take different things are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
     over many lengths has it only by name.
+    `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
+    (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
+    name. `preferred_for`: the workloads for which they have it unasked, where that is less than it supports.
+    `memory`: `plan(case, device, kernel) -> MemoryPlan | None` (`dilabench.predict.memory`), bytes by formula.
     """
 
     name: str
@@ -128,10 +128,15 @@ class Implementation:
     aliases: tuple[str, ...] = ()
     uses_backend: bool = False
     backends: tuple[str, ...] = ()
-    takes: str = "heads"
+    takes: Takes = "heads"
     deterministic: bool = False
     compiles: bool = False
     quirks: tuple[str, ...] = ()
+    role: Role = "method"
+    priority: int = 0
+    sharding: str | None = None
+    preferred_for: Capabilities | None = None
+    memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,9 @@ class Backend:
 
     `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
+    `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
+    that names no priority there. `library`: it brings a library of its own, which gets a process of its own.
+    `memory`: `kernel(workload, device) -> Kernel | None` (`dilabench.predict.memory.kernels`), bytes inside a call.
     """
 
     name: str
@@ -153,6 +161,9 @@ class Backend:
     compiles: bool = False
     aligns_ends: bool = False
     places_results: bool = False
+    priority: Mapping[DeviceClass, int] = field(default_factory=dict)
+    library: bool = False
+    memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +186,12 @@ class Suite:
     `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
     cases are timed when the user does not say.
     `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): what the reporters
-    print beside the table, derived from the raw samples whenever the record is looked at.
+    print beside the table, derived from the raw samples whenever the record is looked at. With `reads_catalogue` it is
+    called as `analyse(record, catalogue)`.
     `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
     in the record apart from the rows, and no table of measurements shows it.
+    `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
+    suite `all` asks the highest first, and last of all the one that `takes_the_rest` of the time.
     """
 
     name: str
@@ -189,6 +203,10 @@ class Suite:
     budget_s: float | None = None
     timing: str = "warmup"
     aliases: tuple[str, ...] = ()
+    reads_catalogue: bool = False
+    options: tuple[str, ...] | None = None
+    priority: int = 0
+    takes_the_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +229,12 @@ class Reporter:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A way to take samples. `target` is a class as described in `dilabench.engine.timers`; `proves` is its claim."""
+    """A way to take samples. `target` is a class as described in `dilabench.engine.timers`; `proves` is its claim.
+
+    `default_on`: the devices on which it is taken where the user names none; the first registered wins.
+    `for_launch_bound`: it times a case once more when the default timer notes that launches dominate. `fresh_process`:
+    each sample is the first call in a new process, so that nothing is warmed up and few samples are taken.
+    """
 
     name: str
     summary: str
@@ -219,187 +242,6 @@ class Timer:
     proves: str
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     aliases: tuple[str, ...] = ()
-
-
-DescriptorT = TypeVar("DescriptorT", bound=Named)
-
-
-class Registry(Generic[DescriptorT]):
-    """The descriptors of one kind, by name and alias. A name that is taken is an error."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._by_name: dict[str, DescriptorT] = {}
-        self._aliases: dict[str, str] = {}
-        self._origin: dict[str, str] = {}
-
-    def add(self, descriptor: DescriptorT, origin: str) -> None:
-        """Add a descriptor; raises PluginError when its name or an alias is taken."""
-        for name in (descriptor.name, *descriptor.aliases):
-            if name in self._by_name or name in self._aliases:
-                owner = self._origin[self._aliases.get(name, name)]
-                raise PluginError(
-                    f"{self.kind} {name!r} of plug-in {origin!r} is already registered by {owner!r}; "
-                    "rename it or uninstall one of the two"
-                )
-        self._by_name[descriptor.name] = descriptor
-        self._origin[descriptor.name] = origin
-        self._aliases.update(dict.fromkeys(descriptor.aliases, descriptor.name))
-
-    def get(self, name: str) -> DescriptorT:
-        """The descriptor of a name or alias; raises ConfigError with the nearest names when there is none."""
-        found = self._by_name.get(self._aliases.get(name, name))
-        if found is None:
-            raise unknown_name(self.kind, name, [*self._by_name, *self._aliases])
-        return found
-
-    def origin(self, name: str) -> str:
-        """The plug-in that registered it."""
-        return self._origin[self.get(name).name]
-
-    def __iter__(self) -> Iterator[DescriptorT]:
-        return iter(self._by_name.values())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name or name in self._aliases
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names in the order of registration, without aliases."""
-        return tuple(self._by_name)
-
-
-class Catalogue:
-    """Everything that was found, one registry per kind."""
-
-    def __init__(self) -> None:
-        self.patterns: Registry[PatternKind] = Registry("pattern")
-        self.implementations: Registry[Implementation] = Registry("implementation")
-        self.backends: Registry[Backend] = Registry("backend")
-        self.workloads: Registry[WorkloadPreset] = Registry("workload")
-        self.suites: Registry[Suite] = Registry("suite")
-        self.reporters: Registry[Reporter] = Registry("reporter")
-        self.timers: Registry[Timer] = Registry("timer")
-
-    def reasons_against(self, case: Case, machine: Machine) -> tuple[str, ...]:
-        """Why a case cannot run on this machine; empty when nothing known speaks against it."""
-        implementation = self.implementations.get(case.implementation)
-        device = machine.device
-        reasons = [*unmet(implementation.requires, machine)]
-        reasons += implementation.supports.reasons(case.workload, device, case.world_size)
-        if device == "cuda" and case.world_size > len(machine.gpus):
-            reasons.append(f"{case.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
-        if case.backend is not None:
-            reasons += [f"backend {case.backend}: {why}" for why in self.reasons_against_backend(case, machine)]
-        return tuple(reasons)
-
-    def reasons_against_backend(self, case: Case, machine: Machine) -> tuple[str, ...]:
-        """Why the case's backend cannot serve it here: what it lacks, and what the workload asks of a dense kernel."""
-        assert case.backend is not None
-        backend = self.backends.get(case.backend)
-        dense = case.workload.replace(pattern={"kind": "dense"}, layout="padded", cu_seqlens=None)
-        reasons = [*unmet(backend.requires, machine), *backend.supports.reasons(dense, machine.device)]
-        if case.implementation in self.implementations:
-            only = self.implementations.get(case.implementation).backends
-            if only and backend.name not in only:
-                reasons.append(f"{case.implementation} calls only {' or '.join(only)}")
-        if case.workload.mode != "forward" and backend.backward_target is None:
-            reasons.append(f"mode {case.workload.mode} needs a backward pass, which it lacks")
-        return tuple(reasons)
-
-
-_REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
-
-
-def unmet(requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
-    """Requirements that this machine does not meet, each with what is there instead.
-
-    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'module' or 'module>=1.2' (an importable module and the version of
-    its distribution), 'some-distribution>=1.2' (a name with a dash is an installed distribution, for modules that
-    several distributions share), and alternatives as in 'cuda>=sm80|cpu'.
-    """
-    return tuple(reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine)))
-
-
-def _unmet_alternatives(requirement: str, machine: Machine) -> str | None:
-    reasons = [_unmet(alternative, machine) for alternative in requirement.split("|")]
-    return None if None in reasons else " or ".join(str(reason) for reason in reasons)
-
-
-def _unmet(requirement: str, machine: Machine) -> str | None:
-    match = _REQUIREMENT.match(requirement)
-    if match is None:
-        return f"requirement {requirement!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'"
-    name, version = match["name"], match["version"]
-    if name == "cuda":
-        return _unmet_cuda(version, machine)
-    if name == "cpu":
-        return None if machine.device == "cpu" else f"needs cpu, have {machine.device}"
-    if name == "gpus":
-        needed = int(version or 1)
-        return None if len(machine.gpus) >= needed else f"needs {needed} GPUs, have {len(machine.gpus)}"
-    return _unmet_distribution(name, version) if "-" in name else _unmet_module(name, version)
-
-
-def _unmet_cuda(version: str | None, machine: Machine) -> str | None:
-    if machine.device != "cuda":
-        return f"needs cuda, have {machine.device}" + (f" ({machine.no_cuda})" if machine.no_cuda else "")
-    if version:
-        needed = int(version.removeprefix("sm"))
-        if machine.compute_capability < needed:
-            return f"needs cuda sm{needed} or newer, have sm{machine.compute_capability}"
-    return None
-
-
-def _unmet_distribution(name: str, version: str | None) -> str | None:
-    try:
-        installed = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return f"distribution {name} is not installed"
-    if version is not None and _version_key(installed) < _version_key(version):
-        return f"needs {name} {version} or newer, have {installed}"
-    return None
-
-
-def _unmet_module(name: str, version: str | None) -> str | None:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        return f"module {name} is broken: {error}"
-    if spec is None:
-        return f"module {name} is not installed"
-    if version is None:
-        return None
-    top = name.partition(".")[0]
-    distributions = _distributions_by_module().get(top, [top])
-    try:
-        installed = importlib.metadata.version(distributions[0])
-    except importlib.metadata.PackageNotFoundError:
-        return f"module {name} has no version, {version} or newer is needed"
-    if _version_key(installed) < _version_key(version):
-        return f"needs {name} {version} or newer, have {installed}"
-    return None
-
-
-@functools.cache
-def _distributions_by_module() -> Mapping[str, list[str]]:
-    # Reads what every installed distribution lists: a tenth of a second, and asked for by every case of a plan.
-    return importlib.metadata.packages_distributions()
-
-
-def _version_key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
-def load_target(target: str) -> Any:
-    """Import 'package.module:attribute'. Raises PluginError when the text or the attribute is wrong."""
-    module_name, _, attribute = target.partition(":")
-    if not attribute:
-        raise PluginError(f"target {target!r} has no attribute; write 'package.module:name'")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except AttributeError:
-        raise PluginError(f"module {module_name!r} has no {attribute!r} (target {target!r})") from None
+    default_on: frozenset[str] = frozenset()
+    for_launch_bound: bool = False
+    fresh_process: bool = False

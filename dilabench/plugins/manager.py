@@ -6,22 +6,31 @@ One broken plug-in never breaks the tool: it is loaded inside its own guard, and
 import importlib.metadata
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from types import ModuleType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pluggy
 
 from dilabench.errors import DilabenchError, PluginError
+from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
-from dilabench.plugins import NAME, hookspecs
-from dilabench.plugins.builtin import implementations as builtin
+from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.builtin import peers
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation, Reporter, Suite, Timer, WorkloadPreset
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import (
+    Backend,
+    Capabilities,
+    Implementation,
+    Reporter,
+    Suite,
+    Timer,
+    WorkloadPreset,
+)
 from dilabench.record import PluginInfo
-from dilabench.workload.spec import WorkloadRequest
+from dilabench.workload.spec import DType, Layout, Mode, WorkloadRequest
 
 REGISTRIES = {
     "patterns": PatternKind,
@@ -34,6 +43,17 @@ REGISTRIES = {
 }
 HOOK_PREFIX = "dilabench_register_"
 DISABLE_VARIABLE = "DILABENCH_DISABLE_PLUGINS"
+# Fields that hold words of ours, and fields that have a least value.
+WORDS: Mapping[str, frozenset[str]] = {
+    "devices": frozenset(get_args(DeviceKind)),
+    "default_on": frozenset(get_args(DeviceKind)),
+    "dtypes": frozenset(get_args(DType)),
+    "modes": frozenset(get_args(Mode)),
+    "layouts": frozenset(get_args(Layout)),
+    "merge_grads": frozenset({"exact", "detached"}),
+}
+LEAST = {"head_dim_multiple": 1, "max_head_dim": 1, "max_world_size": 1, "priority": 0, "budget_s": 0}
+TARGETS = {"target", "backward_target", "sharding", "memory", "follow_up", "analysis", "projections"}
 _NAME = re.compile(r"\w[\w.-]*")
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
@@ -158,12 +178,54 @@ def _offered(manager: pluggy.PluginManager, shelf: str) -> list[Any]:
 
 
 def _refuse_impossible(hook: str, descriptor: Any) -> None:
-    """What a dataclass does not check by itself but every user of the descriptor relies on."""
-    if not isinstance(descriptor.aliases, tuple):
-        raise PluginError(f"{hook}: aliases {descriptor.aliases!r} must be a tuple of names, as in ('other-name',)")
+    """Hold every field to its annotation, names and targets to their form; Python itself checks neither."""
+    where = f"{hook}: {type(descriptor).__name__} {descriptor.name!r}"
+    _refuse_wrong_types(where, descriptor)
     for name in (descriptor.name, *descriptor.aliases):
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise PluginError(f"{hook}: {name!r} is not a name; write letters, digits, '-', '_' and '.' only")
-    target = getattr(descriptor, "target", None)
-    if target is not None and (not isinstance(target, str) or not _TARGET.fullmatch(target)):
-        raise PluginError(f"{hook}: target {target!r} of {descriptor.name!r} must be a text like 'package.module:name'")
+    for pattern in getattr(descriptor, "kernels", ()):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise PluginError(f"{where}: kernels {pattern!r} is no regular expression: {error}") from None
+    for field_name in TARGETS & set(type(descriptor).__slots__):
+        target = getattr(descriptor, field_name)
+        if target is not None and not _TARGET.fullmatch(target):
+            raise PluginError(f"{where}: {field_name} {target!r} must be a text like 'package.module:name'")
+
+
+def _refuse_wrong_types(where: str, descriptor: Any) -> None:
+    for name, annotation in get_type_hints(type(descriptor)).items():
+        value = getattr(descriptor, name)
+        if not _fits(value, annotation):
+            wanted = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+            raise PluginError(f"{where}: {name} {value!r} must be {wanted}")
+        if name in WORDS and not value <= WORDS[name]:
+            wrong, known = sorted(value - WORDS[name]), ", ".join(sorted(WORDS[name]))
+            raise PluginError(f"{where}: {name} {', '.join(wrong)} is not known; it may hold {known}")
+        if isinstance(value, int | float) and value < LEAST.get(name, value):
+            raise PluginError(f"{where}: {name} {value} must be at least {LEAST[name]}")
+        if isinstance(value, Capabilities):
+            _refuse_wrong_types(f"{where}: {name}", value)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a value is what an annotation says, items of containers included; functions need only be callable."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is Callable:
+        return callable(value)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(one, arguments[0]) for one in value)
+    if origin in (frozenset, Mapping, dict):
+        if not isinstance(value, origin):
+            return False
+        items = value.items() if isinstance(value, Mapping) else zip(value, strict=True)
+        return all(all(map(_fits, item, arguments)) for item in items)
+    return isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))

@@ -4,11 +4,12 @@ A suite names its `analysis`, a function `analyse(record) -> Sequence[Section]`.
 is rendered, works on the raw samples, and its result is not stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dilabench.plugins.descriptors import Catalogue, Reporter, load_target
+from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
 
 
@@ -101,8 +102,6 @@ class Section:
     plots: tuple[Plot, ...] = ()
 
 
-Analyse = Callable[[RunRecord], Sequence[Section]]
-
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.suites.findings.masks:analyse",)
 
@@ -111,11 +110,13 @@ def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """What the record's suite has to say about it, if it is installed and says anything, and what any record shows."""
     if not record.rows:
         return ()
-    own = catalogue.suites.get(record.suite).analysis if record.suite in catalogue.suites else None
     found: list[Section] = []
-    for target in (*([own] if own else []), *FOR_EVERY_SUITE):
-        analyse: Analyse = load_target(target)
-        found += analyse(record)
+    suite = catalogue.suites.get(record.suite) if record.suite in catalogue.suites else None
+    if suite and suite.analysis:
+        analyse = load_target(suite.analysis)
+        found += analyse(record, catalogue) if suite.reads_catalogue else analyse(record)
+    for target in FOR_EVERY_SUITE:
+        found += load_target(target)(record)
     return tuple(found)
 
 

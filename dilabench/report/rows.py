@@ -1,7 +1,7 @@
 """A run record as rows of text: what is shown, in which order, compared with what. Table and Markdown both print this.
 
 A table holds the rows of one effective workload. Inside it a section holds rows that may be ranked against each other;
-a speed-up exists only inside a section, against the plain method (`gather`) or else the section's first measured row.
+a speed-up exists only inside a section, against the plain method or else the section's first measured row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,8 +34,6 @@ FOOTNOTES = {
     "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
     "✓": "verified before timing: all output rows, or this many sampled ones",
 }
-PLAIN_METHODS = ("gather", "gather-multihead")
-YARDSTICK = "yardstick"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +84,13 @@ class WorkloadTable:
 def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     """One table per effective workload and world size, in the order of the record.
 
-    A yardstick (a row with the label role=yardstick) computes another function of the same shape; it stands in the
+    A yardstick (a row with that role) computes another function of the same shape; it stands in the
     table of that shape, in a section of its own and without a speed-up.
     """
     groups: dict[str, list[Row]] = {}
     yardsticks: list[Row] = []
     for row in record.rows:
-        if row.planned.labels.get("role") == YARDSTICK:
+        if row.planned.role == "yardstick":
             yardsticks.append(row)
         else:
             groups.setdefault(row.case.group_id, []).append(row)
@@ -180,15 +178,14 @@ def _table(rows: Sequence[Row]) -> WorkloadTable:
 
 
 def _section_title(row: Row) -> str | None:
-    labels = row.planned.labels
-    if labels.get("role") == YARDSTICK:
-        return f"{YARDSTICK}: {row.case.workload.pattern.label()}, another function of the same shape"
-    takes = labels.get("takes", "heads")
+    if row.planned.role == "yardstick":
+        return f"yardstick: {row.case.workload.pattern.label()}, another function of the same shape"
+    takes = row.planned.takes
     return None if takes == "heads" else f"takes {takes}: not comparable with the rows above"
 
 
 def _section(title: str | None, rows: Sequence[Row]) -> Section:
-    ranking = None if rows[0].planned.labels.get("role") == YARDSTICK else _ranking(rows)
+    ranking = None if rows[0].planned.role == "yardstick" else _ranking(rows)
     alone = sum(isinstance(row.outcome, Measured) for row in rows) < 2
     shown = [
         DisplayRow(
@@ -207,7 +204,7 @@ def _ranking(rows: Sequence[Row]) -> Ranking | None:
     if not measured:
         return None
     fastest, fastest_ns = min(measured, key=lambda item: item[1])
-    plain = (item for item in measured if item[0].case.implementation in PLAIN_METHODS)
+    plain = (item for item in measured if item[0].planned.role == "plain")
     baseline, baseline_ns = next(plain, measured[0])
     return Ranking(fastest=fastest, fastest_ns=fastest_ns, baseline=baseline, baseline_ns=baseline_ns)
 

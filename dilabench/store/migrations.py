@@ -3,6 +3,7 @@
 The texts of old rows are read here and nowhere else: what they say is from then on a code, a type or a number.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 from dilabench.errors import ConfigError
 from dilabench.metadata import COUNTERS, LABELS, NOTES, TIMER_UNUSABLE, VARIANT
-from dilabench.record import SCHEMA_VERSION, FailureCode, MemorySource, SkipCode
+from dilabench.plugins import builtin
+from dilabench.record import SCHEMA_VERSION, FailureCode, MemorySource, Role, SkipCode
 
 Document = dict[str, Any]
 Step = Callable[[Document], Document]
@@ -36,8 +38,29 @@ _FAILED: tuple[tuple[re.Pattern[str], FailureCode], ...] = (
 _SOURCES: Mapping[str, MemorySource] = {"torch.cuda": "allocator", "ru_maxrss": "process_peak"}
 
 
+def _to_1_1(row: Document) -> Document:
+    """What stays as it is was written by 1.1: a resumed run has rows of both below one header."""
+    return _codes_and_fields(_with_role(row))
+
+
+def _with_role(row: Document) -> Document:
+    """What a row is and what its call receives were labels; what a plain method is was known by its name."""
+    planned = row["planned"]
+    if "role" in planned:
+        return row
+    labels = dict(planned.get("labels", {}))
+    own = _roles().get(planned["case"]["implementation"], "method")
+    role = "yardstick" if labels.pop("role", None) == "yardstick" else own
+    return {**row, "planned": {**planned, "role": role, "takes": labels.pop("takes", "heads"), "labels": labels}}
+
+
+@functools.cache
+def _roles() -> Mapping[str, Role]:
+    return {one.name: one.role for one in builtin.dilabench_register_implementations()}
+
+
 def _codes_and_fields(row: Document) -> Document:
-    """A row of 1.0 as 1.1 has it. What is there already stays: a resumed run has rows of both below one header."""
+    """Reasons get codes; procedure, limits and ways of counting were texts; keys of plug-ins get a namespace."""
     planned, outcome = dict(row["planned"]), dict(row["outcome"])
     labels = dict(planned.get("labels", {}))
     if labels.pop("procedure", None) is not None:
@@ -91,7 +114,7 @@ def _plugins(key: str, known: Mapping[str, object]) -> str:
 
 
 # From each version to the next one, row by row.
-STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType({"1.0": (_codes_and_fields, "1.1")})
+STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType({"1.0": (_to_1_1, "1.1")})
 
 
 def migrated(

@@ -5,42 +5,33 @@ from dataclasses import replace
 
 from dilabench.errors import ConfigError
 from dilabench.metadata import SUITE
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
+from dilabench.plugins.descriptors import Suite
 from dilabench.record import PlannedCase, Row
 from dilabench.request import RunRequest
-from dilabench.suites.billion import cases as billion
-from dilabench.suites.extreme import cases as extreme
 from dilabench.suites.planner import Planner
-from dilabench.suites.ring import cases as ring
-
-NAME = "all"
-# What a reader wants to know first: does it work and roughly how fast; which to choose; how far it goes; then the rest.
-ORDER = ("quick", "implementations", "extreme", "backends", "range", "optimization")
-# It can use any time that is left, so it waits until nothing else does.
-LAST = "billion"
-OPTIONS = {
-    "extreme": extreme.OPTIONS,
-    "billion": billion.OPTIONS,
-    "ring": ring.OPTIONS,
-    "distributed": ring.OPTIONS,
-}
 
 
-def suites(planner: Planner) -> tuple[str, ...]:
-    """The other suites: ours in the order of what they tell, then everything else that is installed."""
-    installed = [name for name in planner.catalogue.suites.names if name != NAME]
-    return (*(name for name in ORDER if name in installed), *(name for name in installed if name not in ORDER))
+def suites(planner: Planner) -> tuple[Suite, ...]:
+    """The other suites, those first that tell most, those last that can use any time that is left."""
+    others = [one for one in planner.catalogue.suites if one.name != planner.request.suite]
+    return tuple(sorted(others, key=lambda one: (one.takes_the_rest, -one.priority)))
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """The cases of every suite but the last, each labelled with its suite and planned once, for the first that asks."""
-    unknown = sorted(request.options.keys() - {option for options in OPTIONS.values() for option in options})
+    """The cases of the suites, each labelled with its suite and planned once, for the first that asks.
+
+    Those that take the rest of the time are left to `follow_up`.
+    """
+    offered = {one.name: one.options for one in suites(planner) if one.options}
+    unknown = sorted(request.options.keys() - {option for options in offered.values() for option in options})
     if unknown:
-        raise ConfigError(f"suite {NAME!r} has no option {unknown[0]!r}; it passes on those of {', '.join(OPTIONS)}")
+        passed_on = ", ".join(offered)
+        raise ConfigError(f"suite {request.suite!r} has no option {unknown[0]!r}; it passes on those of {passed_on}")
     planned: dict[str, PlannedCase] = {}
-    for name in suites(planner):
-        if name != LAST:
-            for one in _cases(planner, name, request):
+    for suite in suites(planner):
+        if not suite.takes_the_rest:
+            for one in _cases(planner, suite, request):
                 planned.setdefault(one.case.case_id, one)
     return tuple(planned.values())
 
@@ -48,28 +39,28 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """What the suites ask for when they have seen their rows; when that is done, the suite that takes what is left."""
     planned: list[PlannedCase] = []
-    for name in suites(planner):
-        target = planner.catalogue.suites.get(name).follow_up
-        if target is not None:
-            own = [row for row in rows if SUITE.of(row.planned) == name]
-            asked = _own_request(name, request)
-            planned += _labelled(load_target(target)(own, asked, replace(planner, request=asked)), name)
+    for suite in suites(planner):
+        if suite.follow_up is not None:
+            own = [row for row in rows if SUITE.of(row.planned) == suite.name]
+            asked = _own_request(suite, request)
+            planned += _labelled(load_target(suite.follow_up)(own, asked, replace(planner, request=asked)), suite)
     known = {row.case.case_id for row in rows}
-    if not any(one.case.case_id not in known for one in planned) and LAST in planner.catalogue.suites:
-        planned += _cases(planner, LAST, request)
+    if not any(one.case.case_id not in known for one in planned):
+        for suite in suites(planner):
+            if suite.takes_the_rest:
+                planned += _cases(planner, suite, request)
     return tuple(planned)
 
 
-def _cases(planner: Planner, name: str, request: RunRequest) -> Iterator[PlannedCase]:
-    asked = _own_request(name, request)
-    target = load_target(planner.catalogue.suites.get(name).target)
-    return _labelled(target(asked, replace(planner, request=asked)), name)
+def _cases(planner: Planner, suite: Suite, request: RunRequest) -> Iterator[PlannedCase]:
+    asked = _own_request(suite, request)
+    return _labelled(load_target(suite.target)(asked, replace(planner, request=asked)), suite)
 
 
-def _own_request(name: str, request: RunRequest) -> RunRequest:
-    options = {option: value for option, value in request.options.items() if option in OPTIONS.get(name, ())}
-    return request.model_copy(update={"suite": name, "options": options})
+def _own_request(suite: Suite, request: RunRequest) -> RunRequest:
+    options = {option: value for option, value in request.options.items() if option in (suite.options or ())}
+    return request.model_copy(update={"suite": suite.name, "options": options})
 
 
-def _labelled(planned: Sequence[PlannedCase], name: str) -> Iterator[PlannedCase]:
-    return (one.model_copy(update={"labels": one.labels | SUITE.entry(name)}) for one in planned)
+def _labelled(planned: Sequence[PlannedCase], suite: Suite) -> Iterator[PlannedCase]:
+    return (one.model_copy(update={"labels": one.labels | SUITE.entry(suite.name)}) for one in planned)

@@ -1,7 +1,7 @@
 """Which implementation and backend is fastest for a workload, as measured: what `-i auto` means.
 
 `dilabench tune` writes a file of measured cells for this machine (GPU, torch, Triton and kernel sources in its name);
-the package ships one for each GPU that it was tuned on. Without any, a rule that held everywhere we measured decides.
+the package ships one for each GPU that it was tuned on. Without any, the priorities on the descriptors decide.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Case
 from dilabench.workload.spec import Model, Workload
 from dilabench.workload.work import attended_pairs
@@ -26,9 +26,6 @@ CACHE_VARIABLE = "DILABENCH_CACHE"
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "tuned"
 KERNELS = PACKAGE / "kernels"
-
-# Best first where nothing was measured.
-RULE = {"dilated": ("fused", "strided"), "dense": ("dense",), "block_sparse": ("block-sparse",)}
 
 
 class TunedCell(Model):
@@ -61,25 +58,40 @@ class Choice:
     source: str
 
 
-def choose(catalogue: Catalogue, machine: Machine, workload: Workload) -> Choice:
+def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
     """The fastest known for the workload that can run here; measured on the nearest cell that is alike.
 
-    Raises ConfigError when nothing can compute it on this machine.
+    What was measured is of one device. Raises ConfigError when nothing can compute it on this machine.
     """
     for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
         for cell in _alike(read_tune_file(path), workload):
-            if _usable(catalogue, machine, cell.implementation, cell.backend, workload):
+            case = Case(implementation=cell.implementation, backend=cell.backend, workload=workload, world_size=ranks)
+            if _usable(catalogue, machine, case):
                 return Choice(cell.implementation, cell.backend, source)
-    for name in RULE[workload.pattern.kind]:
-        if name in catalogue.implementations and _usable(catalogue, machine, name, None, workload):
+    for name in by_priority(catalogue, workload, ranks):
+        if _usable(catalogue, machine, Case(implementation=name, workload=workload, world_size=ranks)):
             return Choice(name, None, "rule")
     raise ConfigError(f"nothing here can compute {workload.label()}; `dilabench list --why` says why")
 
 
-def _usable(catalogue: Catalogue, machine: Machine, name: str, backend: str | None, workload: Workload) -> bool:
-    if name not in catalogue.implementations or (backend is not None and backend not in catalogue.backends):
+def by_priority(catalogue: Catalogue, workload: Workload, ranks: int = 1) -> tuple[str, ...]:
+    """What may be taken unmeasured for a kind of pattern, on one device or over ranks, best first."""
+    found = [
+        one
+        for one in catalogue.implementations
+        if one.priority
+        and workload.pattern.kind in one.supports.patterns
+        # On one rank an implementation over ranks would only do what its single-device kin does.
+        and (one.supports.max_world_size == 1) == (ranks == 1)
+    ]
+    return tuple(one.name for one in sorted(found, key=lambda one: -one.priority))
+
+
+def _usable(catalogue: Catalogue, machine: Machine, case: Case) -> bool:
+    there = case.implementation in catalogue.implementations
+    if not there or (case.backend is not None and case.backend not in catalogue.backends):
         return False
-    return not catalogue.reasons_against(Case(implementation=name, backend=backend, workload=workload), machine)
+    return not catalogue.reasons_against(case, machine)
 
 
 def _alike(file: TuneFile | None, workload: Workload) -> Iterator[TunedCell]:

@@ -1,25 +1,20 @@
 """What every suite needs to make cases: the catalogue, the machine, and the rules that fill in `auto`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.metadata import CHOSEN_BY, ROLE, SPARSITY_REACHED, TAKES, refuse_unknown
-from dilabench.plugins.descriptors import Catalogue, Implementation, load_target
-from dilabench.record import Case, Optimizations, PlannedCase, SkipCode, Skipped
+from dilabench.metadata import CHOSEN_BY, SPARSITY_REACHED, refuse_unknown
+from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import Case, Optimizations, PlannedCase, Role, SkipCode, Skipped
 from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.suites.choice import choose
 from dilabench.suites.optimization.variants import reasons_against
 from dilabench.workload.spec import BlockSparsePattern, Workload, WorkloadRequest
 from dilabench.workload.work import sparsity_of
-
-# Measured preference (catalog.md §2), best first; `auto` takes the first that can serve the case here.
-PREFERENCE_SM90 = ("flash4", "flash3", "sdpa-cudnn", "flash2", "sdpa-flash", "sdpa-efficient", "math")
-PREFERENCE_SM80 = ("flash2", "sdpa-flash", "xformers", "sdpa-efficient", "math")
-PREFERENCE_OLDER = ("sdpa-efficient", "xformers", "math")
-PREFERENCE_CPU = ("sdpa-flash", "math")
 
 # Implementation `auto`: stands for what `dilabench.suites.choice` takes, workload by workload.
 FASTEST = Implementation(
@@ -66,6 +61,37 @@ class Planner:
         shelf = self.catalogue.implementations
         return tuple(dict.fromkeys(FASTEST if name == AUTO else shelf.get(name) for name in names))
 
+    def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
+        """Names of the implementations of which a fact holds, in the catalogue's order; the oracle is no competitor."""
+        return tuple(one.name for one in self.catalogue.implementations if one.role != "oracle" and holds(one))
+
+    def on_one_device(self, *patterns: str) -> tuple[str, ...]:
+        """What computes such patterns on q, k, v of one device, without compiling for tens of seconds at each shape."""
+        return self.where(
+            lambda one: (
+                one.supports.max_world_size == 1
+                and one.takes == "heads"
+                and not one.compiles
+                and not one.supports.patterns.isdisjoint(patterns)
+            )
+        )
+
+    def over_ranks(self, asked: WorkloadRequest) -> tuple[str, ...]:
+        """What suites over ranks have unasked for a workload: shardings that are known, best first.
+
+        All of them where none is for such workloads, so that each can say why.
+        """
+        known = self.where(lambda one: one.sharding is not None and one.takes == "heads")
+        shelf = self.catalogue.implementations
+        ordered = sorted(known, key=lambda name: -shelf.get(name).priority)
+        preferred = {name: shelf.get(name).preferred_for or shelf.get(name).supports for name in ordered}
+        fitting = (
+            name
+            for name, limits in preferred.items()
+            if asked.pattern in limits.patterns and asked.layout in limits.layouts
+        )
+        return tuple(fitting) or tuple(ordered)
+
     def _is_at_home(self, name: str) -> bool:
         """Not an implementation over ranks where there is one: it would only do what its single-device kin does."""
         if name in {AUTO, ALL} or self.request.nproc > 1:
@@ -83,14 +109,14 @@ class Planner:
     ) -> tuple[PlannedCase, ...]:
         """Every implementation on every workload.
 
-        One that computes only dense attention runs the same shape undilated, as a labelled yardstick.
+        One that computes only dense attention runs the same shape undilated, as a yardstick.
         """
         cases: list[PlannedCase] = []
         for request in requests:
             for implementation in implementations:
                 dense_only = implementation.supports.patterns == {"dense"}
                 if dense_only and request.pattern != "dense":
-                    cases += self.plan(implementation, as_dense(request), ROLE.entry("yardstick"))
+                    cases += self.plan(implementation, as_dense(request), role="yardstick")
                 else:
                     cases += self.plan(implementation, request)
         return tuple(cases)
@@ -100,25 +126,25 @@ class Planner:
         implementation: Implementation,
         workload_request: WorkloadRequest,
         labels: Mapping[str, str] | None = None,
+        role: Role | None = None,
         **changes: Any,
     ) -> tuple[PlannedCase, ...]:
         """The cases of one implementation and workload: one per backend asked for when it uses backends.
 
-        `changes` are fields of Optimizations that differ from the request's.
+        `role` is what its rows are among the others, where that is not what it is in general; `changes` are fields of
+        Optimizations that differ from the request's.
         """
         workload = workload_request.resolve(self.machine.auto_dtype)
         labels = dict(labels or {})
         chosen_backend: str | None = None
         if implementation is FASTEST:
-            choice = choose(self.catalogue, self.machine, workload)
+            choice = choose(self.catalogue, self.machine, workload, self.request.nproc)
             implementation = self.catalogue.implementations.get(choice.implementation)
             chosen_backend = choice.backend
             labels |= CHOSEN_BY.entry(f"auto ({choice.source})")
         backends: tuple[str | None, ...] = (None,)
         if implementation.uses_backend:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
-        if implementation.takes != "heads":
-            labels |= TAKES.entry(implementation.takes)
         if isinstance(workload.pattern, BlockSparsePattern):
             labels |= SPARSITY_REACHED.entry(sparsity_of(workload))
         optimizations = Optimizations(
@@ -131,7 +157,9 @@ class Planner:
             }
         )
         return tuple(
-            self._planned(implementation, backend, workload, workload_request, optimizations, labels)
+            self._planned(implementation, backend, workload, workload_request, optimizations).model_copy(
+                update={"labels": labels, "role": role or implementation.role}
+            )
             for backend in backends
         )
 
@@ -142,7 +170,6 @@ class Planner:
         workload: Workload,
         asked: WorkloadRequest,
         optimizations: Optimizations,
-        labels: dict[str, str],
     ) -> PlannedCase:
         case = Case(
             implementation=implementation.name,
@@ -165,33 +192,23 @@ class Planner:
             case=case,
             requested_backend=backend,
             requested_workload=asked,
-            labels=labels,
+            takes=implementation.takes,
             skip=Skipped(code=code, why="; ".join(reasons)) if reasons else None,
         )
 
     def choose_backend(self, case: Case) -> tuple[str | None, str]:
-        """What backend `auto` means for a case here: the first of the measured preference that can serve it.
+        """What backend `auto` means for a case here: the one of highest priority that can serve it.
 
         The second value says what stands against those that came before it.
         """
         against: list[str] = []
-        for name in self.preference():
-            if name in self.catalogue.backends:
-                trial = case.model_copy(update={"backend": name})
-                reasons = self.catalogue.reasons_against_backend(trial, self.machine)
-                if not reasons:
-                    return name, "; ".join(against)
-                against.append(f"{name}: {', '.join(reasons)}")
-        return None, "; ".join(against)
-
-    def preference(self) -> tuple[str, ...]:
-        """Backend names for this device, best first."""
-        capability = self.machine.compute_capability
-        if self.machine.device == "cpu":
-            return PREFERENCE_CPU
-        if capability >= 90:
-            return PREFERENCE_SM90
-        return PREFERENCE_SM80 if capability >= 80 else PREFERENCE_OLDER
+        for name in self.catalogue.preferred_backends(self.machine):
+            trial = case.model_copy(update={"backend": name})
+            reasons = self.catalogue.reasons_against_backend(trial, self.machine)
+            if not reasons:
+                return name, "; ".join(against)
+            against.append(f"{name}: {', '.join(reasons)}")
+        return None, "; ".join(against) or "none has a priority on this class of device"
 
 
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
@@ -201,6 +218,8 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
     PluginError for an unknown label.
     """
     suite = catalogue.suites.get(request.suite)
+    if suite.options is not None:
+        refuse_unknown_options(request, suite.options)
     return registered(load_target(suite.target)(request, Planner(catalogue, machine, request)))
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dilabench.machine import Machine
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Case
 from dilabench.units import format_bytes
@@ -31,13 +32,13 @@ def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
     return found if found is None or machine.device == "cuda" else found // ranks
 
 
-def shortage(case: Case, machine: Machine) -> str | None:
+def shortage(case: Case, machine: Machine, catalogue: Catalogue) -> str | None:
     """Why the case cannot fit into the device's memory; None when it may.
 
     By the formula of its implementation where there is one, else by q, k, v, out and lse alone, which is the least.
     """
     available = memory_bytes(machine)
-    plan = plan_memory(case, machine.device)
+    plan = plan_memory(case, machine.device, catalogue)
     needed = plan.peak_bytes if plan else sum(tensor_bytes(case.workload).values())
     if available is None or needed <= available:
         return None

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import unmet
 from dilabench.plugins.manager import discover
+from dilabench.plugins.requirements import unmet
 from dilabench.record import GpuInfo
 from dilabench.workload.spec import Workload
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from dilabench.backends.load import load_backend
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import Backend, load_target, unmet
+from dilabench.plugins.catalogue import load_target
+from dilabench.plugins.descriptors import Backend
 from dilabench.plugins.manager import discover
+from dilabench.plugins.requirements import unmet
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 BACKENDS = [b for b in discover().catalogue.backends if b.target.startswith("dilabench.")]

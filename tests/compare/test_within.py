@@ -106,7 +106,7 @@ def test_every_row_without_a_verdict_is_named(make_row, make_record):
         make_row("shifted", outcome=wrong),
         make_row("other-timer", position=2, timer="hot"),
         make_row("gather", seq_len=101),
-        make_row("module", position=3, labels={"takes": "embeddings"}),
+        make_row("module", position=3, takes="embeddings"),
     ]
     found = compare_within([make_record(rows)], policy=CPU)
     lacks = {one.case.implementation: one.lack for one in found.uncompared}

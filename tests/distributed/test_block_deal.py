@@ -6,12 +6,10 @@ import torch
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.block_deal import BlockDeal, hop_pairs
-from dilabench.distributed.model import load_balance, overlapping_share, received_bytes
+from dilabench.distributed.shardings import BLOCKS
 from dilabench.impls.ring import block_sparse
 from dilabench.patterns.block_masks import block_mask
 from dilabench.workload.spec import Workload
-
-RING = "block-sparse-ring"
 
 
 def workload(pattern=None, **fields):
@@ -29,7 +27,7 @@ def from_file(folder, mask, **fields):
 def test_a_band_moves_its_reach_and_a_full_mask_everything(tmp_path):
     # 12 blocks of 8 rows, the last of 5, in order on 4 ranks: 24, 24, 24 and 21 rows. K and V: 2·2·8·2 bytes a row.
     beside = from_file(tmp_path, np.eye(12, dtype=bool) | np.eye(12, k=1, dtype=bool))
-    assert received_bytes(beside, RING, 4) == 8 * 64
+    assert BLOCKS.received_bytes(beside, 4) == 8 * 64
     one_rank_on = from_file(tmp_path, np.eye(12, k=3, dtype=bool))
     assert [BlockDeal.of(one_rank_on, 4).rows_of(BlockDeal.of(one_rank_on, 4).sent(r + 1, r)) for r in range(3)] == [
         24,
@@ -37,18 +35,18 @@ def test_a_band_moves_its_reach_and_a_full_mask_everything(tmp_path):
         21,
     ]
     full = workload({"sparsity": 0.0}, causal=False)
-    assert received_bytes(full, RING, 4) == 72 * 64
-    assert received_bytes(full.replace(mode="backward"), RING, 4) == 72 * 64
-    assert received_bytes(full.replace(mode="both"), RING, 4) == (69 + 72) * 64
-    assert received_bytes(full, RING, 1) == 0
+    assert BLOCKS.received_bytes(full, 4) == 72 * 64
+    assert BLOCKS.received_bytes(full.replace(mode="backward"), 4) == 72 * 64
+    assert BLOCKS.received_bytes(full.replace(mode="both"), 4) == (69 + 72) * 64
+    assert BLOCKS.received_bytes(full, 1) == 0
 
 
 def test_nothing_moves_where_nothing_is_seen_elsewhere(tmp_path):
-    assert received_bytes(from_file(tmp_path, np.eye(12, dtype=bool)), RING, 4) == 0
+    assert BLOCKS.received_bytes(from_file(tmp_path, np.eye(12, dtype=bool)), 4) == 0
     empty = from_file(tmp_path, np.zeros((12, 12), dtype=bool))
-    assert received_bytes(empty, RING, 4) == 0
-    assert load_balance(empty, RING, 4) is None
-    assert overlapping_share(empty, RING, 4) is None
+    assert BLOCKS.received_bytes(empty, 4) == 0
+    assert BLOCKS.load_balance(empty, 4) is None
+    assert BLOCKS.overlapping_share(empty, 4) is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -68,14 +66,14 @@ def test_work_is_counted_pair_by_pair(ranks, causal, per_head):
     ]
     assert hop_pairs(one, ranks) == tuple(map(tuple, wanted))
     work = [sum(hops) for hops in wanted]
-    assert load_balance(one, RING, ranks) == pytest.approx(sum(work) / ranks / max(work))
+    assert BLOCKS.load_balance(one, ranks) == pytest.approx(sum(work) / ranks / max(work))
     slowest = work.index(max(work))
-    assert overlapping_share(one, RING, ranks) == pytest.approx(wanted[slowest][0] / work[slowest])
+    assert BLOCKS.overlapping_share(one, ranks) == pytest.approx(wanted[slowest][0] / work[slowest])
 
 
 def test_causal_work_is_balanced_to_within_a_block():
     one = workload({"mask": "local_window", "sparsity": 0.9, "block_size": 16}, seq_len=16384)
-    assert load_balance(one, RING, 4) > 0.99
+    assert BLOCKS.load_balance(one, 4) > 0.99
 
 
 @pytest.mark.parametrize(

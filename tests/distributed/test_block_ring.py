@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dilabench.distributed.launch import launch
-from dilabench.distributed.model import received_bytes
+from dilabench.distributed.shardings import BLOCKS
 from dilabench.patterns.block_masks import block_mask
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -75,8 +75,7 @@ def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path):
         assert gradients.tolist() == (vector * rows.sum(1)).tolist(), case
         assert everything.tolist() == (keys + gradients).tolist(), case
         for mode, counted in (("forward", keys), ("backward", gradients), ("both", everything)):
-            for name in ("block-sparse-ring", "block-sparse-ring-multihead"):
-                assert received_bytes(one.replace(mode=mode), name, ranks) == counted.max(), (case, mode)
+            assert BLOCKS.received_bytes(one.replace(mode=mode), ranks) == counted.max(), (case, mode)
 
 
 def test_half_precision_errs_at_most_twice_as_much_as_one_device():

@@ -2,12 +2,15 @@
 
 import pytest
 
-from dilabench.distributed.balance import hop_pairs
-from dilabench.distributed.model import ideal_efficiency, load_balance, overlapping_share, received_bytes
+from dilabench.distributed.model import ideal_efficiency
 from dilabench.distributed.sharding import contiguous, zigzag
+from dilabench.distributed.shardings import RING, RING_ALLGATHER, RING_OVERLAP, RING_VARLEN, ULYSSES, ZIGZAG_RING
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.union.branches import branches_of
 from dilabench.patterns.dense import windowed_pairs
+from dilabench.plugins.manager import discover
+from dilabench.record import Case
+from dilabench.suites.findings.exposure import sharding_of
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -41,51 +44,64 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(("name", "sharding"), [("ring", contiguous), ("zigzag-ring", zigzag)])
+@pytest.mark.parametrize(("sharding", "cut"), [(RING, contiguous), (ZIGZAG_RING, zigzag)], ids=["ring", "zigzag-ring"])
 @pytest.mark.parametrize(("fields", "tolerance"), COUNTED.values(), ids=COUNTED)
-def test_pairs_hop_by_hop_are_those_of_the_plan(ranks, name, sharding, fields, tolerance):
+def test_pairs_hop_by_hop_are_those_of_the_plan(ranks, sharding, cut, fields, tolerance):
     one = workload(seq_len=1024, **fields)
-    shards = sharding(one.sequences, ranks)
+    shards = cut(one.sequences, ranks)
     planned = [[planned_pairs(one, shards, rank, hop) for hop in range(ranks)] for rank in range(ranks)]
     work = [sum(hops) for hops in planned]
-    for found, wanted in zip(hop_pairs(one, name, ranks), planned, strict=True):
+    for found, wanted in zip(sharding.pairs(one, ranks), planned, strict=True):
         assert found == pytest.approx(wanted, rel=0, abs=tolerance * max(work))
-    assert load_balance(one, name, ranks) == pytest.approx(sum(work) / ranks / max(work), rel=tolerance)
+    assert sharding.load_balance(one, ranks) == pytest.approx(sum(work) / ranks / max(work), rel=tolerance)
 
 
 def test_packed_sequences_are_cut_one_by_one():
     one = workload(seq_len=240, layout="packed", cu_seqlens=(0, 48, 240))
     shards = zigzag(one.sequences, 3)
     planned = [[planned_pairs(one, shards, rank, hop) for hop in range(3)] for rank in range(3)]
-    assert [list(hops) for hops in hop_pairs(one, "ring-varlen", 3)] == planned
+    assert [list(hops) for hops in RING_VARLEN.pairs(one, 3)] == planned
 
 
 def test_a_causal_ring_in_order_is_balanced_as_p_over_2p_minus_1():
     for ranks in (2, 4, 8):
         one = workload(seq_len=2**14)
-        assert load_balance(one, "ring", ranks) == pytest.approx(ranks / (2 * ranks - 1), rel=1e-3)
-        assert load_balance(one, "zigzag-ring", ranks) == 1.0
+        assert RING.load_balance(one, ranks) == pytest.approx(ranks / (2 * ranks - 1), rel=1e-3)
+        assert ZIGZAG_RING.load_balance(one, ranks) == 1.0
 
 
 def test_whole_heads_are_uneven_where_they_do_not_divide():
-    assert load_balance(workload(num_heads=6, num_kv_heads=6), "ulysses", 4) == 6 / 4 / 2
+    assert ULYSSES.load_balance(workload(num_heads=6, num_kv_heads=6), 4) == 6 / 4 / 2
 
 
-def test_nothing_is_said_of_a_sharding_that_is_not_known():
-    assert load_balance(workload(), "somebody-elses-ring", 4) is None
-    assert overlapping_share(workload(), "somebody-elses-ring", 4) is None
-    assert received_bytes(workload(), "somebody-elses-ring", 4) is None
+def test_nothing_is_said_of_an_implementation_that_names_no_sharding():
+    catalogue = discover().catalogue
+    for name in ("strided", "torch-context-parallel", "somebody-elses-ring"):
+        assert sharding_of(Case(implementation=name, workload=workload(), world_size=4), catalogue) is None
+
+
+def test_every_sharding_that_a_descriptor_names_answers():
+    catalogue = discover().catalogue
+    named = [one for one in catalogue.implementations if one.sharding]
+    assert {one.name for one in named} >= {"ring", "ulysses", "block-sparse-ring-multihead"}
+    sparse = {"kind": "block_sparse", "block_size": 8, "sparsity": 0.5}
+    for one in named:
+        asked = workload(pattern=sparse) if one.supports.patterns == {"block_sparse"} else workload()
+        sharding = sharding_of(Case(implementation=one.name, workload=asked, world_size=4), catalogue)
+        assert 0 < sharding.load_balance(asked, 4) <= 1
+        assert 0 <= sharding.overlapping_share(asked, 4) < 1
+        assert sharding.received_bytes(asked, 4) > 0
 
 
 def test_what_can_go_on_while_keys_are_under_way():
     # Zigzag hops are equal: all but the last one. A gather has only its own keys meanwhile, Ulysses nothing.
-    assert overlapping_share(workload(seq_len=768), "zigzag-ring", 4) == pytest.approx(3 / 4, rel=5e-3)
-    assert overlapping_share(workload(causal=False), "ring-allgather", 4) == 1 / 4
-    assert overlapping_share(workload(), "ulysses", 4) == 0.0
+    assert ZIGZAG_RING.overlapping_share(workload(seq_len=768), 4) == pytest.approx(3 / 4, rel=5e-3)
+    assert RING_ALLGATHER.overlapping_share(workload(causal=False), 4) == 1 / 4
+    assert ULYSSES.overlapping_share(workload(), 4) == 0.0
     # A window that reaches one rank back has its last hop there.
     near = workload(seq_len=1024, window=(255, 0), causal=True)
-    last, whole = hop_pairs(near, "ring", 4)[3][1], sum(hop_pairs(near, "ring", 4)[3])
-    assert overlapping_share(near, "ring", 4) == 1 - last / whole
+    last, whole = RING.pairs(near, 4)[3][1], sum(RING.pairs(near, 4)[3])
+    assert RING.overlapping_share(near, 4) == 1 - last / whole
 
 
 def test_ideal_efficiency_is_the_balance_less_what_communication_adds():
@@ -96,18 +112,19 @@ def test_ideal_efficiency_is_the_balance_less_what_communication_adds():
 # Shards that the rank with most receives. Forward K of three others, backward K of three (of two where the last hop's
 # was kept) and three dK; behind a causal mask what a rank does not receive as K comes back to it as dK.
 @pytest.mark.parametrize(
-    ("name", "backward", "both", "causal_backward", "causal_both"),
-    [("ring", 6, 9, 3, 6), ("ring-overlap", 5, 8, 3, 5), ("zigzag-ring", 5, 8, 4, 6.5)],
+    ("sharding", "backward", "both", "causal_backward", "causal_both"),
+    [(RING, 6, 9, 3, 6), (RING_OVERLAP, 5, 8, 3, 5), (ZIGZAG_RING, 5, 8, 4, 6.5)],
+    ids=["ring", "ring-overlap", "zigzag-ring"],
 )
-def test_a_ring_brings_so_many_shards(name, backward, both, causal_backward, causal_both):
+def test_a_ring_brings_so_many_shards(sharding, backward, both, causal_backward, causal_both):
     wanted = {False: {"forward": 3, "backward": backward, "both": both}}
     wanted[True] = {"forward": 3, "backward": causal_backward, "both": causal_both}
     shard = 2 * 24 * 4 * 8 * 8
     for causal, shards in wanted.items():
-        found = {mode: received_bytes(workload(causal=causal, mode=mode), name, 4) for mode in shards}
+        found = {mode: sharding.received_bytes(workload(causal=causal, mode=mode), 4) for mode in shards}
         assert found == {mode: count * shard for mode, count in shards.items()}
 
 
 def test_one_rank_receives_nothing_and_a_window_has_no_formula():
-    assert received_bytes(workload(), "ring", 1) == 0
-    assert received_bytes(workload(window=(5, 0)), "ring", 4) is None
+    assert RING.received_bytes(workload(), 1) == 0
+    assert RING.received_bytes(workload(window=(5, 0)), 4) is None

@@ -104,7 +104,7 @@ def prepared(group, target, timeout_s=60.0):
 
 def test_ranks_verify_and_weigh_a_case_wherever_they_are(launcher):
     with group_at(launcher) as group:
-        handle = prepared(group, "dilabench.impls.ring.ring:build")
+        handle = prepared(group, "dilabench.impls.ring.rings:build")
         reply = group.ask("verify", handle, timeout_s=60)
         assert reply.verification.passed, reply.why
         assert {check.name for check in reply.verification.checks} >= {"out", "lse", "dq", "dk", "dv"}
@@ -126,7 +126,7 @@ def test_what_goes_wrong_on_a_rank_is_told_and_the_next_group_works(launcher, ho
         assert failed.value.died
         assert not group.alive
     with group_at(launcher) as group:
-        assert prepared(group, "dilabench.impls.ring.ring:build")
+        assert prepared(group, "dilabench.impls.ring.rings:build")
 
 
 def test_a_rank_that_does_not_answer_is_ended(launcher):
@@ -146,7 +146,7 @@ def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_lat
         while group.alive and time.monotonic() < deadline:
             time.sleep(0.05)
         with pytest.raises(WorkerFailure, match="rank 1: the "):
-            prepared(group, "dilabench.impls.ring.ring:build")
+            prepared(group, "dilabench.impls.ring.rings:build")
     with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone"):
         start_worker("tests@2", SETTINGS, nodes)
 

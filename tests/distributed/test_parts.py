@@ -3,7 +3,9 @@
 import pytest
 
 from dilabench.distributed.launch import launch
-from dilabench.distributed.model import joined_bytes, received_bytes
+from dilabench.distributed.model import joined_bytes
+from dilabench.plugins.catalogue import load_target
+from dilabench.plugins.manager import discover
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -33,10 +35,12 @@ def test_received_bytes_are_those_of_the_formulas(ranks):
         for name, pattern in [*((name, {"kind": "dense"}) for name in names), ("ring-allgather", nested)]
     ]
     found = launch(part_cases.received, ranks, [calls])
+    implementations = discover().catalogue.implementations
     for index, (name, one) in enumerate(calls):
+        sharding = load_target(implementations.get(name).sharding)
         for mode in ("forward", "backward", "both"):
             most = max(rank[index][mode] for rank in found)
-            assert received_bytes(one.replace(mode=mode), name, ranks) == most, (name, one.causal, mode)
+            assert sharding.received_bytes(one.replace(mode=mode), ranks) == most, (name, one.causal, mode)
 
 
 def test_joined_bytes_are_those_of_whole_tensors():

@@ -6,8 +6,9 @@ import pytest
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
 from dilabench.machine import Machine
-from dilabench.plugins.builtin import implementations as builtin
-from dilabench.plugins.descriptors import Backend, Capabilities, Catalogue, Implementation
+from dilabench.plugins import builtin
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.record import Case, PlannedCase, RunHeader
 from dilabench.request import RunRequest
 from dilabench.workload.spec import Workload

@@ -12,7 +12,8 @@ from dilabench.engine.plausibility import interference, suspicions, unproven_bac
 from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
 from dilabench.engine.worker.protocol import case_spec, worker_key
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification
 from dilabench.workload.spec import Workload, WorkloadRequest
 from dilabench.workload.work import flops
@@ -235,7 +236,7 @@ def catalogue():
     shelves.implementations.add(Implementation("ours", "", "m:b", uses_backend=True), "builtin")
     shelves.implementations.add(Implementation("theirs", "", "m:b", uses_backend=True), "their_plugin")
     shelves.backends.add(Backend("sdpa", "", "m:a", requires=("cuda>=sm80|cpu",)), "builtin")
-    shelves.backends.add(Backend("library", "", "m:a", "m:b", requires=("cuda", "library>=2")), "builtin")
+    shelves.backends.add(Backend("library", "", "m:a", "m:b", requires=("cuda", "library>=2"), library=True), "builtin")
     shelves.backends.add(Backend("foreign", "", "m:a"), "other_plugin")
     return shelves
 

@@ -32,7 +32,8 @@ from dilabench.engine.runner import run
 from dilabench.request import RunRequest
 from dilabench.machine import Machine
 from dilabench.plugins import builtin
-from dilabench.plugins.descriptors import Capabilities, Catalogue, Implementation
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.record import Case, PlannedCase, RunHeader
 from dilabench.workload.spec import Workload
 from dilabench.store.run_files import RunFolder

@@ -15,8 +15,9 @@ from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
-from dilabench.plugins.builtin import implementations as builtin
-from dilabench.plugins.descriptors import Backend, Capabilities, Catalogue, Implementation
+from dilabench.plugins import builtin
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.record import Check, Failed, KernelUse, Measured, Memory, Note, Skipped, Slot, Verification
 
 DENSE = Capabilities(patterns=frozenset({"dense"}))

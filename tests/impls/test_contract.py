@@ -12,7 +12,8 @@ from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.engine.verify.verification import summary, verify
 from dilabench.machine import Machine, detect
-from dilabench.plugins.descriptors import Catalogue, Implementation, load_target
+from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.descriptors import Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
 from dilabench.workload.spec import Workload

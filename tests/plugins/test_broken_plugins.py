@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dilabench.errors import ExitCode, PluginError
-from dilabench.plugins import Backend, Implementation, hookimpl
+from dilabench.plugins import Backend, Capabilities, Implementation, hookimpl
 from dilabench.plugins.manager import DISABLE_VARIABLE, discover
 
 MINE = Implementation("mine", "a summary", "package.module:build")
@@ -40,6 +40,10 @@ def wants_more(request: object) -> list[Implementation]:
     return [MINE]
 
 
+def _limited(**limits: Any) -> Implementation:
+    return Implementation("mine", "a summary", "package.module:build", supports=Capabilities(**limits))
+
+
 BROKEN = {
     "raises in the hook": (plugin(raises), "OSError: no licence file"),
     "leaves the program in the hook": (plugin(exits), "SystemExit: 3"),
@@ -55,7 +59,7 @@ BROKEN = {
     ),
     "has a target without an attribute": (
         plugin(lambda: [Implementation("mine", "a summary", "package.module")]),
-        "target 'package.module' of 'mine' must be a text like 'package.module:name'",
+        "Implementation 'mine': target 'package.module' must be a text like 'package.module:name'",
     ),
     "has an empty name": (
         plugin(lambda: [Implementation("", "a summary", "package.module:build")]),
@@ -67,8 +71,55 @@ BROKEN = {
     ),
     "has one text for aliases": (
         plugin(lambda: [Implementation("mine", "a summary", "package.module:build", aliases="other")]),  # type: ignore[arg-type]
-        "aliases 'other' must be a tuple of names",
+        "Implementation 'mine': aliases 'other' must be tuple[str, ...]",
     ),
+    "has a number for a name": (
+        plugin(lambda: [Implementation(3, "a summary", "package.module:build")]),  # type: ignore[arg-type]
+        "Implementation 3: name 3 must be str",
+    ),
+    "has a text for a switch": (
+        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", compiles="yes")]),  # type: ignore[arg-type]
+        "compiles 'yes' must be bool",
+    ),
+    "has a list of numbers for requirements": (
+        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", requires=(3,))]),  # type: ignore[arg-type]
+        "requires (3,) must be tuple[str, ...]",
+    ),
+    "computes in a dtype that there is not": (
+        plugin(lambda: [_limited(dtypes=frozenset({"bf16"}))]),
+        "Implementation 'mine': supports: dtypes bf16 is not known; it may hold bfloat16",
+    ),
+    "looks for kernels by half an expression": (
+        plugin(
+            lambda: [Backend("mine", "a summary", "package.module:attend", kernels=("flash(",))],
+            "dilabench_register_backends",
+        ),
+        "Backend 'mine': kernels 'flash(' is no regular expression",
+    ),
+    "has a priority for a device that there is not": (
+        plugin(
+            lambda: [Backend("mine", "a summary", "package.module:attend", priority={"sm99": 1})],  # type: ignore[dict-item]
+            "dilabench_register_backends",
+        ),
+        "Backend 'mine': priority {'sm99': 1} must be ",
+    ),
+    "has a role of its own": (
+        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", role="best")]),  # type: ignore[arg-type]
+        "role 'best' must be Literal['oracle', 'plain', 'method', 'yardstick']",
+    ),
+    "names a formula without a module": (
+        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", memory="plan")]),
+        "Implementation 'mine': memory 'plan' must be a text like 'package.module:name'",
+    ),
+    "has patterns in a list": (
+        plugin(lambda: [_limited(patterns=["dense"])]),
+        "supports: patterns ['dense'] must be frozenset[str]",
+    ),
+    "has head dims in multiples of nothing": (
+        plugin(lambda: [_limited(on_cuda=Capabilities(head_dim_multiple=0))]),
+        "supports: on_cuda: head_dim_multiple 0 must be at least 1",
+    ),
+    "has a check that cannot be called": (plugin(lambda: [_limited(check="no")]), "supports: check 'no' must be "),
     "misspells a hook": (
         plugin(lambda: [MINE], "dilabench_register_implementation"),
         "unknown hook 'dilabench_register_implementation'",

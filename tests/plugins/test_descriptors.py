@@ -6,7 +6,9 @@ import pytest
 
 from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Backend, Capabilities, Catalogue, Implementation, Registry, load_target, unmet
+from dilabench.plugins.catalogue import Catalogue, Registry, load_target
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
+from dilabench.plugins.requirements import unmet
 from dilabench.record import Case, GpuInfo
 from dilabench.workload.spec import Workload
 

@@ -24,7 +24,7 @@ def reasons(name, machine=HOPPERS, ranks=4, backend="sdpa-flash", **fields):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr("dilabench.plugins.descriptors._unmet_module", lambda name, version: None)
+    monkeypatch.setattr("dilabench.plugins.requirements._unmet_module", lambda name, version: None)
 
 
 def test_torch_and_ring_flash_attn_are_there():
@@ -63,7 +63,7 @@ def test_what_cannot_be_used_says_why(installed, name, asked, reason):
 
 
 def test_a_missing_package_is_a_reason(monkeypatch):
-    monkeypatch.setattr("dilabench.plugins.descriptors.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dilabench.plugins.requirements.importlib.util.find_spec", lambda name: None)
     assert reasons("ring-flash-attn-zigzag") == ("module ring_flash_attn is not installed",)
 
 

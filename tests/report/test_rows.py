@@ -44,8 +44,9 @@ def measured(*milliseconds: float) -> Measured:
     )
 
 
-def row(name: str, outcome: Outcome, *, backend: str | None = "math", labels: Any = None, **changes: Any) -> Row:
+def row(name: str, outcome: Outcome, *, backend: str | None = "math", takes: Any = "heads", **changes: Any) -> Row:
     optimizations = changes.pop("optimizations", Optimizations())
+    role = changes.pop("role", "plain" if name.startswith("gather") else "method")
     world_size = changes.pop("world_size", 1)
     case = Case(
         implementation=name,
@@ -54,7 +55,7 @@ def row(name: str, outcome: Outcome, *, backend: str | None = "math", labels: An
         optimizations=optimizations,
         world_size=world_size,
     )
-    return Row(planned=PlannedCase(case=case, requested_backend=backend, labels=labels or {}), outcome=outcome)
+    return Row(planned=PlannedCase(case=case, role=role, takes=takes, requested_backend=backend), outcome=outcome)
 
 
 def record(*rows: Row) -> RunRecord:
@@ -101,8 +102,8 @@ def test_rows_that_take_other_inputs_are_ranked_apart() -> None:
     (table,) = workload_tables(
         record(
             row("gather", measured(1)),
-            row("strided-multihead", measured(9), labels={"takes": "embeddings"}),
-            row("gather-multihead", measured(18), labels={"takes": "embeddings"}),
+            row("strided-multihead", measured(9), takes="embeddings"),
+            row("gather-multihead", measured(18), takes="embeddings"),
         )
     )
     own, embeddings = table.sections
@@ -113,8 +114,8 @@ def test_rows_that_take_other_inputs_are_ranked_apart() -> None:
 
 
 def test_a_yardstick_stands_in_the_table_of_its_shape_without_a_speed_up() -> None:
-    dense = row("dense", measured(1), labels={"role": "yardstick"}, pattern={"kind": "dense"})
-    other = row("dense", measured(1), labels={"role": "yardstick"}, pattern={"kind": "dense"}, seq_len=500)
+    dense = row("dense", measured(1), role="yardstick", pattern={"kind": "dense"})
+    other = row("dense", measured(1), role="yardstick", pattern={"kind": "dense"}, seq_len=500)
     first, second = workload_tables(record(dense, other, row("gather", measured(5)), row("strided", measured(4))))
     assert [section.title is None for section in first.sections] == [True, False]
     assert [shown(display, "speed-up") for display in first.sections[1].rows] == ["–"]

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 from pathlib import Path
 from typing import get_args
@@ -9,6 +10,7 @@ import pytest
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.block_masks import block_mask
 from dilabench.record import (
+    SCHEMA_VERSION,
     Case,
     Check,
     CpuInfo,
@@ -285,3 +287,33 @@ def test_a_folder_that_may_not_be_entered_is_refused(tmp_path, monkeypatch):
 def test_a_missing_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_record(tmp_path / "nothing")
+
+
+def test_the_golden_record_loads():
+    golden = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
+    record = read_record(golden)
+    assert json.loads(golden.read_text())["schema_version"] == "1.0"
+    assert record.schema_version == SCHEMA_VERSION
+    found = {(row.case.implementation, row.planned.role, row.planned.takes) for row in record.rows}
+    assert found >= {
+        ("dense", "yardstick", "heads"),
+        ("gather", "plain", "heads"),
+        ("gather-multihead", "plain", "embeddings"),
+        ("strided", "method", "heads"),
+    }
+    assert not any(row.planned.labels for row in record.rows)
+
+
+def test_old_rows_of_a_run_that_was_cut_short_get_their_roles_too(tmp_path):
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "run_record.v1.json").read_text())
+    rows = golden.pop("rows")
+    lines = [{"header": {name: golden[name] for name in RunHeader.model_fields if name in golden}}]
+    (tmp_path / ROWS_NAME).write_text(
+        "\n".join(json.dumps(line) for line in [*lines, *({"row": row} for row in rows)]) + "\n"
+    )
+    found = read_record(tmp_path).rows
+    assert {row.planned.role for row in found} == {"oracle", "plain", "method", "yardstick"}
+    # A run that goes on adds rows of today's form behind the old header.
+    with (tmp_path / ROWS_NAME).open("a") as file:
+        file.write(json.dumps({"row": found[0].model_dump(mode="json")}) + "\n")
+    assert sorted(map(repr, read_record(tmp_path).rows)) == sorted(map(repr, found))

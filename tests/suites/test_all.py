@@ -7,9 +7,11 @@ from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo, Row, Skipped
 from dilabench.request import run_request
-from dilabench.suites.all import LAST, ORDER, follow_up
+from dilabench.suites.all import follow_up
 from dilabench.suites.planner import Planner, expand
 
+ORDER = ("quick", "implementations", "extreme", "backends", "range", "optimization")
+LAST = "billion"
 CPU = Machine(device="cpu", no_cuda="test")
 H200 = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=143771 * 2**20),))
 

@@ -7,7 +7,7 @@ from dilabench.engine.runner import run
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.memory import plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import GpuInfo, RunHeader
 from dilabench.request import run_request
@@ -57,7 +57,7 @@ def test_four_gpus_hold_a_billion_as_one_sequence_and_one_of_them_a_quarter(cata
     assert (whole.case.implementation, whole.case.world_size, whole.skip) == ("fused-sharded", 4, None)
     assert (whole.case.workload.seq_len, whole.case.optimizations.stream_tokens) == (2**30, 0)
     # q, k, v and out of 64 bfloat16 values and one float32 lse for a quarter of the tokens, and nothing else.
-    assert plan_per_rank(whole.case, "cuda").peak_bytes == 2**28 * (4 * 64 * 2 + 4)
+    assert plan_memory(whole.case, "cuda", discover().catalogue).peak_bytes == 2**28 * (4 * 64 * 2 + 4)
     assert plan_time(whole.case, FOUR_H200, 1).seconds == pytest.approx(
         plan_time(whole.case.model_copy(update={"world_size": 1}), FOUR_H200, 1).seconds / 4
     )
@@ -168,7 +168,7 @@ def test_a_sequence_over_two_ranks_is_measured_weighed_by_formula_and_verified(c
     assert row.outcome.status == "measured", row.outcome
     assert row.outcome.verification.sampled_rows >= 24
     assert computed_tokens(row) == 50 * 1024
-    plan = plan_per_rank(row.case, "cpu")
+    plan = plan_memory(row.case, "cpu", discover().catalogue)
     assert plan.inputs_bytes == row.outcome.memory.inputs_bytes == 3 * 25 * 1024 * 32 * 4
     assert row.outcome.memory.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.25)
     (section,) = analyse(record)

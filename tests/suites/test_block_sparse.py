@@ -42,7 +42,7 @@ def plan(catalogue, machine=CPU, workload=None, **run):
 
 def test_one_yardstick_and_every_density_and_block_size(catalogue):
     planned = plan(catalogue, HOPPER)
-    assert [p.labels.get("role") for p in planned] == ["yardstick", *[None] * 15]
+    assert [p.role for p in planned] == ["yardstick", *["method"] * 15]
     assert planned[0].case.workload.pattern.kind == "dense"
     points = [(p.case.workload.pattern.block_size, p.case.workload.pattern.sparsity) for p in planned[1:]]
     assert points == [(block, s) for block in (64, 128, 256) for s in (0.5, 0.75, 0.9, 0.95, 0.98)]
@@ -80,7 +80,7 @@ def test_what_ranks_cannot_do_says_why(catalogue):
 
 def test_what_is_named_is_the_only_one(catalogue):
     planned = plan(catalogue, workload={"sparsity": "0.8", "mask": "random", "block_size": "32", **SMALL})
-    (point,) = [p for p in planned if p.labels.get("role") is None]
+    (point,) = [p for p in planned if p.role == "method"]
     pattern = point.case.workload.pattern
     assert (pattern.mask, pattern.sparsity, pattern.block_size) == ("random", 0.8, 32)
     assert abs(float(point.labels["sparsity_reached"]) - 0.8) < 0.05

@@ -18,6 +18,8 @@ from dilabench.suites.extreme.findings import analyse
 from dilabench.suites.planner import Planner, expand
 from dilabench.workload.spec import WorkloadRequest
 
+CATALOGUE = discover().catalogue
+
 CPU = Machine(device="cpu", no_cuda="test")
 SHAPE = {"num_heads": 2, "head_dim": 32, "segment_lengths": (256, 512), "dilation_rates": (1, 2)}
 
@@ -113,7 +115,7 @@ def formula(length):
         backend="sdpa-efficient",
         workload=WorkloadRequest.model_validate(workload).resolve("bfloat16"),
     )
-    return plan_memory(case, "cuda").peak_bytes
+    return plan_memory(case, "cuda", discover().catalogue).peak_bytes
 
 
 def test_on_a_gpu_a_right_formula_leaves_two_lengths_to_try(catalogue):
@@ -237,7 +239,7 @@ def record_of(rows):
 
 def test_the_analysis_names_the_longest_and_its_slope(catalogue):
     rows = searched(catalogue, asked(catalogue), lambda length: length <= 20000)
-    (section,) = analyse(record_of(rows))
+    (section,) = analyse(record_of(rows), CATALOGUE)
     (line,) = section.rows
     cells = dict(zip(section.columns, line, strict=True))
     assert cells["longest that ran"] in {"19968", "19.5K"}

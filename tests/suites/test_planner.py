@@ -4,7 +4,8 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Backend, Catalogue, Implementation
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import RunRequest, run_request
@@ -61,22 +62,22 @@ def test_an_implementation_without_backend_runs_once(catalogue):
 
 def test_dense_runs_the_same_shape_as_a_labelled_yardstick(catalogue):
     yardstick, gather = plan(catalogue, run={"implementations": ["dense", "gather"]})
-    assert yardstick.labels == {"role": "yardstick"}
+    assert (yardstick.role, yardstick.labels) == ("yardstick", {})
     assert yardstick.case.workload.pattern.kind == "dense"
     assert yardstick.case.workload == gather.case.workload.replace(pattern={"kind": "dense"})
-    assert gather.labels == {}
+    assert (gather.role, gather.labels) == ("plain", {})
     assert yardstick.case.group_id != gather.case.group_id
 
 
 def test_on_a_dense_workload_dense_is_no_yardstick(catalogue):
     dense, gather = plan(catalogue, configs=["tiny"], run={"implementations": ["dense", "gather"]})
-    assert (dense.labels, dense.skip) == ({}, None)
+    assert (dense.role, dense.skip) == ("method", None)
     assert gather.skip.why.startswith("pattern dense is not supported (has dilated)")
 
 
 def test_modules_with_projections_are_labelled(catalogue):
     (planned,) = plan(catalogue, run={"implementations": ["multihead"]})
-    assert planned.labels == {"takes": "embeddings"}
+    assert (planned.takes, planned.labels) == ("embeddings", {})
 
 
 def test_what_cannot_run_is_a_skip_with_its_reason(catalogue):
@@ -104,7 +105,7 @@ def test_optimizations_of_the_request_are_those_of_the_cases(catalogue):
 def test_no_backend_at_all_says_what_was_tried():
     lonely = Catalogue()
     lonely.implementations.add(Implementation("plain", "for a test", "x:build", uses_backend=True), "test")
-    lonely.backends.add(Backend("math", "here only on a GPU", "x:attend", requires=("cuda",)), "test")
+    lonely.backends.add(Backend("math", "on a GPU", "x:attend", requires=("cuda",), priority={"cpu": 1}), "test")
     planner = Planner(lonely, CPU, RunRequest(suite="any"))
     (planned,) = planner.compare(planner.workload_requests([{}]), planner.implementations(["plain"]))
     assert planned.case.backend is None

@@ -55,7 +55,7 @@ def test_every_implementation_on_heads_that_knows_the_pattern_takes_part(catalog
     assert {"dense", "gather", "strided", "fused"} <= names
     assert not names & {"reference", "gather-multihead", "strided-multihead"}
     (dense,) = [p for p in plan(catalogue, run={"lengths": [512]}) if p.case.implementation == "dense"]
-    assert dense.labels == {"role": "yardstick"}
+    assert dense.role == "yardstick"
 
 
 def test_lengths_that_do_not_fit_say_what_they_need(catalogue):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from dilabench.plugins.builtin.workloads import PRESETS, RING
 from dilabench.plugins.manager import discover
 from dilabench.request import workload_request
-from dilabench.workload.presets import PRESETS, RING
 
 LONGNET_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 

@@ -15,7 +15,7 @@ from dilabench.plugins.manager import discover
 from dilabench.record import PlannedCase, RunRecord, Timing
 from dilabench.request import run_request
 from dilabench.store.calibrations import Calibration, Detection
-from dilabench.suites.planner import expand
+from dilabench.suites.planner import Planner
 
 if TYPE_CHECKING:
     from dilabench.stats.decisions.policy import Policy
@@ -51,11 +51,12 @@ def calibrate(
     machine = detect(device or "auto")
     request = run_request(
         found.catalogue,
-        suite="implementations",
+        suite="calibrate",
         workload={"seq_len": seq_length or LENGTHS[machine.device], "batch_size": 1, "num_heads": 4},
         run={"implementations": [calibration.BASELINE, *calibration.EFFECTS], "device": machine.device},
     )
-    planned = _runnable(expand(found.catalogue, machine, request))
+    planner = Planner(found.catalogue, machine, request)
+    planned = _runnable(planner.compare(planner.workload_requests([{}]), planner.implementations(())))
     method = choose_method(request.timing, machine.device, found.catalogue)
     header = new_header(found, machine, request)
     typer.echo(f"{sessions} sessions of {planned[0].case.workload.label()} on {machine.device}")

@@ -15,12 +15,12 @@ from dilabench.cli.run.ranks import asking_all, on_ranks
 from dilabench.cli.run.resume import recorded_request, resumed_header
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import Found, discover
 from dilabench.record import Row, RunHeader
 from dilabench.request import RunRequest, run_request
 from dilabench.store.run_files import RunFolder, completed_rows
-from dilabench.suites.planner import expand
+from dilabench.suites.planner import Planner, expand
 from dilabench.units import parse_count, parse_duration
 from dilabench.workload.ranges import CUSTOM, range_lengths
 
@@ -172,7 +172,7 @@ def _carry_out(
 
     choose_method(request.timing, machine.device, catalogue)
     if plan:
-        show_predictions(planned, machine)
+        show_predictions(planned, Planner(catalogue, machine, request))
         return ExitCode.OK
     if dry_run:
         dry.show(planned)

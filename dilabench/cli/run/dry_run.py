@@ -25,13 +25,12 @@ def show(planned: Sequence[PlannedCase]) -> None:
 
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     case, workload = plan.case, plan.case.workload
-    role = plan.labels.get("role")
     return (
         str(index),
         case.implementation,
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         workload.label(),
-        workload.pattern.details(workload.shapes) + (f" ({role})" if role else ""),
+        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),

@@ -20,7 +20,8 @@ from dilabench.engine.runner import run as run_cases
 from dilabench.engine.worker.launcher import Launcher
 from dilabench.errors import DilabenchError, ExitCode
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Catalogue, Reporter, load_target
+from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.descriptors import Reporter
 from dilabench.plugins.manager import Found
 from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.report.findings import render, sections_of

@@ -12,21 +12,19 @@ from dilabench.cli.options import given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table
 from dilabench.errors import ExitCode
-from dilabench.machine import Machine, detect
+from dilabench.machine import detect
 from dilabench.metadata import FORM
 from dilabench.plugins.manager import discover
-from dilabench.predict.memory import longest_that_fits
-from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.memory import MemoryPlan, longest_that_fits, plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import PlannedCase
 from dilabench.request import run_request
 from dilabench.suites.planner import Planner
 from dilabench.suites.room import memory_bytes, rank_memory_bytes
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
+from dilabench.workload.spec import WorkloadRequest
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
-IMPLEMENTATIONS = ("dense", "gather", "strided", "fused")
-OVER_RANKS = ("ring", "ring-overlap", "ring-allgather", "ulysses")
 MODES = ("forward", "both")
 COLUMNS = ("implementation", "backend", "mode", "batch", "length", "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest by formula")
@@ -86,22 +84,24 @@ def plan(
     planned = _cases(planner, batches)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
     if as_json:
-        typer.echo(json.dumps([_as_data(one, machine, capacity) for one in planned], indent=1))
+        typer.echo(json.dumps([_as_data(one, planner, capacity) for one in planned], indent=1))
     else:
-        _show(planned, machine, capacity)
-    known = any(plan_per_rank(one.case, machine.device) for one in planned)
+        _show(planned, planner, capacity)
+    known = any(_memory(one, planner) for one in planned)
     raise typer.Exit(ExitCode.OK if known else ExitCode.NOTHING_MEASURED)
 
 
-def show_predictions(planned: Sequence[PlannedCase], machine: Machine) -> None:
+def show_predictions(planned: Sequence[PlannedCase], planner: Planner) -> None:
     """`run --plan`: memory and time of the cases of a suite, as predicted before anything runs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    machine = planner.machine
     capacity, total_s = memory_bytes(machine), 0.0
     rows = []
     for one in planned:
         time = plan_time(one.case, machine, cores)
         total_s += 0.0 if one.skip else time.seconds
-        needed = _needed(one, machine)
+        found = _memory(one, planner)
+        needed = None if found is None else found.peak_bytes
         rows.append(
             (
                 *_names(one),
@@ -127,8 +127,8 @@ def show_predictions(planned: Sequence[PlannedCase], machine: Machine) -> None:
 
 def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
     planned: list[PlannedCase] = []
-    implementations = planner.implementations(OVER_RANKS if planner.request.nproc > 1 else IMPLEMENTATIONS)
     for asked in planner.workload_requests([{}]):
+        implementations = planner.implementations(_default(planner, asked))
         modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
         for batch in batches:
             for mode in modes:
@@ -137,11 +137,20 @@ def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
     return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
 
 
-def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None) -> None:
+def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
+    """On one device what need not compile; over ranks what has a formula for the workload, or all if none has."""
+    if planner.request.nproc == 1:
+        return planner.on_one_device("dense", asked.pattern)
+    names = planner.over_ranks(asked)
+    shelf = planner.catalogue.implementations
+    told = [name for name in names if any(_memory(one, planner) for one in planner.plan(shelf.get(name), asked))]
+    return tuple(told) or names
+
+
+def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None) -> None:
     rows: list[tuple[str, ...]] = []
     for one in planned:
-        found = plan_per_rank(one.case, machine.device)
-        workload = one.case.workload
+        found, workload = _memory(one, planner), one.case.workload
         head = (*_names(one), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
         if found is None:
             rows.append((*head, NO_FORMULA, "-", "-", "-", _unknown(one)))
@@ -156,7 +165,7 @@ def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None
     longest = {}
     for one in planned:
         key = (*_names(one), one.case.workload.mode, str(one.case.workload.batch_size))
-        if key not in longest and (length := _longest(one, machine, capacity)) is not None:
+        if key not in longest and (length := _longest(one, planner, capacity)) is not None:
             longest[key] = f"{length:,}".replace(",", "_")
     typer.echo()
     ranks = max(one.case.world_size for one in planned)
@@ -165,8 +174,8 @@ def _show(planned: Sequence[PlannedCase], machine: Machine, capacity: int | None
     typer.echo("Predicted by formula, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 
 
-def _as_data(one: PlannedCase, machine: Machine, capacity: int | None) -> dict[str, Any]:
-    found, workload = plan_per_rank(one.case, machine.device), one.case.workload
+def _as_data(one: PlannedCase, planner: Planner, capacity: int | None) -> dict[str, Any]:
+    found, workload = _memory(one, planner), one.case.workload
     return {
         "implementation": one.case.implementation,
         "backend": one.case.backend,
@@ -190,10 +199,9 @@ def _names(one: PlannedCase) -> tuple[str, str]:
     return one.case.implementation, (one.case.backend or "-") + starred
 
 
-def _needed(one: PlannedCase, machine: Machine) -> int | None:
-    """Bytes of the rank that needs most."""
-    found = plan_per_rank(one.case, machine.device)
-    return None if found is None else found.peak_bytes
+def _memory(one: PlannedCase, planner: Planner) -> MemoryPlan | None:
+    """Of the rank that needs most; None without a formula."""
+    return plan_memory(one.case, planner.machine.device, planner.catalogue)
 
 
 def _memory_text(needed: int | None, one: PlannedCase) -> str:
@@ -202,8 +210,8 @@ def _memory_text(needed: int | None, one: PlannedCase) -> str:
     return format_bytes(needed) + (f" a rank, {one.case.world_size} ranks" if one.case.world_size > 1 else "")
 
 
-def _longest(one: PlannedCase, machine: Machine, capacity: int) -> int | None:
-    return longest_that_fits(one.case, machine.device, capacity, plan_per_rank)
+def _longest(one: PlannedCase, planner: Planner, capacity: int) -> int | None:
+    return longest_that_fits(one.case, planner.machine.device, capacity, planner.catalogue)
 
 
 def _fits(needed: int | None, capacity: int | None) -> str:

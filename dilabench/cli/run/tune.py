@@ -47,7 +47,11 @@ def tune(
         run=given(backends=[ALL], lengths=names(lengths), device=device, budget_s=budget and parse_duration(budget)),
     )
     machine = detect(request.device)
-    planned = tuple(one for one in expand(found.catalogue, machine, request) if not one.labels)
+    planned = tuple(
+        one
+        for one in expand(found.catalogue, machine, request)
+        if one.role in ("plain", "method") and one.takes == "heads"
+    )
     header = new_header(found, machine, request)
     execution = Execution(
         found=found,

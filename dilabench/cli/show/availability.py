@@ -1,7 +1,8 @@
 """What can be used on this machine, and why the rest cannot."""
 
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Timer, unmet
+from dilabench.plugins.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Timer
+from dilabench.plugins.requirements import unmet
 
 # What an implementation could do at most; a backend could do DENSE_KERNEL.
 EVERYTHING = Capabilities(

@@ -12,15 +12,8 @@ from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
 from dilabench.patterns.pattern import SequenceShape
 from dilabench.patterns.registry import PatternKind, pattern_type
-from dilabench.plugins.descriptors import (
-    ANY_PATTERN,
-    Backend,
-    Catalogue,
-    Implementation,
-    Reporter,
-    Timer,
-    WorkloadPreset,
-)
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import ANY_PATTERN, Backend, Implementation, Reporter, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
 from dilabench.request import workload_request
 from dilabench.units import format_bytes
@@ -92,10 +85,15 @@ def _target_facts(descriptor: object, machine: Machine) -> Facts:
     yield "target", str(getattr(descriptor, "target"))  # noqa: B009 - every descriptor but a preset has one
     if isinstance(descriptor, Backend):
         yield "backward", descriptor.backward_target or "none"
+        yield (
+            "priority",
+            ", ".join(f"{there} {rank}" for there, rank in descriptor.priority.items()) or "none: by name only",
+        )
     if isinstance(descriptor, Implementation):
         yield "takes", "q, k, v [B, N, H, D]" if descriptor.takes == "heads" else f"{descriptor.takes} [B, N, E]"
         only = " or ".join(descriptor.backends)
         yield "calls a backend", (f"only {only}" if only else "yes") if descriptor.uses_backend else "no"
+        yield "role", descriptor.role
         yield "deterministic", "yes" if descriptor.deterministic else "not promised"
         if descriptor.quirks:
             yield "quirks", "; ".join(descriptor.quirks)

@@ -15,7 +15,7 @@ from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, PlannedCase, Verification
-from dilabench.request import run_request
+from dilabench.request import ALL, run_request
 from dilabench.suites.planner import Planner
 from dilabench.workload.spec import WorkloadRequest
 
@@ -50,7 +50,6 @@ SPARSE_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
     for causal in (True, False)
 )
 COLUMNS = ("implementation", "backend", "workload", "mode", "result", "details")
-EVERYTHING = "all"
 
 
 def verify(
@@ -125,7 +124,7 @@ def _everything(planner: Planner) -> ExitCode:
 
 def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
     """Every implementation on what the user described, else on the default workloads of its pattern."""
-    implementations = planner.implementations([EVERYTHING])
+    implementations = planner.implementations([ALL])
     described = planner.request.presets or "pattern" in planner.request.overrides
     masked = [one for one in implementations if one.supports.patterns == {"block_sparse"} and not described]
     others = [one for one in implementations if one not in masked]

@@ -17,7 +17,7 @@ from dilabench.engine.verify import summary
 from dilabench.engine.verify.sampled_rows import verify_sampled_rows
 from dilabench.engine.worker.protocol import CaseSpec, IsolatedResult
 from dilabench.metadata import STREAM_PIECES, STREAM_TOKENS, STREAM_WALL_NS, STREAMED
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.record import Check, Note, Slot, Verification
 from dilabench.workload.spec import Workload
 

@@ -20,7 +20,7 @@ from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank
 from dilabench.engine.device.device import cache_bytes, synchronize
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.metadata import BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES, PATTERN_CACHE_BYTES, refuse_unknown
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 
 MAX_INPUT_SETS = 32
 SLOW_CALL_NS = 200_000_000

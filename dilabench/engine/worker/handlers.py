@@ -39,7 +39,7 @@ from dilabench.engine.worker.protocol import (
     WorkerSettings,
 )
 from dilabench.metadata import MESSAGES_BY_KERNELS, refuse_unknown
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.record import Note, Slot
 
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")

@@ -5,7 +5,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from dilabench.machine import DeviceKind
-from dilabench.plugins.descriptors import Catalogue, Timer
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Timer
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.workload.spec import Model, content_hash
 
@@ -170,6 +171,5 @@ def worker_key(case: Case, catalogue: Catalogue) -> str:
         return origin + ranks
     backend = catalogue.backends.get(case.backend)
     foreign = catalogue.backends.origin(backend.name)
-    libraries = [name for name in backend.requires if not name.startswith(("cuda", "cpu", "gpus"))]
-    parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if libraries else [])]
+    parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if backend.library else [])]
     return "+".join(parts) + ranks

@@ -19,8 +19,8 @@ from torch import Tensor
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.sharding import Shards, contiguous, zigzag
 from dilabench.impls.peers import flash_attn_stand_in
-from dilabench.impls.peers.limits import against_equal_pairs, against_equal_parts
 from dilabench.impls.peers.sharded import PeerOverRanks, world_of
+from dilabench.workload.equal_parts import against_equal_pairs, against_equal_parts
 from dilabench.workload.spec import Workload
 
 PACKAGE = "ring_flash_attn"

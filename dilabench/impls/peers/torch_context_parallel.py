@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import zigzag
-from dilabench.impls.peers.limits import against_equal_pairs
 from dilabench.impls.peers.sharded import PeerOverRanks, world_of
+from dilabench.workload.equal_parts import against_equal_pairs
 from dilabench.workload.spec import Workload
 
 KERNELS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -1,4 +1,4 @@
-"""`ring-multihead`: projections around the overlapping ring, on shards of embeddings.
+"""`ring-multihead`, `block-sparse-ring-multihead`: projections around attention on shards of embeddings.
 
 Projections work on each token by itself, so they need no communication forward. Each rank's parameter gradients are
 those of its own tokens; they are summed over the ranks in the backward pass, as data parallelism does.
@@ -16,7 +16,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls.multihead import SEED, ProjectedAttention
-from dilabench.impls.ring import overlap, zigzag
+from dilabench.impls.ring import block_sparse, rings
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.workload.spec import Workload
 
@@ -69,8 +69,13 @@ class _SummedGradients(torch.autograd.Function):
 
 def build(workload: Workload, context: BuildContext) -> ShardedProjection | ProjectedAttention:
     """Causal dense attention on zigzag shards, everything else in order; on one rank the plain module."""
-    algorithm = zigzag if workload.causal and workload.is_dense else overlap
-    return projected(workload, context, algorithm.build(workload, context))
+    build_ring = rings.build_zigzag if workload.causal and workload.is_dense else rings.build_overlap
+    return projected(workload, context, build_ring(workload, context))
+
+
+def build_block_sparse(workload: Workload, context: BuildContext) -> ShardedProjection | ProjectedAttention:
+    """The same around `block-sparse-ring`, with its shards and refusals."""
+    return projected(workload, context, block_sparse.build(workload, context))
 
 
 def projected(

@@ -1,1 +1,53 @@
 """What dilabench ships, registered through the same hooks as a third party's plug-in."""
+
+from dilabench.plugins import Backend, Implementation, PatternKind, Reporter, Suite, Timer, WorkloadPreset, hookimpl
+from dilabench.plugins.builtin.backends import BACKENDS
+from dilabench.plugins.builtin.implementations import IMPLEMENTATIONS
+from dilabench.plugins.builtin.patterns import PATTERNS
+from dilabench.plugins.builtin.reporters import REPORTERS
+from dilabench.plugins.builtin.rings import RINGS
+from dilabench.plugins.builtin.suites import SUITES
+from dilabench.plugins.builtin.timers import TIMERS
+from dilabench.plugins.builtin.workloads import PRESETS
+
+
+@hookimpl
+def dilabench_register_patterns() -> list[PatternKind]:
+    """Dense, dilated, block-sparse."""
+    return list(PATTERNS)
+
+
+@hookimpl
+def dilabench_register_implementations() -> list[Implementation]:
+    """Ways to compute attention on one device and over ranks."""
+    return [*IMPLEMENTATIONS, *RINGS]
+
+
+@hookimpl
+def dilabench_register_backends() -> list[Backend]:
+    """Dense kernels."""
+    return list(BACKENDS)
+
+
+@hookimpl
+def dilabench_register_workloads() -> list[WorkloadPreset]:
+    """The named workloads and sets of the catalogue."""
+    return list(PRESETS)
+
+
+@hookimpl
+def dilabench_register_suites() -> list[Suite]:
+    """The questions that can be asked."""
+    return list(SUITES)
+
+
+@hookimpl
+def dilabench_register_reporters() -> list[Reporter]:
+    """Renderings of a run record."""
+    return list(REPORTERS)
+
+
+@hookimpl
+def dilabench_register_timers() -> list[Timer]:
+    """Ways to take samples."""
+    return list(TIMERS)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from dilabench.impls.peers.limits import against_equal_pairs, against_equal_parts
 from dilabench.plugins import Capabilities, Implementation, hookimpl
+from dilabench.workload.equal_parts import against_equal_pairs, against_equal_parts
 
 HALF = frozenset({"float16", "bfloat16"})
 # Over flash-attn itself, or over FlashAttention 2 as built into torch where that is not installed.

@@ -10,6 +10,7 @@ TIMERS: tuple[Timer, ...] = (
         "host clock around a call and a device synchronisation",
         "dilabench.engine.timers.wall:Wall",
         proves="elapsed host time of one call, device work and launches included",
+        default_on=frozenset({"cpu"}),
     ),
     Timer(
         "cold",
@@ -17,6 +18,7 @@ TIMERS: tuple[Timer, ...] = (
         "dilabench.engine.timers.cold:Cold",
         proves="GPU time of one call whose inputs come from memory, as long as no note launch_exposed stands beside it",
         devices=CUDA,
+        default_on=CUDA,
     ),
     Timer(
         "hot",
@@ -31,11 +33,13 @@ TIMERS: tuple[Timer, ...] = (
         "dilabench.engine.timers.graph:Graph",
         proves="GPU time of one call without launches between its kernels, inputs from memory",
         devices=CUDA,
+        for_launch_bound=True,
     ),
     Timer(
         "first_call",
         "import, build and first call in a new process with empty compiler caches",
         "dilabench.engine.timers.first_call:FirstCall",
         proves="what a user waits for before the second call: import, build, compilation, autotuning, first call",
+        fresh_process=True,
     ),
 )

@@ -7,6 +7,7 @@ from dilabench.predict.memory.flexed import LIST_ITEM_BYTES, block_mask_bytes, d
 from dilabench.predict.memory.kernels import FLASH3, FLEX, TILES, Kernel
 from dilabench.predict.memory.sizes import FLOAT32_BYTES, FLOAT64_BYTES, INDEX_BYTES, MemoryPlan, Sizes
 from dilabench.predict.memory.union import Passes, one_kernel, two_passes
+from dilabench.record import Case
 from dilabench.workload.spec import DTYPE_BYTES, BlockSparsePattern, Workload
 from dilabench.workload.work import rows_kept, sparsity_of
 
@@ -20,31 +21,44 @@ SPAN_ITEMS = 4
 MASK_BYTES = INDEX_BYTES + 2
 
 
-def block_sparse(name: str, workload: Workload, device: str, checkpointed: bool) -> MemoryPlan | None:
-    """The plan of a block-sparse implementation; None where it does not run."""
-    pattern = workload.pattern
-    if not isinstance(pattern, BlockSparsePattern):
+def triton(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
+    """`Implementation.memory` of Triton kernels over lists of tiles; on a CPU a flash call per block of queries."""
+    workload, checkpointed = case.workload, case.optimizations.gradient_checkpointing
+    if not isinstance(workload.pattern, BlockSparsePattern):
         return None
-    seen = _Seen.of(workload, pattern)
-    if name == "block-sparse" and device == "cpu":
-        return _union(workload, QueryBlocks(workload, seen), seen.index_bytes(workload), checkpointed)
+    seen = _Seen.of(workload, workload.pattern)
     if device == "cpu":
+        return _union(workload, QueryBlocks(workload, seen), seen.index_bytes(workload), checkpointed)
+    return _union(workload, PaddedTiles(workload.head_dim), seen.tile_bytes(workload), checkpointed)
+
+
+def flex(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
+    """That of FlexAttention over a BlockMask."""
+    workload, pattern = case.workload, case.workload.pattern
+    if not isinstance(pattern, BlockSparsePattern) or device == "cpu":
         return None
-    if name == "block-sparse":
-        return _union(workload, PaddedTiles(workload.head_dim), seen.tile_bytes(workload), checkpointed)
-    heads = workload.num_heads if pattern.per_head_masks else 1
-    if name == "block-sparse-flex":
-        tables = block_mask_bytes(workload, heads, pattern.block_size)
-        # It gives lse, too, so that autograd makes zeros as the gradient of one that nobody uses.
-        return one_kernel(workload, FLEX.stats + 1, checkpointed, tables=tables, copied=dout_copy(workload))
-    if name == "block-sparse-flash4":
-        # Derived, not yet measured on a GPU.
-        blocks = -(-workload.seq_len // pattern.block_size)
-        tables = LISTS * LIST_ITEM_BYTES * heads * blocks * seen.keys_of(workload.seq_len) // pattern.block_size
-        sizes = Sizes.of(workload)
-        backward = sizes.gradients + FLASH3.accumulators * sizes.q_float32 + FLASH3.stats * sizes.rows_float32
-        return two_passes(workload, sizes.result, backward, tables=tables, again=checkpointed)
-    return None
+    tables = block_mask_bytes(workload, _mask_heads(workload, pattern), pattern.block_size)
+    # It gives lse, too, so that autograd makes zeros as the gradient of one that nobody uses.
+    checkpointed = case.optimizations.gradient_checkpointing
+    return one_kernel(workload, FLEX.stats + 1, checkpointed, tables=tables, copied=dout_copy(workload))
+
+
+def flash4(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
+    """That of FlashAttention 4 over lists of blocks. Derived, not yet measured on a GPU."""
+    workload, pattern = case.workload, case.workload.pattern
+    if not isinstance(pattern, BlockSparsePattern) or device == "cpu":
+        return None
+    blocks = -(-workload.seq_len // pattern.block_size)
+    keys = _Seen.of(workload, pattern).keys_of(workload.seq_len)
+    tables = LISTS * LIST_ITEM_BYTES * _mask_heads(workload, pattern) * blocks * keys // pattern.block_size
+    sizes = Sizes.of(workload)
+    backward = sizes.gradients + FLASH3.accumulators * sizes.q_float32 + FLASH3.stats * sizes.rows_float32
+    again = case.optimizations.gradient_checkpointing
+    return two_passes(workload, sizes.result, backward, tables=tables, again=again)
+
+
+def _mask_heads(workload: Workload, pattern: BlockSparsePattern) -> int:
+    return workload.num_heads if pattern.per_head_masks else 1
 
 
 def density(workload: Workload, pattern: BlockSparsePattern) -> float:

@@ -78,25 +78,28 @@ FLASH3 = KernelMemory(accumulators=1, stats=2)
 TILES = KernelMemory(stats=2)
 # FlexAttention's backward keeps rowsum(dout·out).
 FLEX = KernelMemory(stats=1)
-ON_CUDA = {
-    "sdpa-flash": FLASH2,
-    "flash2": FLASH2,
-    "xformers": FLASH2,
-    "flash3": FLASH3,
-    "flash4": replace(FLASH3, aligns_ends=True, places_results=True),
-    "sdpa-cudnn": KernelMemory(accumulators=1, stats=1, view_copies=3, expands_gradients=True),
-    "sdpa-efficient": KernelMemory(accumulators=1, stats=1, view_copies=1, repeats=True),
-    # dout, both outs and their difference in float32 stand there at once.
-    "flex": KernelMemory(stats=1, recomputes=4),
-}
-ON_CPU = {"sdpa-flash": KernelMemory(repeats=True)}
 
 
-def kernel_of(backend: str | None, workload: Workload, device: str) -> Kernel | None:
-    """The memory of a backend's kernel on a kind of device; None where it is not known."""
-    if backend == "math":
-        return MathMemory.on(device, workload)
-    return (ON_CUDA if device == "cuda" else ON_CPU).get(backend or "")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDevices:
+    """`Backend.memory` of a kernel on each kind of device; None where it does not run or nothing is known of it."""
+
+    cuda: KernelMemory | None = None
+    cpu: KernelMemory | None = None
+
+    def __call__(self, _workload: Workload, device: str) -> KernelMemory | None:
+        """The same for every workload."""
+        return self.cuda if device == "cuda" else self.cpu
+
+
+SDPA_FLASH = OnDevices(cuda=FLASH2, cpu=KernelMemory(repeats=True))
+SDPA_EFFICIENT = OnDevices(cuda=KernelMemory(accumulators=1, stats=1, view_copies=1, repeats=True))
+SDPA_CUDNN = OnDevices(cuda=KernelMemory(accumulators=1, stats=1, view_copies=3, expands_gradients=True))
+FLASH_ATTN_2 = OnDevices(cuda=FLASH2)
+FLASH_ATTN_3 = OnDevices(cuda=FLASH3)
+FLASH_ATTN_4 = OnDevices(cuda=replace(FLASH3, aligns_ends=True, places_results=True))
+# dout, both outs and their difference in float32 stand there at once.
+FLEX_ATTENTION = OnDevices(cuda=KernelMemory(stats=1, recomputes=4))
 
 
 def aligns_ends(kernel: Kernel) -> bool:

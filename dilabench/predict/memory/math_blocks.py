@@ -73,6 +73,11 @@ class _Turn(NamedTuple):
     scores: float
 
 
+def math_memory(workload: Workload, device: str) -> MathMemory:
+    """`Backend.memory` of `math`."""
+    return MathMemory.on(device, workload)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
     """Bytes of the blocks of a call: turns of scores, the largest query rows and mask, all keys of a batch range.

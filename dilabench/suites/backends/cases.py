@@ -2,9 +2,8 @@
 
 from dilabench.record import PlannedCase
 from dilabench.request import ALL, RunRequest
-from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.planner import Planner
 
-IMPLEMENTATIONS = ("dense", "strided")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
 # Plain PyTorch over all pairs is one of the backends; a CPU should not need minutes for it.
 LENGTH = {"cpu": 2048, "cuda": 8192}
@@ -15,9 +14,13 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     A dtype, backends or implementations that are named are the only ones.
     """
-    refuse_unknown_options(request, ())
     planner = planner.asking(backends=request.backends or (ALL,))
     device = planner.machine.device
     defaults = [{"seq_len": LENGTH[device], "dtype": dtype} for dtype in DTYPES[device]]
     workloads = planner.workload_requests(defaults)
-    return planner.compare(workloads, planner.implementations(IMPLEMENTATIONS))
+    default = planner.where(
+        lambda one: (
+            one.uses_backend and one.role == "method" and one.takes == "heads" and one.supports.max_world_size == 1
+        )
+    )
+    return planner.compare(workloads, planner.implementations(default))

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 
 from dilabench.compare.within import compare_within
 from dilabench.machine import Machine
-from dilabench.plugins.descriptors import Catalogue
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import KernelUse, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section
-from dilabench.report.rows import YARDSTICK, location
+from dilabench.report.rows import location
 from dilabench.report.summary import device_text
-from dilabench.request import RunRequest
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.stats.samples.estimate import Interval
-from dilabench.suites.planner import Planner
 from dilabench.units import format_count
 
 NS_PER_MS = 1e6
@@ -58,12 +56,12 @@ class Standing:
         return ", ".join(texts)
 
 
-def analyse(record: RunRecord) -> tuple[Section, ...]:
+def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """The recommendation, then the kernels that ran; nothing where no row with a backend was measured."""
     standings = standings_of(record)
     if not standings:
         return ()
-    return (_recommendation(record, standings), _kernels(standings))
+    return (_recommendation(record, standings, catalogue), _kernels(standings))
 
 
 def standings_of(record: RunRecord) -> tuple[Standing, ...]:
@@ -96,7 +94,7 @@ def _standing(record: RunRecord, rows: Sequence[Row]) -> Standing:
     )
 
 
-def _recommendation(record: RunRecord, standings: Sequence[Standing]) -> Section:
+def _recommendation(record: RunRecord, standings: Sequence[Standing], catalogue: Catalogue) -> Section:
     subjects: dict[str, list[Standing]] = {}
     for standing in standings:
         subjects.setdefault(_subject(standing.best), []).append(standing)
@@ -108,7 +106,7 @@ def _recommendation(record: RunRecord, standings: Sequence[Standing]) -> Section
             mark = "*" if standing is chosen and len(found) > 1 else ""
             dtype = f"{standing.best.case.workload.dtype}{mark}"
             best = figures.latency(standing.best_ns)
-            table.append((subject, dtype, best, standing.order_text(), _auto_text(record, standing)))
+            table.append((subject, dtype, best, standing.order_text(), _auto_text(record, standing, catalogue)))
     several = any(len(found) > 1 for found in subjects.values())
     star = f" (* the dtype to use: the fastest, or {WIDE_RANGE} within 3 % of it)" if several else ""
     return Section(
@@ -142,10 +140,10 @@ def _subject(row: Row) -> str:
     return f"{name}{pattern}, {shape}{mode}"
 
 
-def _auto_text(record: RunRecord, standing: Standing) -> str:
+def _auto_text(record: RunRecord, standing: Standing, catalogue: Catalogue) -> str:
     """What `auto` stands for among these backends, and what that costs."""
     machine = Machine(device="cuda" if record.device.startswith("cuda") else "cpu", gpus=record.environment.gpus)
-    preference = Planner(Catalogue(), machine, RunRequest(suite=record.suite)).preference()
+    preference = catalogue.preferred_backends(machine)
     names = [str(row.case.backend) for row in standing.rows]
     choice = next((name for name in preference if name in names), None)
     if choice is None:
@@ -218,7 +216,7 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
 
 
 def _short_subject(row: Row) -> str:
-    return row.case.implementation if row.planned.labels.get("role") != YARDSTICK else "dense"
+    return row.case.implementation if row.planned.role != "yardstick" else row.case.workload.pattern.kind
 
 
 def _at(standing: Standing, backend: str) -> tuple[float, Interval | None] | None:

@@ -3,14 +3,16 @@ else streamed in pieces."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.metadata import FORM, PART
 from dilabench.plugins.descriptors import Implementation
-from dilabench.predict.memory.per_rank import plan_per_rank
+from dilabench.predict.memory import plan_memory
 from dilabench.record import PlannedCase, Skipped
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.choice import by_priority
+from dilabench.suites.planner import Planner
 from dilabench.suites.ring.cases import ranks_here
 from dilabench.suites.room import rank_memory_bytes
 from dilabench.units import format_count, parse_count
@@ -18,8 +20,6 @@ from dilabench.workload.cuts import cut_length, why_uncut
 from dilabench.workload.spec import WorkloadRequest
 
 BILLION = 2**30
-OPTIONS = ("tokens", "form", "memory_limit")
-IMPLEMENTATIONS = {"cuda": ("fused", "fused-sharded"), "cpu": ("strided", "ring-allgather")}
 # One head of 64 is what four H200 hold at once (kernels.md §6).
 SHAPE = {"batch_size": 1, "num_heads": 1, "head_dim": 64}
 AUTO = "auto"
@@ -48,15 +48,23 @@ class Order:
         """The kind of device: 'cpu' or 'cuda'."""
         return self.planner.machine.device
 
-    def plan(self, length: int, form: str, ranks: int = 1, **changes: int) -> tuple[PlannedCase, ...]:
+    def plan(self, length: int, form: str, ranks: int = 1, **changes: Any) -> tuple[PlannedCase, ...]:
         """The case at a length; its labels say the form and which part of a billion it is."""
         part = f"{format_count(self.tokens)} tokens, {self.tokens / BILLION:.3g} of 2^30"
         labels = FORM.entry(form) | PART.entry(part)
         asked = self.asked.model_copy(update={"seq_len": length})
-        single, over_ranks = IMPLEMENTATIONS[self.device]
-        default = self.planner.catalogue.implementations.get(over_ranks if ranks > 1 else single)
-        planned = self.planner.asking(nproc=ranks).plan(self.implementation or default, asked, labels, **changes)
+        there = self.planner.asking(nproc=ranks)
+        planned = there.plan(self.implementation or self._best(asked, ranks), asked, labels, **changes)
         return tuple(one.isolated(self.memory_limit_bytes) for one in planned)
+
+    def _best(self, asked: WorkloadRequest, ranks: int) -> Implementation:
+        """Of the highest priority among those for this device; its row says what else may be in the way."""
+        workload, shelf = asked.resolve(self.planner.machine.auto_dtype), self.planner.catalogue.implementations
+        found = [shelf.get(name) for name in by_priority(self.planner.catalogue, workload, ranks)]
+        here = [one for one in found if self.device in one.supports.devices]
+        if not found:
+            raise ConfigError(f"nothing computes {workload.label()} unasked; name an implementation with -i")
+        return (here or found)[0]
 
     def fits(self, length: int, share: float, ranks: int = 1) -> bool:
         """Whether every backend's plan at this length takes at most a share of a rank's memory.
@@ -64,7 +72,7 @@ class Order:
         Without a formula it does not.
         """
         capacity = self.memory_limit_bytes or rank_memory_bytes(self.planner.machine, ranks) or 0
-        plans = [plan_per_rank(one.case, self.device) for one in self.plan(length, "", ranks)]
+        plans = [plan_memory(one.case, self.device, self.planner.catalogue) for one in self.plan(length, "", ranks)]
         return all(plan is not None and plan.peak_bytes <= share * capacity for plan in plans)
 
 
@@ -102,7 +110,6 @@ ON_ONE_DEVICE = ("resident", "streamed")
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """One row per implementation, in the form asked for or the first that fits."""
-    refuse_unknown_options(request, OPTIONS)
     tokens = parse_count(request.options.get("tokens", BILLION), "tokens")
     name = str(request.options.get("form", AUTO))
     if name not in {AUTO, *FORMS}:

@@ -1,11 +1,11 @@
 """Suite `block-sparse`: do time and memory fall with the share of blocks computed, and where does that begin to pay?"""
 
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
+from dilabench.suites.planner import Planner, as_dense
 from dilabench.workload.spec import WorkloadRequest
 
-IMPLEMENTATIONS = ("dense", "block-sparse", "block-sparse-flex", "block-sparse-flash4", "block-sparse-ring")
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.98)
 BLOCK_SIZES = {"cpu": (128,), "cuda": (64, 128, 256)}
 SHAPE = {
@@ -14,15 +14,14 @@ SHAPE = {
 }
 
 
-def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Every sparsity and block size of one shape, with full attention through a flash kernel as the yardstick.
 
     A sparsity, block size or mask file that is named is the only one. Shapes with branches get the mask laid over each
     branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
     """
-    refuse_unknown_options(request, ())
     device = planner.machine.device
-    implementations = planner.implementations(IMPLEMENTATIONS)
+    implementations = planner.implementations(planner.where(_masked_or_yardstick))
     cases: list[PlannedCase] = []
     for base in planner.workload_requests([SHAPE[device]]):
         masked = base.model_copy(update={"pattern": "block_sparse"})
@@ -30,11 +29,17 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
             on_one = implementation.supports.max_world_size == 1
             there = planner.asking(nproc=1) if on_one else planner
             if implementation.supports.patterns == {"dense"}:
-                cases += there.plan(implementation, as_dense(base), {"role": "yardstick"})
+                cases += there.plan(implementation, as_dense(base), role="yardstick")
                 continue
             for point in _points(masked, BLOCK_SIZES[device]):
                 cases += there.plan(implementation, point)
     return tuple(cases)
+
+
+def _masked_or_yardstick(one: Implementation) -> bool:
+    """Whatever computes block masks, on any number of ranks, and full attention on one device."""
+    full = one.supports.patterns == {"dense"} and one.supports.max_world_size == 1
+    return one.takes == "heads" and (full or "block_sparse" in one.supports.patterns)
 
 
 def _points(base: WorkloadRequest, block_sizes: tuple[int, ...]) -> list[WorkloadRequest]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
-from dilabench.report.rows import YARDSTICK, location
+from dilabench.report.rows import location
 from dilabench.stats.samples.derive import tflops_per_second
 from dilabench.units import format_bytes
 from dilabench.workload.spec import BlockSparsePattern, Workload
@@ -65,7 +65,7 @@ def steps_of(record: RunRecord) -> tuple[Step, ...]:
     dense: dict[str, float] = {}
     for row in record.rows:
         found = location(row)
-        if found and row.planned.labels.get("role") == YARDSTICK:
+        if found and row.planned.role == "yardstick":
             dense[_shape(row)] = min(found.median_ns, dense.get(_shape(row), found.median_ns))
     sparsity: dict[Workload, float] = {}
     steps: list[Step] = []

@@ -5,8 +5,8 @@ from typing import Any
 from dilabench.metadata import SCALING
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, refuse_unknown_options
-from dilabench.suites.ring.cases import OPTIONS, beside_one_device, ranks_here
+from dilabench.suites.planner import Planner
+from dilabench.suites.ring.cases import beside_one_device, ranks_here
 
 STRONG, WEAK = "strong", "weak"
 LENGTHS_CUDA = (16384, 65536)
@@ -16,7 +16,6 @@ PATTERNS = ("dense", "dilated")
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Each length on 1, 2, 4, ... ranks up to `--nproc` (strong), and the shortest per rank on each (weak)."""
-    refuse_unknown_options(request, OPTIONS)
     most = request.nproc if request.nproc > 1 else ranks_here(planner)
     cuda = planner.machine.device == "cuda"
     lengths = request.lengths or (LENGTHS_CUDA if cuda else LENGTHS_CPU)

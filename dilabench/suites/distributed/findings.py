@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
@@ -25,14 +26,14 @@ WEAK_MEANING = (
 MEMORY_MEANING = "Peak memory of the rank that needs most, in one call."
 
 
-def analyse(record: RunRecord) -> tuple[Section, ...]:
+def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """What suite `ring` says, the winner per length, crossovers, strong and weak scaling, memory; else nothing."""
     found = comparisons(record)
     if not found:
         return ()
     name = namer(found)
     return (
-        *parallel.analyse(record),
+        *parallel.analyse(record, catalogue),
         _winners(found, name),
         *_crossovers(record),
         *_scaling("Strong scaling", STRONG_MEANING, _strong(found, name), _speedup_text, _speedup_plot),
@@ -126,7 +127,7 @@ def _weak(found: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scal
 
 def _shape(row: Row) -> str:
     """Equal for rows that differ in length alone."""
-    takes = row.planned.labels.get("takes", "heads")
+    takes = row.planned.takes
     return row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE) + takes
 
 

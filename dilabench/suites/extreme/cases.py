@@ -10,14 +10,12 @@ from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, Measured, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.extreme.foresight import Foresight, between
-from dilabench.suites.planner import Planner, as_dense, refuse_unknown_options
+from dilabench.suites.planner import Planner, as_dense
 from dilabench.suites.room import memory_bytes
 from dilabench.units import parse_count
 from dilabench.workload.cuts import cut_length, why_uncut
 from dilabench.workload.spec import WorkloadRequest
 
-OPTIONS = ("max_seq_length", "memory_limit", "gradient_checkpointing", "chunked", "offload")
-IMPLEMENTATIONS = ("dense", "gather", "strided", "fused")
 MODES = ("forward", "both")
 MAX_SEQ_LENGTH = 2**20
 LONGEST = 2**40
@@ -40,13 +38,12 @@ class Way:
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """The first length of every implementation, mode and way; the rest follows from how it ends."""
-    refuse_unknown_options(request, OPTIONS)
     longest = _longest(request)
     shape = {"batch_size": 1, "seq_len": min(FIRST_LENGTH, longest)}
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([shape]):
         modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
-        for implementation in planner.implementations(IMPLEMENTATIONS):
+        for implementation in planner.implementations(planner.on_one_device("dense", asked.pattern)):
             for mode in modes:
                 for way in ways(request):
                     first = _first_length(asked.model_copy(update={"mode": mode}), way, planner)
@@ -152,7 +149,8 @@ def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest
     def cases_at(tokens: int) -> list[Case]:
         return [one.case for one in search.at(tokens, planner, request) if one.skip is None]
 
-    foresight = Foresight(cases_at, machine, int(available * (SHARE_ON_CPU if on_cpu else 1)), search.step)
+    share = SHARE_ON_CPU if on_cpu else 1
+    foresight = Foresight(cases_at, machine, planner.catalogue, int(available * share), search.step)
     if on_cpu:
         return length if search.too_long else foresight.leap(length, longest)
     too_long = [row.case.workload.seq_len for row in search.rows if did_not_fit(row)]

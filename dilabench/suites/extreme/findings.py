@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dilabench.metadata import WAY
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Measured, Row, RunRecord, Skipped
 from dilabench.report import figures
@@ -27,7 +28,7 @@ COLUMNS = (
 NUMERIC = frozenset(COLUMNS[3:9])
 
 
-def analyse(record: RunRecord) -> tuple[Section, ...]:
+def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """One line per search; the slope is that of a straight line through the measured peaks over length."""
     found = searches(record.rows)
     if not found:
@@ -44,14 +45,14 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
         title="Longest sequences",
         sentence=sentence,
         columns=COLUMNS,
-        rows=tuple(_line(search, record.device) for search in found),
+        rows=tuple(_line(search, record.device, catalogue) for search in found),
         numeric=NUMERIC,
         plots=tuple(_plots(found)),
     )
     return (section,)
 
 
-def _line(search: Search, device: str) -> tuple[str, ...]:
+def _line(search: Search, device: str, catalogue: Catalogue) -> tuple[str, ...]:
     row = search.rows[0]
     name = implementation_text(row.case) + (f" over {row.case.backend}" if row.case.backend else "")
     head = (name, row.case.workload.mode, _way(search))
@@ -60,7 +61,7 @@ def _line(search: Search, device: str) -> tuple[str, ...]:
         return (*head, figures.ABSENT, too_long, *[figures.ABSENT] * 4, _ending(search))
     at = max(search.fitting, key=lambda row: row.case.workload.seq_len)
     tokens, peak, where = at.case.workload.tokens, _peak(at), location(at)
-    plan = plan_memory(at.case, device)
+    plan = plan_memory(at.case, device, catalogue)
     slope = _slope(search.fitting)
     return (
         *head,

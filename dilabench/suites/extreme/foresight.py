@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from dilabench.machine import Machine
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory import plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import Case
@@ -33,12 +34,13 @@ class Foresight:
 
     cases_at: Callable[[int], Sequence[Case]]
     machine: Machine
+    catalogue: Catalogue
     available: int
     step: Callable[[int], int]
 
     def fits(self, length: int) -> bool:
         """Whether it should fit; no where there is no formula."""
-        plans = [plan_memory(case, self.machine.device) for case in self.cases_at(length)]
+        plans = [plan_memory(case, self.machine.device, self.catalogue) for case in self.cases_at(length)]
         return bool(plans) and all(plan is not None and plan.peak_bytes <= self.available for plan in plans)
 
     def agrees(self, fitting: Iterable[int], too_long: Iterable[int]) -> bool:

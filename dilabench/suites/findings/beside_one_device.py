@@ -7,7 +7,6 @@ from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.rows import location
 from dilabench.stats.samples.derive import speedup
 
-SINGLE = "single"
 MODES = ("forward", "backward", "both")
 
 
@@ -59,7 +58,7 @@ def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
     for row in record.rows:
         if not isinstance(row.outcome, Measured) or location(row) is None:
             continue
-        if row.planned.labels.get("role") == SINGLE:
+        if row.case.world_size == 1:
             singles.setdefault(_function(row), []).append(row)
         else:
             others = row.case.model_dump_json(exclude={"workload"})
@@ -83,7 +82,7 @@ def median_ns(row: Row) -> float:
 
 def _function(row: Row) -> tuple[str, str]:
     """Equal for rows that compute the same function, whatever their mode."""
-    return row.case.workload.replace(mode="both").model_dump_json(), row.planned.labels.get("takes", "heads")
+    return row.case.workload.replace(mode="both").model_dump_json(), row.planned.takes
 
 
 def _same_backend(rows: Sequence[Row], backend: str | None) -> dict[str, Row]:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from dilabench.distributed.model import ideal_efficiency, joined_bytes, load_balance, overlapping_share, received_bytes
+from dilabench.distributed.model import Sharding, ideal_efficiency, joined_bytes
 from dilabench.metadata import RECEIVED_BYTES
-from dilabench.record import Diagnostic, Measured, Row
+from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.record import Case, Diagnostic, Measured, Row
 from dilabench.report.rows import first_timing
 from dilabench.stats.samples.estimate import Interval
 from dilabench.stats.samples.location import locate
@@ -48,15 +49,24 @@ def exposure(row: Row) -> Exposure:
     )
 
 
-def expected_bytes(row: Row) -> int | None:
+def sharding_of(case: Case, catalogue: Catalogue) -> Sharding | None:
+    """What the implementation's descriptor names; None where it names nothing, or is not installed."""
+    if case.implementation not in catalogue.implementations:
+        return None
+    target = catalogue.implementations.get(case.implementation).sharding
+    sharding: Sharding | None = load_target(target) if target else None
+    return sharding
+
+
+def expected_bytes(row: Row, sharding: Sharding | None) -> int | None:
     """Bytes that one call brings the rank with most, by formula; None where there is none."""
     case = row.case
-    received = received_bytes(case.workload, case.implementation, case.world_size)
+    received = sharding.received_bytes(case.workload, case.world_size) if sharding else None
     joined = joined_bytes(case.workload, case.world_size) if case.optimizations.sharding_inside else 0
     return None if received is None or joined is None else received + joined
 
 
-def ideal(row: Row, single_ns: float) -> float | None:
+def ideal(row: Row, single_ns: float, sharding: Sharding | None) -> float | None:
     """Ideal efficiency of a parallel row beside one device's time; None where a part of the formula is unknown.
 
     T_comp = T_single / P is the work at the single device's measured rate F. V is what the formula says the rank with
@@ -64,13 +74,15 @@ def ideal(row: Row, single_ns: float) -> float | None:
     """
     case, found = row.case, exposure(row)
     assert isinstance(row.outcome, Measured)
-    facts = case.workload, case.implementation, case.world_size
-    balance, meanwhile = load_balance(*facts), overlapping_share(*facts)
+    if sharding is None:
+        return None
+    facts = case.workload, case.world_size
+    balance, meanwhile = sharding.load_balance(*facts), sharding.overlapping_share(*facts)
     counted = RECEIVED_BYTES.of(row.outcome) or 0
     if balance is None or meanwhile is None or found.communication_ns is None or not counted:
         return None
     computation_ns = single_ns / case.world_size
-    transfer_ns = found.communication_ns * (expected_bytes(row) or counted) / counted
+    transfer_ns = found.communication_ns * (expected_bytes(row, sharding) or counted) / counted
     return ideal_efficiency(balance, computation_ns, transfer_ns, meanwhile * computation_ns)
 
 

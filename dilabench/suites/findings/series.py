@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dilabench.record import Case, Row, RunRecord
-from dilabench.report.rows import YARDSTICK, location, row_name
+from dilabench.report.rows import location, row_name
 from dilabench.stats.samples.location import Location
 from dilabench.workload.spec import Workload
 
@@ -55,15 +55,14 @@ def series_of(record: RunRecord) -> tuple[Series, ...]:
 def _identity(row: Row) -> tuple[str, ...]:
     fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
     others = row.case.model_dump_json(exclude={"workload"})
-    return fixed, others, _batch(row), row.planned.labels.get("role", "")
+    return fixed, others, _batch(row), row.planned.role
 
 
 def _rivals(row: Row) -> str:
     fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
-    labels = row.planned.labels
     # A yardstick is compared with nothing, not even with the other yardsticks of its record.
-    alone = row.case.case_id if labels.get("role") == YARDSTICK else ""
-    return "|".join((fixed, _batch(row), labels.get("takes", "heads"), str(row.case.world_size), alone))
+    alone = row.case.case_id if row.planned.role == "yardstick" else ""
+    return "|".join((fixed, _batch(row), row.planned.takes, str(row.case.world_size), alone))
 
 
 def _batch(row: Row) -> str:

@@ -4,9 +4,8 @@ from dilabench.metadata import VARIANT
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.optimization.variants import variants
-from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.planner import Planner
 
-IMPLEMENTATIONS = ("gather", "strided", "fused")
 # Launches and tables weigh most where calls are short, copies and workspace where they are long.
 LENGTHS = {"cpu": (1024, 4096), "cuda": (4096, 16384, 65536)}
 
@@ -17,11 +16,10 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     Together leaves out what this device does not have. All variants of a length are timed in the same rounds. To
     torch.compile the implementations of heads are one operator each: it compiles what is around them, nothing inside.
     """
-    refuse_unknown_options(request, ())
     defaults = [{"seq_len": length} for length in LENGTHS[planner.machine.device]]
     cases: list[PlannedCase] = []
     for workload in planner.workload_requests(defaults):
-        for implementation in planner.implementations(IMPLEMENTATIONS):
+        for implementation in planner.implementations(planner.on_one_device(workload.pattern)):
             for name, fields in variants(request, planner.machine).items():
                 cases += planner.plan(implementation, workload, VARIANT.entry(name), **fields)
     return tuple(cases)

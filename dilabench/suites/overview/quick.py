@@ -2,15 +2,17 @@
 
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.planner import Planner
 
 LENGTHS = (1024, 4096, 16384)
-IMPLEMENTATIONS = ("dense", "gather", "strided", "gather-multihead", "strided-multihead")
 
 
-def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Each implementation at each length, one sequence of two heads; full attention as a yardstick."""
-    refuse_unknown_options(request, ())
+def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """What calls a dense kernel, and so runs everywhere, at each length; full attention as a yardstick.
+
+    One sequence of two heads.
+    """
     shape = {"batch_size": 1, "num_heads": 2, "head_dim": 64}
     workloads = planner.workload_requests([{**shape, "seq_len": length} for length in LENGTHS])
-    return planner.compare(workloads, planner.implementations(IMPLEMENTATIONS))
+    default = planner.where(lambda one: one.uses_backend and one.supports.max_world_size == 1)
+    return planner.compare(workloads, planner.implementations(default))

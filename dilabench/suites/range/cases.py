@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dilabench.errors import ConfigError
 from dilabench.record import PlannedCase, Skipped
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.planner import Planner
 from dilabench.suites.room import shortage
 from dilabench.units import format_count
 from dilabench.workload.ranges import RANGES
 
 DEFAULT_RANGE = "production"
-ORACLE = "reference"
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -21,7 +20,6 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     seconds at each length. The batch is `auto` (16384 tokens) unless the user or a preset sets it,
     so that every length keeps the device equally busy. Raises ConfigError for lengths that do not rise.
     """
-    refuse_unknown_options(request, ())
     _refuse_disorder(request.lengths)
     lengths = request.lengths
     if not lengths and not request.presets and "seq_len" not in request.overrides:
@@ -29,11 +27,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     planner = planner.asking(lengths=lengths)
     workloads = planner.workload_requests([{}])
     patterns = {workload.pattern for workload in workloads} | {"dense"}
-    default = [
-        one.name
-        for one in planner.catalogue.implementations
-        if one.name != ORACLE and not one.compiles and one.takes == "heads" and one.supports.patterns & patterns
-    ]
+    default = planner.where(
+        lambda one: not one.compiles and one.takes == "heads" and not one.supports.patterns.isdisjoint(patterns)
+    )
     return tuple(_within_memory(case, planner) for case in planner.compare(workloads, planner.implementations(default)))
 
 
@@ -44,5 +40,5 @@ def _refuse_disorder(lengths: Sequence[int]) -> None:
 
 
 def _within_memory(planned: PlannedCase, planner: Planner) -> PlannedCase:
-    why = None if planned.skip else shortage(planned.case, planner.machine)
+    why = None if planned.skip else shortage(planned.case, planner.machine, planner.catalogue)
     return planned.model_copy(update={"skip": Skipped(code="does_not_fit", why=why)}) if why else planned

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dilabench.record import Failed, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
-from dilabench.report.rows import PLAIN_METHODS, location
+from dilabench.report.rows import location
 from dilabench.stats.samples.derive import speedup, tokens_per_second
 from dilabench.stats.scaling import PowerLaw, fit_power_law
 from dilabench.suites.findings.crossings import crossover_section
@@ -67,7 +67,7 @@ def _baseline_ns(series: Series, every: Sequence[Series], length: int) -> float 
         for row, place in one.measured
         if row.case.workload.seq_len == length
     ]
-    plain = [entry for entry in found if entry[0].rows[0].case.implementation in PLAIN_METHODS]
+    plain = [entry for entry in found if entry[0].rows[0].planned.role == "plain"]
     chosen = next(iter([*plain, *found]), None)
     return None if chosen is None or chosen[0] is series else chosen[1]
 

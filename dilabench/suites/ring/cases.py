@@ -1,24 +1,18 @@
 """Suite `ring`: what several ranks bring against one device, and how near that is to the ideal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dilabench.errors import unknown_name
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, refuse_unknown_options
+from dilabench.suites.planner import Planner
 from dilabench.workload.spec import WorkloadRequest
 
-OPTIONS = ("sharding",)
 # Where ranks cut whole tensors into shards and join results: before and after the timed call, or in it.
 OUTSIDE, INSIDE = "outside", "inside"
-SINGLE, PARALLEL = "single", "parallel"
 MODES = ("forward", "backward", "both")
 RANKS_ON_A_CPU = 2
-# Each runs what its implementations are for; the first is the one that should be fastest.
-DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses")
-DILATED = ("ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
-PACKED = ("ring-varlen", "ulysses")
-BLOCK_SPARSE = ("block-sparse-ring",)
 ON_CUDA = ("performance", "large_seq", "qwen3_32b")
 ON_CPU: tuple[dict[str, object], ...] = (
     {"pattern": "dense", "batch_size": 1, "num_heads": 4, "num_kv_heads": 2, "seq_len": 2048},
@@ -32,7 +26,6 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     Without presets: the largest dense ones on GPUs, two small ones on a CPU. Without `--nproc`: every GPU, or two
     processes. Raises ConfigError for `sharding` that is neither inside nor outside.
     """
-    refuse_unknown_options(request, OPTIONS)
     ranks = request.nproc if request.nproc > 1 else ranks_here(planner)
     if not request.presets and planner.machine.device == "cuda":
         planner = planner.asking(presets=ON_CUDA)
@@ -61,24 +54,36 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     """The single-device rows of a workload and the rows of its parallel implementations."""
     single = planner.asking(nproc=1)
     parallel = planner.asking(nproc=ranks)
-    shelf = planner.catalogue.implementations
-    kind: str = "dense"
-    default: tuple[str, ...] = DENSE
-    if workload.layout == "packed":
-        # On one rank this is each sequence in one call: no single-device implementation takes packed tensors.
-        kind, default = "ring-varlen", PACKED
-    elif workload.pattern == "block_sparse":
-        kind, default = "block-sparse", BLOCK_SPARSE
-    elif workload.pattern != "dense":
-        kind, default = "strided", DILATED
+    default = planner.over_ranks(workload)
     implementations = parallel.implementations(default)
     # With projections around it an implementation is compared with itself on one rank, which is the plain module.
-    alone = dict.fromkeys(shelf.get(kind) if one.takes == "heads" else one for one in implementations)
-    cases = [case for one in alone for case in single.plan(one, workload, {"role": SINGLE})]
+    beside = _on_one_device(planner, workload, default)
+    alone = dict.fromkeys(beside if one.takes == "heads" else one for one in implementations)
+    cases = [case for one in alone for case in single.plan(one, workload)]
     inside = sharding_of(planner.request) == INSIDE
     for implementation in implementations:
-        cases += parallel.plan(implementation, workload, {"role": PARALLEL}, sharding_inside=inside)
+        cases += parallel.plan(implementation, workload, sharding_inside=inside)
     return cases
+
+
+def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> Implementation:
+    """What one device computes the workload by: the best of those that call a backend where those over ranks do.
+
+    Where there is none, as for packed tensors, the first of those over ranks: on one rank, each sequence in one call.
+    """
+    shelf = planner.catalogue.implementations
+    first = shelf.get(over_ranks[0])
+    found = planner.where(
+        lambda one: (
+            one.supports.max_world_size == 1
+            and one.takes == "heads"
+            and one.role == "method"
+            and one.uses_backend == first.uses_backend
+            and workload.pattern in one.supports.patterns
+            and workload.layout in one.supports.layouts
+        )
+    )
+    return max(map(shelf.get, found), key=lambda one: one.priority, default=first)
 
 
 def sharding_of(request: RunRequest) -> str:

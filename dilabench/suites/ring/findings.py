@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.distributed.model import load_balance
 from dilabench.metadata import RECEIVED_BYTES
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Section
 from dilabench.report.rows import implementation_text, row_name
 from dilabench.stats.samples.derive import gigabytes_per_second, tokens_per_second
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons, median_ns
-from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
+from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns, sharding_of
 from dilabench.units import format_bytes
 
 TEXT_COLUMNS = ("workload", "mode", "implementation", "fastest", "next", "least memory")
@@ -63,7 +63,7 @@ OUTSIDE = "cutting whole tensors into shards and joining results is outside the 
 INSIDE = "each timed call begins and ends with whole tensors on every rank: cutting and joining are inside"
 
 
-def analyse(record: RunRecord) -> tuple[Section, ...]:
+def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """Speed-up and efficiency, exposed communication against the ideal, balance and traffic; nothing without rows."""
     found = comparisons(record)
     if not found:
@@ -79,8 +79,13 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     name = namer(found)
     return (
         section("Several ranks against one device", sentence, TIMES, _times(found, name)),
-        *_ideal_section(found, name),
-        section("Balance and traffic of each rank", BALANCE_MEANING, BALANCE, (_balance(one, name) for one in found)),
+        *_ideal_section(found, name, catalogue),
+        section(
+            "Balance and traffic of each rank",
+            BALANCE_MEANING,
+            BALANCE,
+            (_balance(one, name, catalogue) for one in found),
+        ),
     )
 
 
@@ -125,15 +130,17 @@ def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[st
     yield from gain
 
 
-def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[Section]:
+def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[Section]:
     """Nothing for a record without diagnostics."""
     told = [one for one in found if exposure(one.row).computation_ns is not None]
     if told:
-        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, (_ideal(one, name) for one in told))
+        lines = (_ideal(one, name, catalogue) for one in told)
+        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, lines)
 
 
-def _ideal(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
-    found, best = exposure(one.row), ideal(one.row, median_ns(one.single_row))
+def _ideal(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
+    found = exposure(one.row)
+    best = ideal(one.row, median_ns(one.single_row), sharding_of(one.row.case, catalogue))
     yield from (workload_text(one.row), name(one.row), str(one.row.case.world_size))
     yield _signed(found.computation_ns)
     yield _signed(found.communication_ns)
@@ -144,11 +151,12 @@ def _ideal(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
     yield NONE if best is None else f"{one.efficiency / best:.1%}"
 
 
-def _balance(one: Comparison, name: Callable[[Row], str]) -> Iterator[str]:
+def _balance(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
     case, outcome = one.row.case, one.row.outcome
     assert isinstance(outcome, Measured)
-    balance = load_balance(case.workload, case.implementation, case.world_size)
-    formula = expected_bytes(one.row)
+    sharding = sharding_of(case, catalogue)
+    balance = sharding.load_balance(case.workload, case.world_size) if sharding else None
+    formula = expected_bytes(one.row, sharding)
     counted = RECEIVED_BYTES.of(outcome) or 0
     alone_ns = exposure(one.row).communication_ns
     yield from (workload_text(one.row), name(one.row), str(case.world_size))

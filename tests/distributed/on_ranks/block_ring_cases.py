@@ -8,7 +8,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls.block_sparse import block_sparse as one_device
-from dilabench.impls.ring import block_sparse, block_sparse_multihead
+from dilabench.impls.ring import block_sparse, multihead
 from dilabench.impls.ring.block_sparse import BlockExchange
 from dilabench.workload.spec import Workload
 
@@ -132,7 +132,7 @@ def projected(world):
     shards = built(one, world).shards
     found = []
     for ranks in (world, World.alone()):
-        module = block_sparse_multihead.build(one, BuildContext(device=world.device, world=ranks))
+        module = multihead.build_block_sparse(one, BuildContext(device=world.device, world=ranks))
         own_x, own_dout = (shards.take(t, world.rank) if ranks is world else t for t in (x, dout))
         own_x = own_x.clone().requires_grad_()
         out = module(own_x)

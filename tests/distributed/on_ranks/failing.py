@@ -5,7 +5,7 @@ import signal
 import time
 
 from dilabench.distributed.ablation import MuteWorld
-from dilabench.impls.ring import ring
+from dilabench.impls.ring import rings
 
 
 def build_killed(workload, context):
@@ -24,18 +24,18 @@ def build_slow(workload, context):
 
 
 def build_wrong(workload, context):
-    function = ring.build(workload, context)
+    function = rings.build(workload, context)
     for holder in function._algorithm.share.reads:
         function._algorithm.share.reads[holder] = ()
     return function
 
 
 def build_brittle(workload, context):
-    return build_killed(workload, context) if isinstance(context.world, MuteWorld) else ring.build(workload, context)
+    return build_killed(workload, context) if isinstance(context.world, MuteWorld) else rings.build(workload, context)
 
 
 def _broken(workload, context, breakdown):
-    function = ring.build(workload, context)
+    function = rings.build(workload, context)
     whole_call = function.with_lse
 
     def with_lse(q, k, v):

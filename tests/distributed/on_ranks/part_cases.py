@@ -23,7 +23,7 @@ def ablated(world, name, one):
     context = replace(context, backend=backend)
     found = []
     for change in (lambda same: same, computation_only, communication_only):
-        function = ring_cases.MODULES[name].build(one, change(context))
+        function = ring_cases.BUILDS[name](one, change(context))
         q, k, v, dout = (function.shards.take(x, world.rank) for x in ring_cases.random_inputs(one))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         world.traffic.clear()
@@ -45,7 +45,7 @@ def received(world, calls):
 
 def joined(world, one):
     """Bytes received forward and backward by a ring of whole tensors, less those of the ring of shards."""
-    function = ring_cases.MODULES["ring"].build(one, ring_cases.context(world))
+    function = ring_cases.BUILDS["ring"](one, ring_cases.context(world))
     q, k, v, dout = ring_cases.random_inputs(one)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     world.traffic.clear()

@@ -16,19 +16,19 @@ from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.ring import allgather, gathered, multihead, overlap, ring, ulysses, varlen, zigzag
+from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums
 from dilabench.impls.ring.schedule.hops import Ring
 from dilabench.workload.spec import Workload
 
-MODULES = {
-    "ring": ring,
-    "ring-overlap": overlap,
-    "zigzag-ring": zigzag,
-    "ring-allgather": allgather,
-    "zigzag-allgather": gathered,
-    "ring-varlen": varlen,
-    "ulysses": ulysses,
+BUILDS = {
+    "ring": rings.build,
+    "ring-overlap": rings.build_overlap,
+    "zigzag-ring": rings.build_zigzag,
+    "ring-allgather": allgather.build,
+    "zigzag-allgather": gathered.build,
+    "ring-varlen": rings.build_varlen,
+    "ulysses": ulysses.build,
 }
 BACKEND = LoadedBackend("math", math.attend, math.attend_backward)
 TOLERANCE = 1e-12
@@ -100,7 +100,7 @@ def exact(world, names):
                 continue
             if one.layout == "padded" and name == "ring-varlen":
                 continue
-            function = Whole(MODULES[name].build(one, context(world)), one.layout == "packed")
+            function = Whole(BUILDS[name](one, context(world)), one.layout == "packed")
             for part, value in results(function, inputs).items():
                 error = difference(value, wanted[part])
                 if not error <= TOLERANCE:
@@ -159,7 +159,7 @@ def projected(world):
 
 def counted(world, name, one):
     """Bytes received and sent by each kind, in forward and in backward, in a call on shards."""
-    function = MODULES[name].build(one, context(world))
+    function = BUILDS[name](one, context(world))
     q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     world.traffic.clear()
@@ -172,7 +172,7 @@ def counted(world, name, one):
 
 def twice(world, name, one):
     """The second call's largest difference from the first, with other inputs between them."""
-    function = MODULES[name].build(one, context(world))
+    function = BUILDS[name](one, context(world))
     shards = [function.shards.take(x, world.rank) for x in random_inputs(one)[:3]]
     first = function(*shards)
     function(*(x * 2 for x in shards))
@@ -183,7 +183,7 @@ def back_twice(world, calls):
     """Of each call (name, workload): the largest difference of a second backward pass on a graph from the first."""
     found = []
     for name, one in calls:
-        function = MODULES[name].build(one, context(world))
+        function = BUILDS[name](one, context(world))
         q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = function(*leaves)
@@ -209,7 +209,7 @@ def steps_back(world, one, monkeypatch):
     swap = SingleRank.swap
     monkeypatch.setattr(SingleRank, "swap", spy_on_swap)
     backend = LoadedBackend("math", math.attend, spy_on_kernel)
-    function = zigzag.build(one, BuildContext(device=world.device, backend=backend, world=world))
+    function = rings.build_zigzag(one, BuildContext(device=world.device, backend=backend, world=world))
     q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = function(*leaves)
@@ -221,13 +221,13 @@ def steps_back(world, one, monkeypatch):
 def fails_on(world, rank, how):
     """One rank does something wrong before the others' next hop."""
     one = workload()
-    function = ring.build(one, context(world))
+    function = rings.build(one, context(world))
     shards = [function.shards.take(x, world.rank) for x in random_inputs(one)[:3]]
     if how == "shapes":
         shards = [x[:, :-1] for x in shards] if world.rank == rank else shards
     elif how == "workload":
         one = workload(head_dim=5) if world.rank == rank else one
-        function = ring.build(one, context(world))
+        function = rings.build(one, context(world))
         shards = [function.shards.take(x, world.rank) for x in random_inputs(one)[:3]]
     else:
         function(*shards)

@@ -86,7 +86,7 @@ def test_an_optimized_function_of_shards_is_verified_by_its_whole_tensors(optimi
     case = Case(implementation="ring", backend="math", workload=workload, optimizations=switched)
     math = "dilabench.backends.math:"
     backend = {"name": "math", "target": f"{math}attend", "backward_target": f"{math}attend_backward"}
-    spec = CaseSpec.model_validate({"case": case, "target": "dilabench.impls.ring.ring:build", "backend": backend})
+    spec = CaseSpec.model_validate({"case": case, "target": "dilabench.impls.ring.rings:build", "backend": backend})
     device = torch.device("cpu")
     call = PreparedCall(spec, device, InputStore(device), World.alone(device))
     verification, why = CaseVerifier(device).verify(call)

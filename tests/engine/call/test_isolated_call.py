@@ -14,7 +14,7 @@ from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.verify.sampled_rows import verify_sampled_rows
 from dilabench.engine.worker.protocol import BackendSpec, CaseSpec
 from dilabench.impls import gather
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case, Optimizations
 from dilabench.workload.cuts import cut_into, cut_length
 from dilabench.workload.spec import Workload

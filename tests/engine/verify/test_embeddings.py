@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import Oracle, summary, verify
-from dilabench.impls.ring import block_sparse_multihead as multihead
+from dilabench.impls.ring import multihead
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 
@@ -137,7 +137,7 @@ def test_rounding_of_dx_is_measured_beside_all_that_cancels_in_it() -> None:
     pattern = {"kind": "block_sparse", "mask": "strided", "block_size": 128, "sparsity": 0.5}
     fields = {"pattern": pattern, "batch_size": 1, "seq_len": 384, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
     workload = Workload.model_validate({**fields, "dtype": "float32", "mode": "both"})
-    module = multihead.build(workload, BuildContext(device=torch.device("cpu")))
+    module = multihead.build_block_sparse(workload, BuildContext(device=torch.device("cpu")))
     for seed in range(4):
         verification = verify(module, workload, takes="embeddings", seed=seed)
         assert verification.passed, summary(verification)

@@ -9,7 +9,6 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.worker.protocol import case_spec
 from dilabench.machine import detect
-from dilabench.predict.memory import plan_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 WITHIN = 0.1
@@ -43,4 +42,4 @@ def test_formulas_hold_against_measured_peaks(name, mode, peaks):
     call.fresh()()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    assert plan_memory(case, "cuda").peak_bytes == pytest.approx(peak, rel=WITHIN)
+    assert peaks.plan(case, "cuda").peak_bytes == pytest.approx(peak, rel=WITHIN)

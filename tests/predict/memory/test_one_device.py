@@ -2,7 +2,6 @@
 
 import pytest
 
-from dilabench.predict.memory import plan_memory
 from dilabench.record import Optimizations
 
 WITHIN = 0.1
@@ -23,7 +22,7 @@ def check(peaks):
     """The plan of a case against its peak."""
 
     def checked(case):
-        assert plan_memory(case, "cpu").peak_bytes == pytest.approx(peaks.peak_of(case), rel=WITHIN)
+        assert peaks.plan(case, "cpu").peak_bytes == pytest.approx(peaks.peak_of(case), rel=WITHIN)
 
     return checked
 

@@ -10,10 +10,9 @@ from dilabench.impls.ring.schedule import sums as ring_sums
 from dilabench.impls.ring.schedule.parcels import parcel_for
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.union.branches import branches_of
-from dilabench.predict.memory import plan_memory
-from dilabench.predict.memory.kernels import aligns_ends, kernel_of, places_results
+from dilabench.plugins.catalogue import load_target
+from dilabench.predict.memory.kernels import SDPA_FLASH, aligns_ends, places_results
 from dilabench.predict.memory.over_ranks.packed import packed_share_of, rectangles_between
-from dilabench.predict.memory.over_ranks.ranks import plan_ranks
 from dilabench.predict.memory.over_ranks.rings import RankMemory
 
 WITHIN = 0.1
@@ -41,7 +40,7 @@ def check(peaks):
     def checked(implementation, ranks, backend="sdpa-flash", **fields):
         case = peaks.case_of(implementation, backend, **{"seq_len": 2048, **fields})
         case = case.model_copy(update={"world_size": ranks})
-        assert plan_memory(case, "cpu").peak_bytes == pytest.approx(peaks.fullest_rank_peak(case), rel=WITHIN)
+        assert peaks.plan(case, "cpu").peak_bytes == pytest.approx(peaks.fullest_rank_peak(case), rel=WITHIN)
 
     return checked
 
@@ -82,7 +81,8 @@ def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ran
 def test_kernels_align_ends_and_place_results_where_their_backends_do(device, peaks):
     workload = peaks.workload_of(peaks.DENSE)
     for backend in peaks.catalogue().backends:
-        if (kernel := kernel_of(backend.name, workload, device)) is not None:
+        kernel = load_target(backend.memory)(workload, device)
+        if kernel is not None:
             assert aligns_ends(kernel) == backend.aligns_ends, backend.name
             assert places_results(kernel) == backend.places_results, backend.name
 
@@ -93,7 +93,7 @@ def test_kernels_align_ends_and_place_results_where_their_backends_do(device, pe
 def test_all_keys_in_one_exchange_only_where_they_are_dense(fields, peaks):
     pattern = {"kind": "dilated", **fields["pattern"]} if "pattern" in fields else peaks.DENSE
     case = peaks.case_of("zigzag-allgather", "sdpa-flash", **{"seq_len": 2048, **fields, "pattern": pattern})
-    assert plan_memory(case.model_copy(update={"world_size": 2}), "cpu") is None
+    assert peaks.plan(case.model_copy(update={"world_size": 2}), "cpu") is None
 
 
 @BOTH_MODES
@@ -145,8 +145,8 @@ def test_results_that_wait_for_each_other_as_on_cuda(implementation, causal, ran
     monkeypatch.setattr(ring_sums, "_sum_", lambda total, parts: None)
     monkeypatch.setattr(ring_sums, "_softmax_", lambda out, lse, parts: None)
     monkeypatch.setattr(RankMemory, "defers", property(lambda rank: True))
-    kernel = kernel_of("sdpa-flash", case.workload, "cpu")
-    plan = plan_ranks(implementation, case.workload, ranks, kernel, on_cpu=False)
+    kernel = SDPA_FLASH(case.workload, "cpu")
+    plan = load_target(peaks.catalogue().implementations.get(implementation).memory)(case, "cuda", kernel)
     assert plan.peak_bytes == pytest.approx(peaks.fullest_rank_peak(case), rel=WITHIN)
 
 
@@ -159,7 +159,7 @@ def test_one_rank_is_one_device(implementation, mode, check):
 @pytest.mark.parametrize("implementation", ["ring", "zigzag-allgather"])
 def test_ranks_without_rows_need_nothing_impossible(implementation, peaks):
     case = peaks.case_of(implementation, "sdpa-flash", peaks.DENSE, seq_len=2).model_copy(update={"world_size": 4})
-    assert plan_memory(case, "cpu").peak_bytes > 0
+    assert peaks.plan(case, "cpu").peak_bytes > 0
 
 
 @pytest.mark.distributed

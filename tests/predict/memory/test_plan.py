@@ -11,7 +11,7 @@ from dilabench.impls.flex import flex
 from dilabench.impls.ring.schedule import sums as ring_sums
 from dilabench.impls.union.strided_calls import strided_calls
 from dilabench.predict.memory import block_sparse as planned_blocks
-from dilabench.predict.memory import flexed, longest_that_fits, math_blocks, plan_memory
+from dilabench.predict.memory import flexed, longest_that_fits, math_blocks
 from dilabench.predict.memory import reference as planned_reference
 from dilabench.predict.memory.calls import largest_calls
 from dilabench.predict.memory.over_ranks import sums as planned_sums
@@ -43,13 +43,13 @@ def test_sizes_that_formulas_share_with_the_code_are_the_same():
 
 def test_what_has_no_formula_is_not_guessed(peaks):
     strided = peaks.case_of("strided", "sdpa-flash")
-    assert plan_memory(strided.model_copy(update={"backend": "unknown"}), "cpu") is None
-    assert plan_memory(strided.model_copy(update={"world_size": 2}), "cpu") is None
-    assert plan_memory(peaks.case_of("flex"), "cpu") is None
-    assert plan_memory(peaks.case_of("theirs"), "cpu") is None
+    assert peaks.plan(strided.model_copy(update={"backend": "unknown"}), "cpu") is None
+    assert peaks.plan(strided.model_copy(update={"world_size": 2}), "cpu") is None
+    assert peaks.plan(peaks.case_of("flex"), "cpu") is None
+    assert peaks.plan(peaks.case_of("theirs"), "cpu") is None
     windowed = peaks.case_of("ring", "sdpa-flash", window=(100, 0)).model_copy(update={"world_size": 2})
-    assert plan_memory(windowed, "cpu") is None
-    assert longest_that_fits(peaks.case_of("flex"), "cpu", 2**40) is None
+    assert peaks.plan(windowed, "cpu") is None
+    assert longest_that_fits(peaks.case_of("flex"), "cpu", 2**40, peaks.catalogue()) is None
 
 
 @pytest.mark.parametrize(("implementation", "ranks"), [("strided", 1), ("ring", 4), ("reference", 1)])
@@ -57,21 +57,21 @@ def test_longest_that_fits_is_the_last_length_that_does(implementation, ranks, p
     backend = None if implementation == "reference" else "sdpa-flash"
     case = peaks.case_of(implementation, backend, mode="both").model_copy(update={"world_size": ranks})
     capacity = 300 * 2**20
-    longest = longest_that_fits(case, "cpu", capacity)
+    longest = longest_that_fits(case, "cpu", capacity, peaks.catalogue())
 
     def peak(length):
         longer = case.model_copy(update={"workload": case.workload.replace(seq_len=length)})
-        return plan_memory(longer, "cpu").peak_bytes
+        return peaks.plan(longer, "cpu").peak_bytes
 
     assert peak(longest) <= capacity < peak(longest + 1)
-    assert longest_that_fits(case, "cpu", 1) == 0
+    assert longest_that_fits(case, "cpu", 1, peaks.catalogue()) == 0
 
 
 def test_a_length_that_is_given_has_no_longest(peaks):
     packed = {"layout": "packed", "cu_seqlens": (0, 1024, 4096)}
     case = peaks.case_of("ring-varlen", "sdpa-flash", peaks.DENSE, **packed)
-    assert plan_memory(case, "cpu") is not None
-    assert longest_that_fits(case, "cpu", 2**40) is None
+    assert peaks.plan(case, "cpu") is not None
+    assert longest_that_fits(case, "cpu", 2**40, peaks.catalogue()) is None
 
 
 def units(workload):
@@ -81,25 +81,28 @@ def units(workload):
 def test_fused_on_cuda_holds_the_minimum_and_offloading_only_a_chunk(peaks):
     case = peaks.case_of("fused", dtype="bfloat16")
     unit, lse = units(case.workload)
-    assert plan_memory(case, "cuda").peak_bytes == 4 * unit + lse
+    assert peaks.plan(case, "cuda").peak_bytes == 4 * unit + lse
     both = case.model_copy(update={"workload": case.workload.replace(mode="both")})
-    assert plan_memory(both, "cuda").peak_bytes == 8 * unit + lse + 2 * lse
+    assert peaks.plan(both, "cuda").peak_bytes == 8 * unit + lse + 2 * lse
     offloaded = case.model_copy(update={"optimizations": Optimizations(query_chunk=1024, offload_inputs=True)})
-    assert plan_memory(offloaded, "cuda").peak_bytes == (4 * unit + lse) // 4
+    assert peaks.plan(offloaded, "cuda").peak_bytes == (4 * unit + lse) // 4
 
 
 def test_block_lists_on_cuda_add_little_to_the_minimum(peaks):
     for mode, minimum in (("forward", (4, 1)), ("both", (8, 3))):
         case = peaks.case_of("block-sparse", pattern=peaks.sparse(), dtype="bfloat16", mode=mode)
         unit, lse = units(case.workload)
-        plan = plan_memory(case, "cuda")
+        plan = peaks.plan(case, "cuda")
         assert plan.peak_bytes - plan.tables_bytes == minimum[0] * unit + minimum[1] * lse
         assert 0 < plan.tables_bytes < 0.01 * unit
 
 
 def test_padded_heads_on_cuda_are_copies(peaks):
     padded, plain = (
-        plan_memory(peaks.case_of("block-sparse", pattern=peaks.sparse(), dtype="bfloat16", head_dim=dim), "cuda")
+        peaks.plan(
+            peaks.case_of("block-sparse", pattern=peaks.sparse(), dtype="bfloat16", head_dim=dim),
+            "cuda",
+        )
         for dim in (80, 128)
     )
     # q, k, v and out in 128 columns, beside the same in 80.
@@ -119,9 +122,9 @@ def test_block_mask_lists_of_flex_are_as_long_as_they_are(peaks):
 def test_a_compiled_backward_pass_copies_dout(implementation, peak_mib, peaks):
     pattern = peaks.BRANCHES if implementation == "flex" else peaks.sparse(block_size=128)
     shape = {"seq_len": 16384, "num_heads": 8, "dtype": "bfloat16", "mode": "both"}
-    plan = plan_memory(peaks.case_of(implementation, pattern=pattern, **shape), "cuda")
+    plan = peaks.plan(peaks.case_of(implementation, pattern=pattern, **shape), "cuda")
     assert plan.peak_bytes / 2**20 == pytest.approx(peak_mib, rel=0.01)
-    one_head = plan_memory(peaks.case_of(implementation, pattern=pattern, **{**shape, "num_heads": 1}), "cuda")
+    one_head = peaks.plan(peaks.case_of(implementation, pattern=pattern, **{**shape, "num_heads": 1}), "cuda")
     assert one_head.peak_bytes / 2**20 < peak_mib / 8
 
 
@@ -129,7 +132,7 @@ def test_another_order_costs_flex_its_copies(peaks):
     # The plain one copies dout, too, and its out stays, for the caller holds it.
     for mode, extra in (("forward", 4), ("both", 4)):
         plain, permuted = (
-            plan_memory(peaks.case_of(name, dtype="bfloat16", mode=mode), "cuda") for name in ("flex", "flex-permuted")
+            peaks.plan(peaks.case_of(name, dtype="bfloat16", mode=mode), "cuda") for name in ("flex", "flex-permuted")
         )
         unit, lse = units(peaks.workload_of(dtype="bfloat16"))
         assert permuted.peak_bytes - plain.peak_bytes == pytest.approx(extra * unit, abs=2 * lse)

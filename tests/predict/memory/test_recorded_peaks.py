@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Case, Measured, Optimizations
 from dilabench.store.run_files import read_record
@@ -17,6 +18,7 @@ WITHIN = 0.1
 OUTDATED = {("h200-extreme", "fused", 8192, "both")} | {
     ("h200-extreme", "strided", tokens, "both") for tokens in (8388608, 10485760, 11534336)
 }
+CATALOGUE = discover().catalogue
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
@@ -42,7 +44,7 @@ ON_CUDA = [(name, case, peak) for name, case, device, peak in ROWS if device == 
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in ON_CUDA}))
 def test_formulas_hold_against_recorded_peaks(name):
     for source, case, peak in ON_CUDA:
-        plan = plan_memory(case, "cuda")
+        plan = plan_memory(case, "cuda", CATALOGUE)
         if source == name and plan is not None:
             text = f"{case.implementation} {case.backend} {case.workload.mode} {case.workload.label()}"
             assert plan.peak_bytes == pytest.approx(peak, rel=WITHIN), text
@@ -54,12 +56,12 @@ def test_cudnn_with_shared_keys_expands_their_gradients(implementation, peak_mib
     fields = {"batch_size": 1, "seq_len": 32768, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "mode": "both"}
     pattern = {"pattern": "dense"} if implementation == "dense" else {}
     workload = WorkloadRequest.model_validate({**fields, **pattern}).resolve("bfloat16")
-    plan = plan_memory(Case(implementation=implementation, backend="sdpa-cudnn", workload=workload), "cuda")
+    plan = plan_memory(Case(implementation=implementation, backend="sdpa-cudnn", workload=workload), "cuda", CATALOGUE)
     assert plan.peak_bytes / 2**20 == pytest.approx(peak_mib, rel=WITHIN)
 
 
 def test_records_are_there_for_every_dense_kernel():
-    found = {(case.implementation, case.backend) for _, case, _ in ON_CUDA if plan_memory(case, "cuda")}
+    found = {(case.implementation, case.backend) for _, case, _ in ON_CUDA if plan_memory(case, "cuda", CATALOGUE)}
     backends = ("math", "flex", "flash4", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "xformers")
     assert {("dense", backend) for backend in backends} <= found
     assert {("fused", None), ("strided", "math"), ("strided", "flex"), ("gather", "sdpa-cudnn")} <= found

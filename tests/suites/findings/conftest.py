@@ -24,6 +24,8 @@ def row():
         *,
         at=0,
         labels=None,
+        role=None,
+        takes="heads",
         backend="math",
         peak_mib=None,
         counters=None,
@@ -43,7 +45,11 @@ def row():
             world_size=ranks,
         )
         planned = results.PlannedCase(
-            case=case, labels=labels or {}, requested_workload=WorkloadRequest(seq_len=workload.seq_len)
+            case=case,
+            role=role or ("plain" if name.startswith("gather") else "method"),
+            takes=takes,
+            labels=labels or {},
+            requested_workload=WorkloadRequest(seq_len=workload.seq_len),
         )
         if ms is None:
             return results.Row(planned=planned, outcome=results.Skipped(code="unsupported", why="not here"))

@@ -64,9 +64,9 @@ def test_equal_implementations_do_not_overtake_each_other(row, record):
 
 
 def test_other_families_are_never_compared(row, record):
-    dense = rows_of(row, "dense", lambda n: 1e-3 * n**2 / 4000, pattern={"kind": "dense"}, labels={"role": "yardstick"})
+    dense = rows_of(row, "dense", lambda n: 1e-3 * n**2 / 4000, pattern={"kind": "dense"}, role="yardstick")
     strided = rows_of(row, "strided", lambda n: 1e-3 * n, at=1)
-    modules = rows_of(row, "strided-multihead", lambda n: 1e-6 * n**2, at=2, labels={"takes": "embeddings"})
+    modules = rows_of(row, "strided-multihead", lambda n: 1e-6 * n**2, at=2, takes="embeddings")
     sections = analyse(record(*dense, *strided, *modules))
     assert [section.title for section in sections] == ["Latency by length", "Growth with length"]
     assert "x)" not in " ".join(cell for cells in sections[0].rows for cell in cells)

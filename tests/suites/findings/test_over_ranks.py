@@ -2,7 +2,10 @@
 
 import pytest
 
+from dilabench.plugins.manager import discover
 from dilabench.suites.distributed.findings import analyse
+
+CATALOGUE = discover().catalogue
 
 SHAPE = {"pattern": {"kind": "dense"}, "num_heads": 4, "num_kv_heads": 4, "dtype": "float32", "mode": "both"}
 
@@ -16,12 +19,12 @@ def sections(row, record):
     """By title, of 1000 and 2000 tokens on 1, 2 and 4 devices; `ring` wins short sequences, `ulysses` long ones."""
     rows = []
     for length, one_ms in ((1000, 10.0), (2000, 40.0), (4000, 160.0)):
-        rows.append(row("dense", one_ms, labels={"role": "single"}, seq_len=length, peak_mib=64, **SHAPE))
+        rows.append(row("dense", one_ms, seq_len=length, peak_mib=64, **SHAPE))
         for ranks in (2, 4):
             for at, (name, share) in enumerate((("ring", 0.9 if length < 2000 else 0.6), ("ulysses", 0.75))):
                 ms = one_ms / ranks / share
                 rows.append(row(name, ms, at=at, ranks=ranks, seq_len=length, peak_mib=64 // ranks + at, **SHAPE))
-    return {section.title: section for section in analyse(record(*rows, suite="distributed"))}
+    return {section.title: section for section in analyse(record(*rows, suite="distributed"), CATALOGUE)}
 
 
 def test_the_fastest_is_named_for_every_length(sections):
@@ -74,4 +77,4 @@ def test_names_of_plots_are_their_own(sections):
 
 
 def test_nothing_is_said_of_nothing(record):
-    assert analyse(record(suite="distributed")) == ()
+    assert analyse(record(suite="distributed"), CATALOGUE) == ()

@@ -2,8 +2,12 @@
 
 import pytest
 
+from dilabench.distributed.shardings import RING, ZIGZAG_RING
+from dilabench.plugins.manager import discover
 from dilabench.suites.findings.exposure import exposure, ideal, rank_medians_ns
 from dilabench.suites.ring.findings import IDEAL, analyse
+
+CATALOGUE = discover().catalogue
 
 DENSE = {"kind": "dense"}
 SHAPE = {"pattern": DENSE, "seq_len": 4096, "num_heads": 4, "num_kv_heads": 4, "dtype": "float32"}
@@ -19,7 +23,7 @@ def table(section):
 @pytest.fixture
 def single(row):
     def make(mode, ms, **fields):
-        return row("dense", ms, labels={"role": "single"}, mode=mode, **{**SHAPE, **fields})
+        return row("dense", ms, mode=mode, **{**SHAPE, **fields})
 
     return make
 
@@ -28,9 +32,7 @@ def single(row):
 def over(row):
     def make(name, mode, ms, **fields):
         counters = {"received_bytes": RECEIVED}
-        return row(
-            name, ms, labels={"role": "parallel"}, mode=mode, **{"ranks": 2, "counters": counters, **SHAPE, **fields}
-        )
+        return row(name, ms, mode=mode, **{"ranks": 2, "counters": counters, **SHAPE, **fields})
 
     return make
 
@@ -38,7 +40,7 @@ def over(row):
 def test_single_and_parallel_stand_one_above_the_other(record, single, over):
     rows = [single("forward", 10), single("backward", 30), single("both", 40)]
     rows += [over("ring", "forward", 8), over("ring", "backward", 20), over("ring", "both", 25)]
-    section = analyse(record(*rows, suite="ring"))[0]
+    section = analyse(record(*rows, suite="ring"), CATALOGUE)[0]
     one, two = table(section)
     assert (one["mode"], two["mode"]) == ("single: dense", "parallel: ring")
     assert (one["devices"], two["devices"]) == ("1", "2")
@@ -51,14 +53,14 @@ def test_single_and_parallel_stand_one_above_the_other(record, single, over):
 
 def test_tokens_per_second_count_the_batch(record, single, over):
     rows = [single("forward", 10, batch_size=4), over("ring", "forward", 10, batch_size=4)]
-    rate = table(analyse(record(*rows, suite="ring"))[0])[1]["tok/s"]
+    rate = table(analyse(record(*rows, suite="ring"), CATALOGUE)[0])[1]["tok/s"]
     assert rate == f"{4 * 4096 / 10.05e-3 / 1e6:.2f}M"
 
 
 def test_the_report_says_where_the_sharding_is(record, single, over):
-    outside = analyse(record(single("both", 40), over("ring", "both", 25), suite="ring"))[0]
+    outside = analyse(record(single("both", 40), over("ring", "both", 25), suite="ring"), CATALOGUE)[0]
     inside = over("ring", "both", 25, optimizations={"sharding_inside": True})
-    sections = analyse(record(single("both", 40), inside, suite="ring"))
+    sections = analyse(record(single("both", 40), inside, suite="ring"), CATALOGUE)
     assert "joining results is outside the timed call" in outside.sentence
     assert "cutting and joining are inside" in sections[0].sentence
     assert table(sections[0])[1]["mode"] == "parallel: ring +sharding"
@@ -67,7 +69,7 @@ def test_the_report_says_where_the_sharding_is(record, single, over):
 def test_the_device_with_the_same_backend_is_the_one_to_compare_with(record, single, over):
     rows = [single("both", 40, backend="math"), single("both", 80, backend="sdpa-flash")]
     rows += [over("ring", "both", 20, backend=backend) for backend in ("math", "sdpa-flash")]
-    gains = [cells["efficiency"] for cells in table(analyse(record(*rows, suite="ring"))[0])]
+    gains = [cells["efficiency"] for cells in table(analyse(record(*rows, suite="ring"), CATALOGUE)[0])]
     assert gains == ["–", "100.0%", "–", "200.0%"]
 
 
@@ -87,22 +89,22 @@ def test_a_difference_lost_in_noise_hides_everything(over):
 def test_ideal_efficiency_from_measured_bandwidth_and_work(over):
     """T_comp = 100 / 2 ms; half of it can run while bytes travel; 30 ms of them leave 5 ms exposed."""
     row = over("zigzag-ring", "both", 60, parts=PARTS)
-    assert ideal(row, 100e6) == pytest.approx(50 / 55, rel=5e-3)
+    assert ideal(row, 100e6, ZIGZAG_RING) == pytest.approx(50 / 55, rel=5e-3)
     # Were twice as many bytes counted as the formula has, the ideal would send half of them.
     wasteful = over("zigzag-ring", "both", 60, parts=PARTS, counters={"received_bytes": 2 * RECEIVED})
-    assert ideal(wasteful, 100e6) == pytest.approx(1.0, rel=1e-3)
+    assert ideal(wasteful, 100e6, ZIGZAG_RING) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_there_is_no_ideal_where_a_part_of_its_formula_is_unknown(over):
-    assert ideal(over("ring", "both", 60), 100e6) is None
-    assert ideal(over("somebody-elses", "both", 60, parts=PARTS), 100e6) is None
+    assert ideal(over("ring", "both", 60), 100e6, RING) is None
+    assert ideal(over("somebody-elses", "both", 60, parts=PARTS), 100e6, None) is None
     silent = over("ring", "both", 60, parts=PARTS, counters={"received_bytes": 0})
-    assert ideal(silent, 100e6) is None
+    assert ideal(silent, 100e6, RING) is None
 
 
 def test_records_without_diagnostics_say_nothing_of_the_ideal(record, single, over):
-    before = analyse(record(single("both", 40), over("ring", "both", 25), suite="ring"))
-    after = analyse(record(single("both", 40), over("ring", "both", 25, parts=PARTS), suite="ring"))
+    before = analyse(record(single("both", 40), over("ring", "both", 25), suite="ring"), CATALOGUE)
+    after = analyse(record(single("both", 40), over("ring", "both", 25, parts=PARTS), suite="ring"), CATALOGUE)
     assert [one.columns for one in after if one not in before and one.columns == IDEAL]
     assert not [one for one in before if one.columns == IDEAL]
 
@@ -112,12 +114,12 @@ def test_each_rank_has_its_median(record, single, over):
     fast, _, slow = rank_medians_ns(row)
     assert slow == pytest.approx(2 * fast, rel=1e-6)
     assert rank_medians_ns(single("both", 40)) == ()
-    balance = table(analyse(record(single("both", 40), row, suite="ring"))[1])[0]
+    balance = table(analyse(record(single("both", 40), row, suite="ring"), CATALOGUE)[1])[0]
     assert balance["median of each rank"] == "12.56 ms, 12.56 ms, 25.12 ms"
     assert balance["λ"] == "0.600"
 
 
 def test_nothing_is_said_without_both_sides(record, single, over):
-    assert analyse(record(single("both", 40), suite="ring")) == ()
-    assert analyse(record(over("ring", "both", 40), suite="ring")) == ()
-    assert analyse(record(single("forward", 40), over("ring", "backward", 40), suite="ring")) == ()
+    assert analyse(record(single("both", 40), suite="ring"), CATALOGUE) == ()
+    assert analyse(record(over("ring", "both", 40), suite="ring"), CATALOGUE) == ()
+    assert analyse(record(single("forward", 40), over("ring", "backward", 40), suite="ring"), CATALOGUE) == ()

@@ -1,6 +1,9 @@
 """Backend order, dtype and kernels from rows whose answer is known."""
 
+from dilabench.plugins.manager import discover
 from dilabench.suites.backends.findings import analyse, recommended, standings_of
+
+CATALOGUE = discover().catalogue
 
 FLASH = (("void pytorch_flash::flash_fwd_kernel<bf16>(params)", 900), ("void copy(x)", 100))
 
@@ -32,18 +35,18 @@ def test_bfloat16_wins_where_it_is_hardly_slower(row, record):
 
 def test_the_recommendation_says_whether_auto_is_right(row, record):
     rows = [row("strided", 10.0, at=0, backend="math"), row("strided", 20.0, at=1, backend="sdpa-flash")]
-    recommendation, _ = analyse(record(*rows, suite="backends"))
+    recommendation, _ = analyse(record(*rows, suite="backends"), CATALOGUE)
     assert "math in float32" in recommendation.sentence
     assert "test CPU" in recommendation.sentence
     assert recommendation.rows[0][-1] == "sdpa-flash: 2.00x the time of math"
     rows[0] = row("strided", 40.0, at=0, backend="math")
-    assert analyse(record(*rows, suite="backends"))[0].rows[0][-1] == "sdpa-flash: right"
+    assert analyse(record(*rows, suite="backends"), CATALOGUE)[0].rows[0][-1] == "sdpa-flash: right"
 
 
 def test_the_longest_kernel_is_named(row, record):
-    _, kernels = analyse(record(row("dense", 10.0, kernels=FLASH), suite="backends"))
+    _, kernels = analyse(record(row("dense", 10.0, kernels=FLASH), suite="backends"), CATALOGUE)
     assert kernels.rows[0][3:] == ("pytorch_flash::flash_fwd_kernel<bf16>", "90%", "1", "2")
 
 
 def test_skipped_backends_give_no_recommendation(row, record):
-    assert analyse(record(row("dense"), suite="backends")) == ()
+    assert analyse(record(row("dense"), suite="backends"), CATALOGUE) == ()

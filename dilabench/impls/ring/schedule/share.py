@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.sharding import Shards
+from dilabench.distributed.sharding import Cut, Shards
 from dilabench.distributed.world import World
 from dilabench.impls import strided
 from dilabench.impls.ring.schedule.calls import Calls
@@ -75,9 +75,7 @@ class Share(Calls):
         return [parcel.pack_rows(total.finish(self.gradient_dtype)) for total in sums[1:]]
 
 
-def share_of(
-    workload: Workload, context: BuildContext, sharding: Callable[[Sequence[tuple[int, int]], int], Shards]
-) -> Share:
+def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
     """This rank's share under a sharding; a context without a world is one rank that holds everything."""
     world = context.world or World.alone(context.device)
     shards = sharding(workload.sequences, world.size)

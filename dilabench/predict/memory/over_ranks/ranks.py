@@ -1,8 +1,10 @@
-"""The plan of a case over several ranks: what the fullest of them needs."""
+"""`Implementation.memory` over ranks: what the fullest of them needs."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from dilabench.predict.memory import one_device
 from dilabench.predict.memory.kernels import Kernel
 from dilabench.predict.memory.module import parameter_bytes, projected
 from dilabench.predict.memory.over_ranks.allgather import AllGatherMemory
@@ -13,11 +15,12 @@ from dilabench.predict.memory.over_ranks.shares import Share, share_of
 from dilabench.predict.memory.over_ranks.ulysses import UlyssesMemory
 from dilabench.predict.memory.sizes import MemoryPlan, Sizes
 from dilabench.predict.memory.union import two_passes
-from dilabench.workload.spec import Workload
+from dilabench.record import Case
+from dilabench.workload.cuts import cut_apart, why_not_apart
+from dilabench.workload.spec import UNBOUNDED, Workload
 
-OVERLAPS = {"ring": False, "ring-overlap": True, "zigzag-ring": True, "ring-varlen": True, "ring-allgather": True}
-OVER_RANKS = frozenset({*OVERLAPS, "zigzag-allgather", "ring-multihead", "ulysses"})
-DENSE_ONLY = frozenset({"zigzag-ring", "zigzag-allgather", "ring-varlen"})
+# A workload, a rank, how many there are, the kernel, and whether they run on a CPU.
+OfRank = Callable[[Workload, int, int, Kernel, bool], MemoryPlan]
 
 
 class RankPasses(Protocol):
@@ -32,41 +35,83 @@ class RankPasses(Protocol):
         ...
 
 
-def plan_ranks(name: str, workload: Workload, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan | None:
-    """The plan of an implementation over ranks; None for windows, and for branches on zigzag or packed shards."""
-    if workload.window != (-1, -1):
-        return None
-    packed = workload.layout == "packed"
-    if name == "ring-multihead":
-        zigzag = workload.causal and workload.dilated is None
-        core = plan_ranks("zigzag-ring" if zigzag else "ring-overlap", workload, size, kernel, on_cpu)
-        return _projected(core, _rows_of(workload, size)) if core else None
-    if packed != (name == "ring-varlen") or (workload.dilated and name in DENSE_ONLY):
-        return None
-    if name == "ulysses":
-        return _ulysses(workload, size, kernel, on_cpu)
-    if name not in OVER_RANKS:
-        return None
-    # Under a causal mask work and memory rise or fall along the ranks.
-    first_middle_last = sorted({0, size // 2, size - 1})
-    plans = [_plan(name, workload, rank, size, kernel, on_cpu) for rank in first_middle_last]
-    return max(plans, key=lambda plan: plan.peak_bytes)
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    """The plan of an implementation; None for windows, checkpoints and what it is not stated for.
+
+    packed: whether it is stated for packed sequences, else for padded ones. branches: whether for dilated patterns.
+    """
+
+    of_rank: OfRank
+    packed: bool = False
+    branches: bool = True
+
+    def __call__(self, case: Case, device: str, kernel: Kernel | None) -> MemoryPlan | None:
+        """Bytes of the fullest rank."""
+        workload, size = case.workload, case.world_size
+        if kernel is None or case.optimizations.gradient_checkpointing or workload.window != UNBOUNDED:
+            return None
+        if (workload.layout == "packed") != self.packed or (workload.dilated and not self.branches):
+            return None
+        # Under a causal mask work and memory rise or fall along the ranks.
+        first_middle_last = sorted({0, size // 2, size - 1})
+        plans = [self.of_rank(workload, rank, size, kernel, device == "cpu") for rank in first_middle_last]
+        return max(plans, key=lambda plan: plan.peak_bytes)
 
 
-def _plan(name: str, workload: Workload, rank: int, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
-    passes: RankPasses
-    if name == "zigzag-allgather":
-        passes = gathered = GatheredMemory.of(workload, rank, size, kernel, on_cpu)
-        share, kept = gathered.rank.share, gathered.kept
-    else:
-        share = _share(name, workload, rank, size)
-        own = RankMemory(share, kernel, on_cpu)
-        if name == "ring-allgather":
-            passes = gather = AllGatherMemory(own)
-            kept = gather.gathered
-        else:
-            passes = ring = RingMemory(own, OVERLAPS[name])
-            kept = ring.kept
+def _hops(overlap: bool, zigzag: bool = False) -> OfRank:
+    def of_rank(workload: Workload, rank: int, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
+        packed = workload.layout == "packed"
+        share = packed_share_of(workload, rank, size) if packed else share_of(workload, rank, size, zigzag=zigzag)
+        ring = RingMemory(RankMemory(share, kernel, on_cpu), overlap)
+        return _plan(workload, ring, share, ring.kept)
+
+    return of_rank
+
+
+def _one_exchange(workload: Workload, rank: int, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
+    share = share_of(workload, rank, size, zigzag=False)
+    gather = AllGatherMemory(RankMemory(share, kernel, on_cpu))
+    return _plan(workload, gather, share, gather.gathered)
+
+
+def _all_keys(workload: Workload, rank: int, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
+    gathered = GatheredMemory.of(workload, rank, size, kernel, on_cpu)
+    return _plan(workload, gathered, gathered.rank.share, gathered.kept)
+
+
+def _heads_for_tokens(workload: Workload, _rank: int, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
+    passes = UlyssesMemory.of(workload, size, kernel, on_cpu)
+    backward = passes.backward() + _arriving(workload, passes.own) if workload.mode != "forward" else 0.0
+    return two_passes(workload, passes.forward(), backward, kept=passes.kept, sizes=passes.own)
+
+
+RING = OverRanks(_hops(overlap=False))
+RING_OVERLAP = OverRanks(_hops(overlap=True))
+ZIGZAG_RING = OverRanks(_hops(overlap=True, zigzag=True), branches=False)
+RING_VARLEN = OverRanks(_hops(overlap=True), packed=True, branches=False)
+RING_ALLGATHER = OverRanks(_one_exchange)
+ZIGZAG_ALLGATHER = OverRanks(_all_keys, branches=False)
+ULYSSES = OverRanks(_heads_for_tokens)
+
+
+def ring_multihead(case: Case, device: str, kernel: Kernel | None) -> MemoryPlan | None:
+    """Projections around `zigzag-ring` or `ring-overlap`."""
+    workload = case.workload
+    core = (ZIGZAG_RING if workload.causal and workload.dilated is None else RING_OVERLAP)(case, device, kernel)
+    return core and _projected(core, _rows_of(workload, case.world_size))
+
+
+def fused_sharded(case: Case, device: str, kernel: Kernel | None) -> MemoryPlan | None:
+    """`fused` at the length of the longest part, for a rank needs nothing of the others."""
+    workload, ranks = case.workload, case.world_size
+    if ranks > 1 and why_not_apart(workload, ranks):
+        return None
+    part = workload.replace(seq_len=max(cut_apart(workload, ranks)))
+    return one_device.fused(case.model_copy(update={"workload": part}), device, kernel)
+
+
+def _plan(workload: Workload, passes: RankPasses, share: Share, kept: float) -> MemoryPlan:
     return two_passes(
         workload,
         passes.forward(),
@@ -77,12 +122,6 @@ def _plan(name: str, workload: Workload, rank: int, size: int, kernel: Kernel, o
     )
 
 
-def _share(name: str, workload: Workload, rank: int, size: int) -> Share:
-    if name == "ring-varlen":
-        return packed_share_of(workload, rank, size)
-    return share_of(workload, rank, size, zigzag=name == "zigzag-ring")
-
-
 def _arriving(workload: Workload, sizes: Sizes) -> float:
     """Gradients that autograd makes before the backward pass and holds all through it (`impls.ring.function`).
 
@@ -90,12 +129,6 @@ def _arriving(workload: Workload, sizes: Sizes) -> float:
     gradient into one of the whole batch.
     """
     return sizes.lse + (sizes.q if workload.layout == "packed" else 0.0)
-
-
-def _ulysses(workload: Workload, size: int, kernel: Kernel, on_cpu: bool) -> MemoryPlan:
-    passes = UlyssesMemory.of(workload, size, kernel, on_cpu)
-    backward = passes.backward() + _arriving(workload, passes.own) if workload.mode != "forward" else 0.0
-    return two_passes(workload, passes.forward(), backward, kept=passes.kept, sizes=passes.own)
 
 
 def _projected(core: MemoryPlan, rows: Workload) -> MemoryPlan:

@@ -10,8 +10,9 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import make_inputs
-from dilabench.plugins.descriptors import load_target
+from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
+from dilabench.predict.memory import plan_memory
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
 
@@ -90,6 +91,11 @@ def real_rank_peak(world, case):
 @functools.cache
 def catalogue():
     return discover().catalogue
+
+
+def plan(case, device):
+    """What the formulas say of a case."""
+    return plan_memory(case, device, catalogue())
 
 
 def loaded(case):

@@ -1,0 +1,218 @@
+"""The shardings of our implementations over ranks (`model.Sharding`). No torch, no tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from dilabench.distributed import block_deal
+from dilabench.distributed.balance import HopPairs, hop_pairs
+from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, DilatedPattern, Workload
+
+
+class Counted(ABC):
+    """λ from the pairs that each rank computes."""
+
+    @abstractmethod
+    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+        """As `balance.hop_pairs` has them; None where they are not known."""
+
+    @abstractmethod
+    def _overlapping(self, slowest: tuple[float, ...]) -> float:
+        """Pairs of the slowest rank that can be computed while messages are under way."""
+
+    def load_balance(self, workload: Workload, ranks: int) -> float | None:
+        """Dense and causal this comes to P/(2P-1) in order and to 1 zigzag."""
+        pairs = self.pairs(workload, ranks)
+        if pairs is None:
+            return None
+        work = [sum(hops) for hops in pairs]
+        return sum(work) / ranks / max(work)
+
+    def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
+        """Of the slowest rank; None where λ is None, too."""
+        pairs = self.pairs(workload, ranks)
+        if pairs is None:
+            return None
+        slowest = max(pairs, key=sum)
+        return self._overlapping(slowest) / sum(slowest)
+
+
+@dataclass(frozen=True, slots=True)
+class Hops(Counted):
+    """K and V of the others, one after another or at once.
+
+    zigzag: how a sequence is cut; None cuts zigzag behind a causal mask. kept: what of the received keys stays for the
+    backward pass.
+    """
+
+    zigzag: bool | None
+    kept: Literal["nothing", "last hop", "all"]
+
+    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+        """Of dense and dilated patterns."""
+        return hop_pairs(workload, ranks, workload.causal if self.zigzag is None else self.zigzag)
+
+    def _overlapping(self, slowest: tuple[float, ...]) -> float:
+        """All but the last hop's work, whose keys must have arrived; a backward pass that begins with this hop has no
+        gradients to send before. Nothing where all keys come at once: the zigzag cut has no call on own keys alone.
+        """
+        if self.kept == "all":
+            return 0.0
+        return sum(slowest) - next((work for work in reversed(slowest[1:]) if work), 0.0)
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """K and V of the others, again in the backward pass but for what was kept; there dK and dV come back in the
+        dtype of K. Dense patterns only.
+        """
+        if ranks == 1:
+            return 0
+        if _uneven(workload, ranks) or workload.window != UNBOUNDED or workload.pattern.kind != "dense":
+            return None
+        forward, backward = workload.mode != "backward", workload.mode != "forward"
+        # Behind a causal mask one rank receives every K and another every dK; the largest sum of one rank counts.
+        halves = max(
+            keys * forward + (keys_again + gradients) * backward
+            for keys, keys_again, gradients in self._half_shards(workload.causal, ranks)
+        )
+        return _vector(workload) * (workload.seq_len // ranks) * DTYPE_BYTES[workload.dtype] * halves // 2
+
+    def _half_shards(self, causal: bool, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """Per rank, in half shards: K that it receives forward, K that it receives backward, dK that come back."""
+        # What is needed of an earlier rank's shard and of a later one's.
+        earlier, later = 2, 2
+        if causal:
+            earlier, later = (2, 0) if self.zigzag is False else (1, 2)
+        for before in range(ranks):
+            after = ranks - 1 - before
+            keys = earlier * before + later * after
+            # The last hop comes from the next rank, round the ring.
+            last = later if after else earlier
+            again = {"nothing": keys, "last hop": keys - last, "all": 0}[self.kept]
+            yield keys, again, earlier * after + later * before
+
+
+class OneExchange(Counted):
+    """Every row of nested branches that a rank sees, once, in one exchange."""
+
+    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+        """Of sequences cut in order."""
+        return hop_pairs(workload, ranks, zigzag=False)
+
+    def _overlapping(self, slowest: tuple[float, ...]) -> float:
+        """The work that needs no remote key."""
+        return slowest[0]
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """rows = Σ (w_i - max(w_{i-1}, l))/r_i, behind a causal mask what lies before; the backward pass has only
+        gradients, of several branches in float32 (float64 for float64).
+        """
+        if ranks == 1:
+            return 0
+        if _uneven(workload, ranks) or workload.window != UNBOUNDED:
+            return None
+        gathered = _nested_rows(workload, ranks)
+        if gathered is None:
+            return None
+        item = DTYPE_BYTES[workload.dtype]
+        returned = _wide(workload) if isinstance(workload.pattern, DilatedPattern) else item
+        forward, backward = workload.mode != "backward", workload.mode != "forward"
+        return _vector(workload) * max(item * forward * keys + returned * backward * own for keys, own in gathered)
+
+
+class HeadsForTokens:
+    """Ranks trade tokens for heads: whole sequences of some heads each."""
+
+    def load_balance(self, workload: Workload, ranks: int) -> float | None:
+        """Whole heads: where they do not divide, some ranks have one more."""
+        return workload.num_heads / ranks / -(-workload.num_heads // ranks)
+
+    def overlapping_share(self, _workload: Workload, _ranks: int) -> float | None:
+        """Nothing."""
+        return 0.0
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """The other ranks' (P-1)/P of q, k, v, out and lse, backward of dout, dq, dk and dv."""
+        if ranks == 1:
+            return 0
+        if _uneven(workload, ranks) or workload.num_heads % ranks or workload.num_kv_heads % ranks:
+            return None
+        forward, backward = workload.mode != "backward", workload.mode != "forward"
+        heads = 2 * (workload.num_heads + workload.num_kv_heads)
+        vectors = heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
+        row = vectors * (forward + backward) + workload.num_heads * _wide(workload) * forward
+        return workload.batch_size * (workload.seq_len // ranks) * row * (ranks - 1) // ranks
+
+
+class Blocks(Counted):
+    """Whole blocks of a mask, of which those travel that some query sees."""
+
+    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+        """None when nothing at all is visible."""
+        return block_deal.hop_pairs(workload, ranks)
+
+    def _overlapping(self, slowest: tuple[float, ...]) -> float:
+        """The work that needs no remote key."""
+        return slowest[0]
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """As `block_deal.received_bytes` counts them."""
+        return 0 if ranks == 1 else block_deal.received_bytes(workload, ranks)
+
+
+RING = Hops(zigzag=False, kept="nothing")
+RING_OVERLAP = Hops(zigzag=False, kept="last hop")
+ZIGZAG_RING = Hops(zigzag=True, kept="last hop")
+RING_VARLEN = Hops(zigzag=None, kept="last hop")
+ZIGZAG_ALLGATHER = Hops(zigzag=True, kept="all")
+RING_ALLGATHER = OneExchange()
+ULYSSES = HeadsForTokens()
+BLOCKS = Blocks()
+
+
+def _uneven(workload: Workload, ranks: int) -> bool:
+    """Whether ranks, or the halves of a zigzag cut, hold different numbers of rows."""
+    return bool(workload.seq_len % (2 * ranks)) or workload.layout == "packed"
+
+
+def _vector(workload: Workload) -> int:
+    """Elements of K and V of one position."""
+    return 2 * workload.batch_size * workload.num_kv_heads * workload.head_dim
+
+
+def _wide(workload: Workload) -> int:
+    """Bytes of an element that sums are held in."""
+    return 8 if workload.dtype == "float64" else 4
+
+
+def _nested_rows(workload: Workload, ranks: int) -> list[tuple[int, int]] | None:
+    """(rows gathered, rows of its own that come back) per rank and key/value head.
+
+    None unless branches nest and a key/value head keeps a single residue of each.
+    """
+    rows, branches = workload.seq_len // ranks, [(workload.seq_len, 1)]
+    pattern = workload.pattern
+    if isinstance(pattern, DilatedPattern):
+        single = workload.num_heads == workload.num_kv_heads or pattern.offset_by == "kv_head"
+        branches = sorted((min(w, workload.seq_len), r) for w, r in pattern.branches)
+        nested = all(b[0] % a[0] == 0 and b[1] % a[1] == 0 for a, b in pairwise(branches))
+        even = all((rows % w == 0 or w % rows == 0) and min(w, rows) % r == 0 for w, r in branches)
+        if not (single and nested and even and pattern.heads == "all"):
+            return None
+    elif pattern.kind != "dense":
+        return None
+    found = []
+    for rank in range(ranks):
+        keys, own, inner = 0, 0, (rank * rows, (rank + 1) * rows)
+        for segment, rate in branches:
+            start = rank * rows // segment * segment
+            outer = min(start, inner[0]), max(min(start + segment, workload.seq_len), inner[1])
+            before, after = (inner[0] - outer[0]) // rate, (outer[1] - inner[1]) // rate
+            keys += before if workload.causal else before + after
+            own += after if workload.causal else before + after
+            inner = outer
+        found.append((keys, own))
+    return found

@@ -1,0 +1,125 @@
+"""The dense kernels that dilabench can call. Each module has `attend` and `attend_backward`."""
+
+from dilabench.plugins.builtin.implementations import CUDA, DENSE, HALF
+from dilabench.plugins.descriptors import Backend, Capabilities
+from dilabench.workload.spec import Workload
+
+
+def _window_looks_ahead(workload: Workload) -> str | None:
+    """The reason of kernels whose windows are causal only."""
+    ahead = workload.window[1] > 0 or (workload.window[1] < 0 <= workload.window[0] and not workload.causal)
+    return f"window {workload.window} looks ahead; the kernel has only causal windows" if ahead else None
+
+
+# FlashAttention on CUDA: half precision, head dim padded to a multiple of 8 inside.
+FLASH_ON_CUDA = Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, max_head_dim=256)
+
+BACKENDS = (
+    Backend(
+        "math",
+        "plain PyTorch on any device, blocked over queries",
+        "dilabench.backends.math:attend",
+        "dilabench.backends.math:attend_backward",
+        aliases=("standard",),
+        aligns_ends=True,
+        places_results=True,
+        priority={"cpu": 10, "older": 10, "sm80": 10, "sm90": 10},
+        memory="dilabench.predict.memory.math_blocks:math_memory",
+    ),
+    Backend(
+        "sdpa-flash",
+        "torch's own flash attention kernel (FlashAttention 2 on CUDA, a C++ kernel on CPU)",
+        "dilabench.backends.sdpa.flash:attend",
+        "dilabench.backends.sdpa.flash:attend_backward",
+        supports=Capabilities(patterns=DENSE, on_cuda=FLASH_ON_CUDA),
+        requires=("cuda>=sm80|cpu",),
+        kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
+        priority={"cpu": 20, "sm80": 30, "sm90": 30},
+        memory="dilabench.predict.memory.kernels:SDPA_FLASH",
+    ),
+    Backend(
+        "sdpa-efficient",
+        "torch's memory-efficient (cutlass) kernel",
+        "dilabench.backends.sdpa.efficient:attend",
+        "dilabench.backends.sdpa.efficient:attend_backward",
+        supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, check=_window_looks_ahead),
+        requires=("cuda>=sm70",),
+        kernels=(r"fmha_cutlass[FB]",),
+        priority={"older": 20, "sm80": 20, "sm90": 20},
+        memory="dilabench.predict.memory.kernels:SDPA_EFFICIENT",
+    ),
+    Backend(
+        "sdpa-cudnn",
+        "cuDNN's fused attention through torch",
+        "dilabench.backends.sdpa.cudnn:attend",
+        "dilabench.backends.sdpa.cudnn:attend_backward",
+        supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, window=False, max_head_dim=128),
+        requires=("cuda>=sm80",),
+        kernels=(r"cudnn.*(sdpa|flash)",),
+        priority={"sm90": 50},
+        memory="dilabench.predict.memory.kernels:SDPA_CUDNN",
+    ),
+    Backend(
+        "flash2",
+        "the flash-attn package (FlashAttention 2)",
+        "dilabench.backends.flash2:attend",
+        "dilabench.backends.flash2:attend_backward",
+        supports=FLASH_ON_CUDA,
+        requires=("cuda>=sm80", "flash-attn>=2.7"),
+        kernels=(r"flash_(fwd|bwd)_",),
+        priority={"sm80": 40, "sm90": 40},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_2",
+    ),
+    Backend(
+        "flash3",
+        "FlashAttention 3 (module flash_attn_interface) on Hopper",
+        "dilabench.backends.flash3:attend",
+        "dilabench.backends.flash3:attend_backward",
+        supports=FLASH_ON_CUDA,
+        requires=("cuda>=sm90", "flash_attn_interface"),
+        kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
+        priority={"sm90": 60},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_3",
+    ),
+    Backend(
+        "flash4",
+        "FlashAttention 4 (flash_attn.cute, CuTe DSL) on Hopper and newer",
+        "dilabench.backends.flash4:attend",
+        "dilabench.backends.flash4:attend_backward",
+        supports=FLASH_ON_CUDA,
+        requires=("cuda>=sm90", "flash-attn-4"),
+        kernels=(r"flash_attn.?cute",),
+        compiles=True,
+        aligns_ends=True,
+        places_results=True,
+        priority={"sm90": 70},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_4",
+    ),
+    Backend(
+        "xformers",
+        "xformers' memory-efficient attention; the library chooses its kernel",
+        "dilabench.backends.xformers:attend",
+        "dilabench.backends.xformers:attend_backward",
+        supports=FLASH_ON_CUDA,
+        requires=("cuda>=sm80", "xformers"),
+        kernels=(r"flash_(fwd|bwd)|fmha_cutlass",),
+        priority={"older": 15, "sm80": 25},
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLASH_ATTN_2",
+    ),
+    Backend(
+        "flex",
+        "torch's FlexAttention, compiled; backward recomputes the forward",
+        "dilabench.backends.flex:attend",
+        "dilabench.backends.flex:attend_backward",
+        supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, max_head_dim=256),
+        requires=("cuda>=sm80", "triton"),
+        kernels=(r"flex_attention",),
+        compiles=True,
+        library=True,
+        memory="dilabench.predict.memory.kernels:FLEX_ATTENTION",
+    ),
+)

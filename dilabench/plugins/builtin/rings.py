@@ -1,0 +1,159 @@
+"""The implementations over ranks that dilabench ships. With one rank they are what one device computes."""
+
+from dataclasses import replace
+
+from dilabench.plugins.builtin.implementations import BLOCK_SPARSE, DENSE, DILATED, FUSED, HALF, no_block_tiles
+from dilabench.plugins.descriptors import Capabilities, Implementation
+from dilabench.workload.spec import BlockSparsePattern, Workload
+
+OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
+PACKED_OVER_RANKS = Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"packed"}), max_world_size=None)
+
+
+def _mask_over_branches(workload: Workload) -> str | None:
+    """The reason of ranks, which hold whole blocks of the sequence."""
+    pattern = workload.pattern
+    if isinstance(pattern, BlockSparsePattern) and pattern.branches is not None:
+        return "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole"
+    return None
+
+
+def _over_ranks_on_cuda(workload: Workload) -> str | None:
+    return _mask_over_branches(workload) or no_block_tiles(workload)
+
+
+# Gathered blocks have no distance in rows that a window could be held to.
+BLOCKS_OVER_RANKS = Capabilities(
+    patterns=BLOCK_SPARSE,
+    window=False,
+    max_world_size=None,
+    check=_mask_over_branches,
+    on_cuda=Capabilities(
+        patterns=BLOCK_SPARSE,
+        dtypes=HALF | {"float32"},
+        window=False,
+        max_head_dim=256,
+        max_world_size=None,
+        check=_over_ranks_on_cuda,
+    ),
+)
+
+RINGS = (
+    Implementation(
+        "ring",
+        "K and V go from rank to rank, hop by hop",
+        "dilabench.impls.ring.rings:build",
+        supports=OVER_RANKS,
+        aliases=("ring_v2",),
+        uses_backend=True,
+        priority=20,
+        sharding="dilabench.distributed.shardings:RING",
+        memory="dilabench.predict.memory.over_ranks.ranks:RING",
+    ),
+    Implementation(
+        "ring-overlap",
+        "the ring with double buffers: the next hop is under way while this one is computed",
+        "dilabench.impls.ring.rings:build_overlap",
+        supports=OVER_RANKS,
+        aliases=("ring_v3",),
+        uses_backend=True,
+        priority=30,
+        sharding="dilabench.distributed.shardings:RING_OVERLAP",
+        memory="dilabench.predict.memory.over_ranks.ranks:RING_OVERLAP",
+    ),
+    Implementation(
+        "ring-allgather",
+        "one fused exchange of the dilated K and V (LongNet's own distributed algorithm)",
+        "dilabench.impls.ring.allgather:build",
+        supports=OVER_RANKS,
+        aliases=("ring_v2_collective",),
+        uses_backend=True,
+        priority=60,
+        sharding="dilabench.distributed.shardings:RING_ALLGATHER",
+        preferred_for=Capabilities(max_world_size=None),
+        memory="dilabench.predict.memory.over_ranks.ranks:RING_ALLGATHER",
+    ),
+    Implementation(
+        "fused-sharded",
+        "whole segments on every rank, fused on each: nothing is sent",
+        "dilabench.impls.ring.apart:build",
+        supports=replace(FUSED, max_world_size=None, parts_apart=True),
+        requires=("cuda>=sm80", "triton"),
+        deterministic=True,
+        priority=70,
+        memory="dilabench.predict.memory.over_ranks.ranks:fused_sharded",
+    ),
+    Implementation(
+        "zigzag-ring",
+        "the overlapping ring on shards that balance causal work",
+        "dilabench.impls.ring.rings:build_zigzag",
+        supports=OVER_RANKS,
+        aliases=("zigzag",),
+        uses_backend=True,
+        priority=50,
+        sharding="dilabench.distributed.shardings:ZIGZAG_RING",
+        memory="dilabench.predict.memory.over_ranks.ranks:ZIGZAG_RING",
+    ),
+    Implementation(
+        "zigzag-allgather",
+        "all keys that a rank sees in one exchange, then one call per chunk of queries (as Llama 3): for few K/V heads",
+        "dilabench.impls.ring.gathered:build",
+        supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
+        aliases=("llama3",),
+        uses_backend=True,
+        priority=40,
+        sharding="dilabench.distributed.shardings:ZIGZAG_ALLGATHER",
+        preferred_for=Capabilities(patterns=DENSE, max_world_size=None),
+        memory="dilabench.predict.memory.over_ranks.ranks:ZIGZAG_ALLGATHER",
+    ),
+    Implementation(
+        "ring-varlen",
+        "the overlapping ring on packed sequences of any lengths",
+        "dilabench.impls.ring.rings:build_varlen",
+        supports=PACKED_OVER_RANKS,
+        aliases=("varlen",),
+        uses_backend=True,
+        priority=20,
+        sharding="dilabench.distributed.shardings:RING_VARLEN",
+        memory="dilabench.predict.memory.over_ranks.ranks:RING_VARLEN",
+    ),
+    Implementation(
+        "ring-multihead",
+        "projections around the ring",
+        "dilabench.impls.ring.multihead:build",
+        supports=OVER_RANKS,
+        uses_backend=True,
+        takes="embeddings",
+        memory="dilabench.predict.memory.over_ranks.ranks:ring_multihead",
+    ),
+    Implementation(
+        "ulysses",
+        "ranks trade tokens for heads: all-to-all around whole sequences",
+        "dilabench.impls.ring.ulysses:build",
+        supports=Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"padded", "packed"}), max_world_size=None),
+        aliases=("distributed",),
+        uses_backend=True,
+        priority=10,
+        sharding="dilabench.distributed.shardings:ULYSSES",
+        memory="dilabench.predict.memory.over_ranks.ranks:ULYSSES",
+    ),
+    Implementation(
+        "block-sparse-ring",
+        "block-sparse over ranks: only blocks that some local query sees travel, while the own part is computed",
+        "dilabench.impls.ring.block_sparse:build",
+        supports=BLOCKS_OVER_RANKS,
+        requires=("triton|cpu",),
+        priority=10,
+        sharding="dilabench.distributed.shardings:BLOCKS",
+    ),
+    Implementation(
+        "block-sparse-ring-multihead",
+        "projections around block-sparse-ring",
+        "dilabench.impls.ring.multihead:build_block_sparse",
+        supports=BLOCKS_OVER_RANKS,
+        requires=("triton|cpu",),
+        aliases=("block-sparse-multihead",),
+        takes="embeddings",
+        sharding="dilabench.distributed.shardings:BLOCKS",
+    ),
+)

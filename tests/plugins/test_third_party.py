@@ -1,0 +1,99 @@
+"""A third party's things are chosen, counted, planned and ranked by their descriptors, as ours are."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dilabench.engine.method import choose_method
+from dilabench.engine.plausibility import unproven_backend
+from dilabench.engine.worker.protocol import worker_key
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.predict.memory import plan_memory
+from dilabench.record import Case, KernelUse
+from dilabench.request import run_request
+from dilabench.suites.all import suites
+from dilabench.suites.choice import CACHE_VARIABLE, choose
+from dilabench.suites.findings.exposure import sharding_of
+from dilabench.suites.planner import Planner, expand
+from dilabench.workload.spec import WorkloadRequest
+
+CPU = Machine(device="cpu")
+
+
+@pytest.fixture
+def catalogue(monkeypatch, tmp_path):
+    """Ours, and theirs beside them."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    import third_party_package
+
+    found = discover(strict=True, extra=[third_party_package])
+    return found.catalogue
+
+
+def workload(**fields):
+    return WorkloadRequest.model_validate({"batch_size": 1, "seq_len": 4096, **fields}).resolve("float32")
+
+
+def test_auto_takes_their_backend_and_it_has_a_process_of_its_own(catalogue):
+    (planned,) = expand(
+        catalogue, CPU, run_request(catalogue, suite="implementations", run={"implementations": ["strided"]})
+    )
+    assert (planned.case.backend, planned.requested_backend) == ("their-kernel", "auto")
+    assert worker_key(planned.case, catalogue).endswith("+their-kernel")
+    assert catalogue.preferred_backends(CPU)[:2] == ("their-kernel", "sdpa-flash")
+
+
+def test_their_kernels_are_held_against_the_profile(catalogue):
+    backend = catalogue.backends.get("their-kernel")
+    assert unproven_backend(backend, [KernelUse(name="their_flash_fwd<128>", count=1, duration_ns=1)]) is None
+    assert "claims their-kernel" in unproven_backend(backend, [KernelUse(name="gemm", count=1, duration_ns=1)])
+
+
+def test_auto_takes_their_implementation_where_nothing_was_measured(catalogue):
+    choice = choose(catalogue, CPU, workload())
+    assert (choice.implementation, choice.source) == ("their-best", "rule")
+    assert choose(catalogue, CPU, workload(pattern="dense"), ranks=2).implementation == "their-halves"
+
+
+def test_their_role_is_that_of_their_rows(catalogue):
+    request = run_request(catalogue, suite="implementations", run={"implementations": ["their-plain", "their-best"]})
+    assert [one.role for one in expand(catalogue, CPU, request)] == ["plain", "method"]
+
+
+def test_their_memory_is_planned_with_that_of_the_backend(catalogue):
+    for backend, extra in (("their-kernel", {"cpu": 7, "cuda": 11}), (None, {"cpu": 0, "cuda": 0})):
+        case = Case(implementation="their-plain", backend=backend, workload=workload())
+        for device, bytes_there in extra.items():
+            assert plan_memory(case, device, catalogue).peak_bytes == 4096 + bytes_there
+    assert plan_memory(Case(implementation="their-best", workload=workload()), "cpu", catalogue) is None
+
+
+def test_their_sharding_may_be_one_of_ours_or_their_own(catalogue):
+    dense = workload(pattern="dense")
+    for name, balance in (("their-ring", 1.0), ("their-halves", 2 / 3)):
+        sharding = sharding_of(Case(implementation=name, workload=dense, world_size=4), catalogue)
+        assert sharding.load_balance(dense, 4) == balance
+        assert sharding.received_bytes(dense, 4) > 0
+    request = run_request(catalogue, suite="ring", workload={"pattern": "dense", "mode": "forward"})
+    parallel = [one.case.implementation for one in expand(catalogue, CPU, request) if one.case.world_size > 1]
+    assert parallel[0] == "their-halves", "of the highest priority"
+    assert {"their-ring", "zigzag-ring", "ulysses"} <= set(parallel)
+
+
+def test_their_suite_states_its_options_and_its_place(catalogue):
+    request = run_request(catalogue, suite="their-suite", run={"options": {"speed": 3}})
+    assert [one.labels["theirs:speed"] for one in expand(catalogue, CPU, request)] == ["3"]
+    with pytest.raises(ConfigError, match="no option 'pace'; it has speed"):
+        expand(catalogue, CPU, run_request(catalogue, suite="their-suite", run={"options": {"pace": 3}}))
+    everything = Planner(catalogue, CPU, run_request(catalogue, suite="all"))
+    assert next(one.name for one in suites(everything)) == "their-suite"
+
+
+def test_their_timer_is_timed_as_it_says(catalogue):
+    assert choose_method("warmup", "cpu", catalogue).timer.name == "wall", "the first registered is the default"
+    method = choose_method("their-timer", "cpu", catalogue)
+    assert (method.timer.name, method.recheck, method.max_slot_samples) == ("their-timer", False, 1)

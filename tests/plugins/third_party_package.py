@@ -1,0 +1,79 @@
+"""A third party's package: a backend, implementations on one device and over ranks, a timer and a suite, with facts."""
+
+from dilabench.plugins import Backend, Capabilities, Implementation, Suite, Timer, hookimpl
+from dilabench.predict.memory import MemoryPlan
+
+HERE = __name__
+DENSE = frozenset({"dense"})
+
+
+class Halves:
+    """A sharding of their own: one rank of two does three quarters of the work."""
+
+    def load_balance(self, _workload, _ranks):
+        return 2 / 3
+
+    def overlapping_share(self, _workload, _ranks):
+        return 0.5
+
+    def received_bytes(self, workload, ranks):
+        return workload.seq_len * (ranks - 1)
+
+
+HALVES = Halves()
+
+
+def plan(case, _device, kernel):
+    """Bytes of a call; a kernel of theirs is known by its own target."""
+    return MemoryPlan(inputs_bytes=case.workload.seq_len, workspace_bytes=0 if kernel is None else kernel)
+
+
+def kernel_memory(_workload, device):
+    return 7 if device == "cpu" else 11
+
+
+def expand(request, planner):
+    implementation = planner.catalogue.implementations.get("their-plain")
+    labels = {"theirs:speed": str(request.options["speed"])}
+    return planner.plan(implementation, planner.workload_requests([{}])[0], labels)
+
+
+@hookimpl
+def dilabench_register_backends():
+    return [
+        Backend(
+            "their-kernel",
+            "faster than ours",
+            f"{HERE}:attend",
+            priority={"cpu": 99, "sm90": 99},
+            kernels=(r"their_flash_(fwd|bwd)",),
+            library=True,
+            memory=f"{HERE}:kernel_memory",
+        )
+    ]
+
+
+@hookimpl
+def dilabench_register_implementations():
+    over_ranks = Capabilities(patterns=DENSE, max_world_size=None)
+    ours = "dilabench.distributed.shardings:ZIGZAG_RING"
+    return [
+        Implementation(
+            "their-plain", "slow", f"{HERE}:build", role="plain", uses_backend=True, memory=f"{HERE}:plan", priority=1
+        ),
+        Implementation("their-best", "fast", f"{HERE}:build", priority=99),
+        Implementation("their-ring", "", f"{HERE}:build", supports=over_ranks, sharding=ours, uses_backend=True),
+        Implementation(
+            "their-halves", "", f"{HERE}:build", supports=over_ranks, sharding=f"{HERE}:HALVES", priority=98
+        ),
+    ]
+
+
+@hookimpl
+def dilabench_register_suites():
+    return [Suite("their-suite", "a question", f"{HERE}:expand", options=("speed",), priority=99)]
+
+
+@hookimpl
+def dilabench_register_timers():
+    return [Timer("their-timer", "", f"{HERE}:Stopwatch", "nothing", fresh_process=True, default_on=frozenset({"cpu"}))]
