@@ -24,13 +24,15 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.machine import detect
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.request import AUTO, RunRequest
 from dilabench.suites.choice import choose
 from dilabench.suites.planner import Planner
-from dilabench.workload.spec import UNBOUNDED, Window, Workload, validated
+from dilabench.validation import validated
+from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 
@@ -291,7 +293,7 @@ def _cached_computation(
     batch_size, seq_len, num_heads, head_dim = query_shape
     in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by")
     fields = {
-        "pattern": {"kind": "dilated", **{name: getattr(options, name) for name in in_pattern}},
+        "pattern": validated(DilatedPattern, {name: getattr(options, name) for name in in_pattern}),
         "batch_size": batch_size,
         "seq_len": seq_len,
         "num_heads": num_heads,

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import GpuInfo
-from dilabench.workload.spec import DType, content_hash
+from dilabench.validation import content_hash
+from dilabench.workload.spec import DType
 
 DeviceKind = Literal["cpu", "cuda"]
 DeviceClass = Literal["cpu", "older", "sm80", "sm90"]

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dilabench.workload.spec import Model, Workload, WorkloadRequest, content_hash
+from dilabench.validation import Model, content_hash
+from dilabench.workload.spec import Workload, WorkloadRequest
 
 SCHEMA_VERSION = "1.1"
 

@@ -10,7 +10,8 @@ from pydantic import Field, field_validator
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.units import parse_duration
-from dilabench.workload.spec import Model, WorkloadRequest, read_counts, validated
+from dilabench.validation import Model, read_counts, validated
+from dilabench.workload.spec import WorkloadRequest
 
 TABLES = ("workload", "run")
 COMMAND_LINE_ONLY = {"suite", "overrides"}

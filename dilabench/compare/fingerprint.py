@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dilabench.record import RunRecord
-from dilabench.workload.spec import content_hash
+from dilabench.validation import content_hash
 
 
 @dataclass(frozen=True, slots=True)

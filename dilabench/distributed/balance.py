@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dilabench.workload.spec import DensePattern, DilatedPattern, Workload
-from dilabench.workload.work import head_branches, rows_kept, windowed_pairs
+from dilabench.patterns.dense import windowed_pairs
+from dilabench.patterns.dilated import rows_kept
+from dilabench.workload.spec import Workload
 
 Interval = tuple[int, int]
 HopPairs = tuple[tuple[float, ...], ...]
@@ -21,15 +22,16 @@ def hop_pairs(workload: Workload, ranks: int, zigzag: bool) -> HopPairs | None:
     """Per rank the pairs with its own keys, with those of the rank before it, of the one two before it, and so on.
 
     Of one batch entry, over all query heads as if each kept residue 0; sequences are cut in order or zigzag. A window
-    that is not the same on both sides counts as if it were. None for block masks (`block_deal.hop_pairs`).
+    that is not the same on both sides counts as if it were. None for a pattern that is no union of strided segments,
+    as block masks are (`block_deal.hop_pairs`).
     """
-    if not isinstance(workload.pattern, DensePattern | DilatedPattern):
+    if any(workload.pattern.strided_segments(shape, 0) is None for shape in workload.shapes):
         return None
     pairs = [[0.0] * ranks for _ in range(ranks)]
     lengths = Counter(end - start for start, end in workload.sequences)
     for length, sequences in lengths.items():
         parts = _parts(length, ranks, zigzag)
-        for branch, heads in _branches(workload).items():
+        for branch, heads in _branches(workload, length).items():
             for rank in range(ranks):
                 for hop in range(ranks):
                     holder = (rank - hop) % ranks
@@ -77,14 +79,13 @@ class _Branch:
         return windowed_pairs(rows_kept(length, self.rate, 0), self.causal, left, right)
 
 
-def _branches(workload: Workload) -> Counter[_Branch]:
-    """The branches, with the number of query heads that take part."""
-    pattern, counted = workload.pattern, Counter[_Branch]()
+def _branches(workload: Workload, length: int) -> Counter[_Branch]:
+    """The branches in sequences of a length, with the number of query heads that take part."""
+    shape = next(shape for shape in workload.shapes if shape.length == length)
+    counted = Counter[_Branch]()
     for head in range(workload.num_heads):
-        chosen: tuple[tuple[int, int], ...] = ((workload.seq_len, 1),)
-        if isinstance(pattern, DilatedPattern):
-            chosen = head_branches(pattern, head, workload.num_heads)
-        counted.update(_Branch(length, rate, workload.causal, workload.window) for length, rate in chosen)
+        segments = workload.pattern.strided_segments(shape, head) or ()
+        counted.update(_Branch(one.segment_length, one.rate, shape.causal, shape.window) for one in segments)
     return counted
 
 

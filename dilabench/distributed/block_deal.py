@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dilabench.patterns.block_masks import block_mask, needed_key_blocks
-from dilabench.workload.spec import DTYPE_BYTES, BlockSparsePattern, Workload
+from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,8 +37,7 @@ class BlockDeal:
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> BlockDeal:
         """The deal of a block-sparse workload. Raises ConfigError when a mask file does not fit."""
-        pattern = workload.pattern
-        assert isinstance(pattern, BlockSparsePattern)
+        pattern = BlockSparsePattern.of(workload)
         size = pattern.block_size
         mask = block_mask(pattern, workload.seq_len, workload.causal, workload.num_heads)
         held = _dealt(mask.shape[-1], ranks, workload.causal)

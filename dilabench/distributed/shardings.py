@@ -10,7 +10,7 @@ from typing import Literal
 
 from dilabench.distributed import block_deal
 from dilabench.distributed.balance import HopPairs, hop_pairs
-from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, DilatedPattern, Workload
+from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
 
 
 class Counted(ABC):
@@ -70,7 +70,7 @@ class Hops(Counted):
         """
         if ranks == 1:
             return 0
-        if _uneven(workload, ranks) or workload.window != UNBOUNDED or workload.pattern.kind != "dense":
+        if _uneven(workload, ranks) or workload.window != UNBOUNDED or not workload.is_dense:
             return None
         forward, backward = workload.mode != "backward", workload.mode != "forward"
         # Behind a causal mask one rank receives every K and another every dK; the largest sum of one rank counts.
@@ -118,7 +118,7 @@ class OneExchange(Counted):
         if gathered is None:
             return None
         item = DTYPE_BYTES[workload.dtype]
-        returned = _wide(workload) if isinstance(workload.pattern, DilatedPattern) else item
+        returned = item if workload.is_dense else _wide(workload)
         forward, backward = workload.mode != "backward", workload.mode != "forward"
         return _vector(workload) * max(item * forward * keys + returned * backward * own for keys, own in gathered)
 
@@ -193,16 +193,15 @@ def _nested_rows(workload: Workload, ranks: int) -> list[tuple[int, int]] | None
 
     None unless branches nest and a key/value head keeps a single residue of each.
     """
-    rows, branches = workload.seq_len // ranks, [(workload.seq_len, 1)]
-    pattern = workload.pattern
-    if isinstance(pattern, DilatedPattern):
-        single = workload.num_heads == workload.num_kv_heads or pattern.offset_by == "kv_head"
-        branches = sorted((min(w, workload.seq_len), r) for w, r in pattern.branches)
-        nested = all(b[0] % a[0] == 0 and b[1] % a[1] == 0 for a, b in pairwise(branches))
-        even = all((rows % w == 0 or w % rows == 0) and min(w, rows) % r == 0 for w, r in branches)
-        if not (single and nested and even and pattern.heads == "all"):
-            return None
-    elif pattern.kind != "dense":
+    rows, (shape,) = workload.seq_len // ranks, workload.shapes
+    of_head = [workload.pattern.strided_segments(shape, head) for head in range(workload.num_heads)]
+    group = workload.group_size
+    if None in of_head or any(of_head[head] != of_head[head - head % group] for head in range(len(of_head))):
+        return None
+    branches = sorted((w, r) for w, r, _ in of_head[0] or ())
+    nested = all(b[0] % a[0] == 0 and b[1] % a[1] == 0 for a, b in pairwise(branches))
+    even = all((rows % w == 0 or w % rows == 0) and min(w, rows) % r == 0 for w, r in branches)
+    if workload.pattern.has_grouped_heads or not (workload.is_dense or (nested and even)):
         return None
     found = []
     for rank in range(ranks):

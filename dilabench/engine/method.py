@@ -7,7 +7,7 @@ from dilabench.machine import DeviceKind
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
 from dilabench.stats.samples.precision import DEFAULT_PRECISION
-from dilabench.workload.spec import Model
+from dilabench.validation import Model
 
 METHODS = ("simple", "warmup", "profiler")
 # Fewer turns than this say nothing about the parts of a call over ranks.

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dilabench.workload.spec import Model
+from dilabench.validation import Model
 
 SETTLED_CHANGE = 0.01
 SETTLED_WINDOWS = 2

@@ -172,6 +172,16 @@ class Pattern(Model, ABC):
             raise ValueError(f"a {workload.pattern.kind} pattern where only {cls.__name__} can be computed")
         return workload.pattern
 
+    @classmethod
+    def match(cls, pattern: Pattern) -> Self | None:
+        """The pattern itself where it is of this kind, else None."""
+        return pattern if isinstance(pattern, cls) else None
+
+    @property
+    def under(self) -> Pattern:
+        """What is left without the mask of blocks over it: for most patterns they themselves."""
+        return self
+
     # What it is called.
 
     def label(self) -> str:

@@ -6,7 +6,7 @@ looked for.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,12 @@ def read_pattern(value: Any) -> Pattern:
 def kinds_with(field: str) -> Iterator[str]:
     """The kinds whose requests take a field of this name."""
     return (kind for kind in known_kinds() if field in pattern_type(kind).request_model().model_fields)
+
+
+def kind_with_fields(fields: Iterable[str]) -> str:
+    """The first kind whose requests take all these fields, which then say what pattern is meant."""
+    wanted = set(fields)
+    return next(kind for kind in known_kinds() if wanted <= pattern_type(kind).request_model().model_fields.keys())
 
 
 def request_fields() -> set[str]:

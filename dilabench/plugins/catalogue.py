@@ -90,7 +90,7 @@ class Catalogue:
         """Why the case's backend cannot serve it here: what it lacks, and what the workload asks of a dense kernel."""
         assert case.backend is not None
         backend = self.backends.get(case.backend)
-        dense = case.workload.replace(pattern={"kind": "dense"}, layout="padded", cu_seqlens=None)
+        dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
         reasons = [*unmet(backend.requires, machine), *backend.supports.reasons(dense, machine.device)]
         if case.implementation in self.implementations:
             only = self.implementations.get(case.implementation).backends

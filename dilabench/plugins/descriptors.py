@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dilabench.machine import DeviceClass
+from dilabench.patterns.dense import DENSE
 from dilabench.record import Role, Takes
 from dilabench.workload.cuts import why_not_apart
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import DEFAULT_PATTERN, Workload
 
 # The patterns of what works from `Pattern.counts` alone.
 ANY_PATTERN = frozenset({"*"})
@@ -28,7 +29,7 @@ class Capabilities:
     differs between the two kinds of device.
     """
 
-    patterns: frozenset[str] = frozenset({"dilated"})
+    patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     dtypes: frozenset[str] = ALL_DTYPES
     modes: frozenset[str] = ALL_MODES
@@ -45,6 +46,15 @@ class Capabilities:
     check: Callable[[Workload], str | None] | None = None
     check_ranks: Callable[[Workload, int], str | None] | None = None
     on_cuda: "Capabilities | None" = None
+
+    def computes(self, pattern: str) -> bool:
+        """Whether a kind of pattern is among those supported."""
+        return bool(self.patterns & {pattern, *ANY_PATTERN})
+
+    @property
+    def only_dense(self) -> bool:
+        """Whether nothing but dense attention is."""
+        return self.patterns == {DENSE.kind}
 
     def reasons(self, workload: Workload, device: str, world_size: int = 1) -> tuple[str, ...]:
         """Why this workload cannot be computed on this kind of device ('cpu' or 'cuda'); empty when it can."""
@@ -87,7 +97,7 @@ class Capabilities:
 
 
 # What a dense attention kernel can be asked for, unless it says otherwise.
-DENSE_KERNEL = Capabilities(patterns=frozenset({"dense"}))
+DENSE_KERNEL = Capabilities(patterns=frozenset({DENSE.kind}))
 
 
 class Named(Protocol):

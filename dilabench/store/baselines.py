@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.store.files import locked, unreadable, write_whole
-from dilabench.workload.spec import Model
+from dilabench.validation import Model
 
 FILENAME = "baselines.toml"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")

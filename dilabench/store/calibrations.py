@@ -6,7 +6,7 @@ from pydantic import Field, ValidationError
 
 from dilabench.errors import ConfigError
 from dilabench.store.files import unreadable, write_whole
-from dilabench.workload.spec import Model
+from dilabench.validation import Model
 
 
 class Detection(Model):

@@ -19,7 +19,8 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Case
-from dilabench.workload.spec import Model, Workload
+from dilabench.validation import Model
+from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs
 
 CACHE_VARIABLE = "DILABENCH_CACHE"
@@ -80,8 +81,8 @@ def by_priority(catalogue: Catalogue, workload: Workload, ranks: int = 1) -> tup
         one
         for one in catalogue.implementations
         if one.priority
-        and workload.pattern.kind in one.supports.patterns
-        # On one rank an implementation over ranks would only do what its single-device kin does.
+        and one.supports.computes(workload.pattern.kind)
+        # On one rank an implementation over ranks would do what its form for one device does.
         and (one.supports.max_world_size == 1) == (ranks == 1)
     ]
     return tuple(one.name for one in sorted(found, key=lambda one: -one.priority))

@@ -6,15 +6,15 @@ from typing import Any
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.metadata import CHOSEN_BY, SPARSITY_REACHED, refuse_unknown
+from dilabench.metadata import CHOSEN_BY, refuse_unknown
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, Optimizations, PlannedCase, Role, SkipCode, Skipped
 from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.suites.choice import choose
 from dilabench.suites.optimization.variants import reasons_against
-from dilabench.workload.spec import BlockSparsePattern, Workload, WorkloadRequest
-from dilabench.workload.work import sparsity_of
+from dilabench.workload.spec import Workload, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.suites.choice` takes, workload by workload.
 FASTEST = Implementation(
@@ -55,7 +55,7 @@ class Planner:
 
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
         """The implementations asked for by name or alias, or the suite's default ones."""
-        names = self.request.implementations or tuple(name for name in default if self._is_at_home(name))
+        names = self.request.implementations or tuple(name for name in default if self._is_worth_planning(name))
         if ALL in names:
             names = self.catalogue.implementations.names
         shelf = self.catalogue.implementations
@@ -72,7 +72,7 @@ class Planner:
                 one.supports.max_world_size == 1
                 and one.takes == "heads"
                 and not one.compiles
-                and not one.supports.patterns.isdisjoint(patterns)
+                and any(map(one.supports.computes, patterns))
             )
         )
 
@@ -88,12 +88,12 @@ class Planner:
         fitting = (
             name
             for name, limits in preferred.items()
-            if asked.pattern in limits.patterns and asked.layout in limits.layouts
+            if limits.computes(asked.pattern) and asked.layout in limits.layouts
         )
         return tuple(fitting) or tuple(ordered)
 
-    def _is_at_home(self, name: str) -> bool:
-        """Not an implementation over ranks where there is one: it would only do what its single-device kin does."""
+    def _is_worth_planning(self, name: str) -> bool:
+        """Not an implementation over ranks on one rank: it would do what its form for one device does."""
         if name in {AUTO, ALL} or self.request.nproc > 1:
             return True
         return self.catalogue.implementations.get(name).supports.max_world_size is not None
@@ -114,8 +114,7 @@ class Planner:
         cases: list[PlannedCase] = []
         for request in requests:
             for implementation in implementations:
-                dense_only = implementation.supports.patterns == {"dense"}
-                if dense_only and request.pattern != "dense":
+                if implementation.supports.only_dense and request.pattern != DENSE.kind:
                     cases += self.plan(implementation, as_dense(request), role="yardstick")
                 else:
                     cases += self.plan(implementation, request)
@@ -145,8 +144,7 @@ class Planner:
         backends: tuple[str | None, ...] = (None,)
         if implementation.uses_backend:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
-        if isinstance(workload.pattern, BlockSparsePattern):
-            labels |= SPARSITY_REACHED.entry(sparsity_of(workload))
+        labels |= workload.pattern.row_labels(workload.shapes)
         optimizations = Optimizations(
             **{
                 "pattern_cache_entries": self.request.pattern_cache_entries,
@@ -232,7 +230,7 @@ def registered(planned: Iterable[PlannedCase]) -> tuple[PlannedCase, ...]:
 
 def as_dense(request: WorkloadRequest) -> WorkloadRequest:
     """The same shape without dilation: the workload of a yardstick row."""
-    return request.model_copy(update={"pattern": "dense"})
+    return request.model_copy(update={"pattern": DENSE.kind})
 
 
 def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:

@@ -276,19 +276,3 @@ class WorkloadRequest(Model):
         if self.dtype == "auto":
             fields["dtype"] = auto_dtype
         return validated(Workload, fields)
-
-
-# SHIM
-from dilabench.patterns.block_sparse import BlockSparsePattern  # noqa: E402
-from dilabench.patterns.dense import DensePattern  # noqa: E402, F401
-from dilabench.patterns.dilated import DilatedPattern  # noqa: E402
-from dilabench.validation import Model, content_hash, describe, read_counts, validated  # noqa: E402, F401, F811
-
-
-def _dilated(workload):
-    if isinstance(workload.pattern, BlockSparsePattern):
-        return workload.pattern.branches
-    return workload.pattern if isinstance(workload.pattern, DilatedPattern) else None
-
-
-Workload.dilated = property(_dilated)

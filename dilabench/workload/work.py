@@ -37,21 +37,3 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     key = workload.tokens * workload.num_kv_heads * workload.head_dim * item
     lse = workload.tokens * workload.num_heads * (8 if workload.dtype == "float64" else 4)
     return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
-
-
-# SHIM
-from dilabench.patterns.block_sparse import masked_pairs  # noqa: E402, F401
-from dilabench.patterns.dense import windowed_pairs  # noqa: E402, F401
-from dilabench.patterns.dilated import rows_kept  # noqa: E402, F401
-
-
-def head_offset(pattern, head, rate, num_heads, num_kv_heads):
-    return pattern.head_offset(head, rate, num_heads, num_kv_heads)
-
-
-def head_branches(pattern, head, num_heads):
-    return pattern.head_branches(head, num_heads)
-
-
-def sparsity_of(workload):
-    return workload.pattern.sparsity_of(workload.shapes)

@@ -14,7 +14,7 @@ from dilabench.record import PlannedCase, RunHeader, RunRecord, Skipped
 from dilabench.request import RunRequest
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import RunFolder
-from dilabench.workload.spec import validated
+from dilabench.validation import validated
 
 SUITE = "check"
 

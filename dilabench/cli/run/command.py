@@ -15,6 +15,7 @@ from dilabench.cli.run.ranks import asking_all, on_ranks
 from dilabench.cli.run.resume import recorded_request, resumed_header
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
+from dilabench.patterns.registry import kind_with_fields
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import Found, discover
 from dilabench.record import Row, RunHeader
@@ -81,7 +82,7 @@ def run(
     found = discover(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
-    workload |= {"pattern": "block_sparse", **blocks} if blocks else {}
+    workload |= {"pattern": kind_with_fields(blocks), **blocks} if blocks else {}
     settings = given(
         implementations=names(implementations),
         backends=names(backends),

@@ -14,6 +14,7 @@ from dilabench.cli.terminal import print_table
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.metadata import FORM
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import MemoryPlan, longest_that_fits, plan_memory
 from dilabench.predict.time import plan_time
@@ -140,7 +141,7 @@ def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
 def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
     """On one device what need not compile; over ranks what has a formula for the workload, or all if none has."""
     if planner.request.nproc == 1:
-        return planner.on_one_device("dense", asked.pattern)
+        return planner.on_one_device(DENSE.kind, asked.pattern)
     names = planner.over_ranks(asked)
     shelf = planner.catalogue.implementations
     told = [name for name in names if any(_memory(one, planner) for one in planner.plan(shelf.get(name), asked))]

@@ -8,7 +8,7 @@ from dilabench.machine import Machine
 from dilabench.record import RunHeader
 from dilabench.request import RunRequest
 from dilabench.store.run_files import read_rows
-from dilabench.workload.spec import validated
+from dilabench.validation import validated
 
 
 def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:

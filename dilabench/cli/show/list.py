@@ -12,8 +12,9 @@ from dilabench.cli.terminal import print_table
 from dilabench.machine import Machine, detect
 from dilabench.plugins.descriptors import Backend, Implementation, WorkloadPreset
 from dilabench.plugins.manager import Found, discover
+from dilabench.validation import validated
 from dilabench.workload.ranges import RANGES
-from dilabench.workload.spec import WorkloadRequest, validated
+from dilabench.workload.spec import WorkloadRequest
 
 PLUGINS = "plugins"
 

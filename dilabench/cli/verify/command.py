@@ -1,7 +1,7 @@
 """`dilabench verify`: is the output right? Nothing is timed."""
 
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,42 +13,16 @@ from dilabench.cli.verify.everything import SIGNS, Marks, Result, trials_of
 from dilabench.cli.verify.outcomes import Outcome, outcomes_of
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
+from dilabench.patterns.registry import known_kinds, pattern_type
+from dilabench.plugins.descriptors import Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, PlannedCase, Verification
 from dilabench.request import ALL, run_request
 from dilabench.suites.planner import Planner
-from dilabench.workload.spec import WorkloadRequest
+from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
-# Small and awkward on purpose: segments that do not divide N, rates that do not divide segments, grouped queries.
-DEFAULT_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
-    {
-        "batch_size": 1,
-        "seq_len": 771,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "segment_lengths": (160, 500, 1024),
-        "dilation_rates": (1, 3, 6),
-        "causal": causal,
-    }
-    for causal in (True, False)
-)
-# For what computes block masks only: the last of 17 blocks holds 3 rows.
-SPARSE_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
-    {
-        "pattern": "block_sparse",
-        "mask": "random",
-        "block_size": 48,
-        "sparsity": 0.6,
-        "batch_size": 1,
-        "seq_len": 771,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "causal": causal,
-    }
-    for causal in (True, False)
-)
+# Small and awkward on purpose: no segment, block or rate divides N, and queries are grouped.
+SHAPE = {"batch_size": 1, "seq_len": 771, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 COLUMNS = ("implementation", "backend", "workload", "mode", "result", "details")
 
 
@@ -123,15 +97,25 @@ def _everything(planner: Planner) -> ExitCode:
 
 
 def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every implementation on what the user described, else on the default workloads of its pattern."""
-    implementations = planner.implementations([ALL])
+    """Every implementation on what the user described, else on a small workload of a pattern that it computes."""
+    by_kind: dict[str, list[Implementation]] = {}
     described = planner.request.presets or "pattern" in planner.request.overrides
-    masked = [one for one in implementations if one.supports.patterns == {"block_sparse"} and not described]
-    others = [one for one in implementations if one not in masked]
+    for one in planner.implementations([ALL]):
+        by_kind.setdefault(DEFAULT_PATTERN if described else _first_kind(one), []).append(one)
     planned: tuple[PlannedCase, ...] = ()
-    for several, defaults in ((others, DEFAULT_WORKLOADS), (masked, SPARSE_WORKLOADS)):
+    for kind, several in by_kind.items():
+        (fields, *_) = pattern_type(kind).trials().values()
+        defaults = [{"pattern": kind, **SHAPE, **fields, "causal": causal} for causal in (True, False)]
         planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
     return planned
+
+
+def _first_kind(implementation: Implementation) -> str:
+    """The kind of pattern that it is checked on. What is only dense runs the default's shape undilated."""
+    supports = implementation.supports
+    if supports.only_dense:
+        return DEFAULT_PATTERN
+    return next((kind for kind in (DEFAULT_PATTERN, *known_kinds()) if supports.computes(kind)), DEFAULT_PATTERN)
 
 
 def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:

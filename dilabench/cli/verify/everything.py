@@ -6,29 +6,17 @@ from typing import Any, Literal
 
 from dilabench.cli.terminal import Lines, say
 from dilabench.errors import ConfigError
+from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import ALL
 from dilabench.suites.planner import Planner
-from dilabench.workload.spec import WorkloadRequest, validated
+from dilabench.validation import validated
+from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
 # Short enough for every row to be compared, awkward in the ways that go wrong.
 SHAPE: dict[str, Any] = {"batch_size": 1, "seq_len": 195, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-BRANCHES: dict[str, Any] = {"segment_lengths": (48, 125, 256), "dilation_rates": (1, 3, 4)}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-FAMILIES: dict[str, dict[str, Any]] = {
-    "causal": {**BRANCHES},
-    "full": {**BRANCHES, "causal": False},
-    "window": {**BRANCHES, "window": (40, 0)},
-    "blocked": {**BRANCHES, "offset": "blocked", "offset_by": "kv_head"},
-    "grouped": {**BRANCHES, "heads": "grouped"},
-    "detached": {**BRANCHES, "merge_grad": "detached"},
-    "scale": {**BRANCHES, "scale": 0.25, "num_kv_heads": 4},
-    "dense": {"pattern": "dense"},
-    "dense-full": {"pattern": "dense", "causal": False},
-    "dense-window": {"pattern": "dense", "window": (40, 0)},
-    "sparse": {"pattern": "block_sparse", "block_size": 32, "sparsity": 0.5},
-}
 HEAD = ("implementation", "backend", "dtype")
 EVERY = "every"
 Result = Literal["right", "wrong", "failed", "skipped"]
@@ -61,7 +49,8 @@ def trials_of(planner: Planner) -> tuple[Trial, ...]:
     if planner.request.presets:
         raise ConfigError("--all brings its own workloads; leave --config out, or leave --all out")
     fixed = planner.request.overrides
-    clash = sorted(fixed.keys() & {name for family in FAMILIES.values() for name in family} - SHAPE.keys())
+    families = families_of_patterns()
+    clash = sorted(fixed.keys() & {name for fields in families.values() for name in fields} - SHAPE.keys())
     if clash:
         raise ConfigError(f"--all goes through every value of {clash[0]}; leave it out, or leave --all out")
     asking = planner.asking(backends=planner.request.backends or (ALL,))
@@ -69,10 +58,16 @@ def trials_of(planner: Planner) -> tuple[Trial, ...]:
     trials: list[Trial] = []
     for implementation in planner.implementations(planner.catalogue.implementations.names):
         for dtype in dtypes:
-            for family, fields in FAMILIES.items():
+            for family, fields in families.items():
                 asked = validated(WorkloadRequest, {"mode": "both", **SHAPE, **fields, **fixed, "dtype": dtype})
                 trials += _planned(asking, implementation, family, asked)
     return tuple(sorted(trials, key=lambda trial: planner_order(planner, trial)))
+
+
+def families_of_patterns() -> dict[str, dict[str, Any]]:
+    """Requests by the name of their family: what each pattern is tried on, the default pattern first."""
+    kinds = dict.fromkeys((DEFAULT_PATTERN, *known_kinds()))
+    return {name: {"pattern": kind, **fields} for kind in kinds for name, fields in pattern_type(kind).trials().items()}
 
 
 def planner_order(planner: Planner, trial: Trial) -> tuple[int, str, int]:
@@ -112,7 +107,7 @@ class Marks:
     """Prints a line as soon as its last family is known; reasons come at the end, each once."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
-        self._families = tuple(FAMILIES)
+        self._families = tuple(families_of_patterns())
         self._running = {trial.line[:2] for trial in trials if trial.planned.skip is None}
         self._pending: dict[tuple[str, str, str], int] = {}
         for trial in trials:

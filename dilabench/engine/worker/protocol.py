@@ -8,7 +8,7 @@ from dilabench.machine import DeviceKind
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
-from dilabench.workload.spec import Model, content_hash
+from dilabench.validation import Model, content_hash
 
 CommandName = Literal[
     "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "isolated", "stream"

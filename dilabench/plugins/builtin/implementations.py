@@ -3,8 +3,9 @@
 The names of the source documents work as aliases.
 """
 
+from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
-from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.workload.spec import Workload
 
 DENSE = frozenset({"dense"})
 DILATED = frozenset({"dilated"})
@@ -28,16 +29,16 @@ FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"floa
 
 def no_block_tiles(workload: Workload) -> str | None:
     """The reason against a block size that the kernels cannot cut into tiles."""
-    pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern) and pattern.block_size % 16:
+    pattern = BlockSparsePattern.match(workload.pattern)
+    if pattern is not None and pattern.block_size % 16:
         return f"block_size {pattern.block_size} is not a multiple of 16"
     return None
 
 
 def _only_whole_128_blocks(workload: Workload) -> str | None:
     """The reason of libraries that take one block mask over the whole sequence, in blocks of their own tiles."""
-    pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern):
+    pattern = BlockSparsePattern.match(workload.pattern)
+    if pattern is not None:
         if pattern.branches is not None:
             return "a block mask over dilated branches is not supported"
         if pattern.block_size % 128:
@@ -47,8 +48,8 @@ def _only_whole_128_blocks(workload: Workload) -> str | None:
 
 def _only_flash4_blocks(workload: Workload) -> str | None:
     """The reason of FlashAttention 4, whose blocks are its tiles."""
-    pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern) and pattern.block_size > 128:
+    pattern = BlockSparsePattern.match(workload.pattern)
+    if pattern is not None and pattern.block_size > 128:
         return f"block_size {pattern.block_size} is not 128"
     return _only_whole_128_blocks(workload)
 

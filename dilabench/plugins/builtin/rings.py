@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.plugins.builtin.implementations import BLOCK_SPARSE, DENSE, DILATED, FUSED, HALF, no_block_tiles
 from dilabench.plugins.descriptors import Capabilities, Implementation
-from dilabench.workload.spec import BlockSparsePattern, Workload
+from dilabench.workload.spec import Workload
 
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
 PACKED_OVER_RANKS = Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"packed"}), max_world_size=None)
@@ -12,8 +13,8 @@ PACKED_OVER_RANKS = Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"p
 
 def _mask_over_branches(workload: Workload) -> str | None:
     """The reason of ranks, which hold whole blocks of the sequence."""
-    pattern = workload.pattern
-    if isinstance(pattern, BlockSparsePattern) and pattern.branches is not None:
+    pattern = BlockSparsePattern.match(workload.pattern)
+    if pattern is not None and pattern.branches is not None:
         return "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole"
     return None
 

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
+from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.dilated import rows_kept
 from dilabench.predict.memory.calls import Call, branch_fractions
 from dilabench.predict.memory.flexed import LIST_ITEM_BYTES, block_mask_bytes, dout_copy
 from dilabench.predict.memory.kernels import FLASH3, FLEX, TILES, Kernel
 from dilabench.predict.memory.sizes import FLOAT32_BYTES, FLOAT64_BYTES, INDEX_BYTES, MemoryPlan, Sizes
 from dilabench.predict.memory.union import Passes, one_kernel, two_passes
 from dilabench.record import Case
-from dilabench.workload.spec import DTYPE_BYTES, BlockSparsePattern, Workload
-from dilabench.workload.work import rows_kept, sparsity_of
+from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 # What the Triton kernels have tiles for (`kernels.row_layout`); other head dims are padded.
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -24,9 +25,10 @@ MASK_BYTES = INDEX_BYTES + 2
 def triton(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
     """`Implementation.memory` of Triton kernels over lists of tiles; on a CPU a flash call per block of queries."""
     workload, checkpointed = case.workload, case.optimizations.gradient_checkpointing
-    if not isinstance(workload.pattern, BlockSparsePattern):
+    pattern = BlockSparsePattern.match(workload.pattern)
+    if pattern is None:
         return None
-    seen = _Seen.of(workload, workload.pattern)
+    seen = _Seen.of(workload, pattern)
     if device == "cpu":
         return _union(workload, QueryBlocks(workload, seen), seen.index_bytes(workload), checkpointed)
     return _union(workload, PaddedTiles(workload.head_dim), seen.tile_bytes(workload), checkpointed)
@@ -34,8 +36,8 @@ def triton(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None
 
 def flex(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
     """That of FlexAttention over a BlockMask."""
-    workload, pattern = case.workload, case.workload.pattern
-    if not isinstance(pattern, BlockSparsePattern) or device == "cpu":
+    workload, pattern = case.workload, BlockSparsePattern.match(case.workload.pattern)
+    if pattern is None or device == "cpu":
         return None
     tables = block_mask_bytes(workload, _mask_heads(workload, pattern), pattern.block_size)
     # It gives lse, too, so that autograd makes zeros as the gradient of one that nobody uses.
@@ -45,8 +47,8 @@ def flex(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
 
 def flash4(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
     """That of FlashAttention 4 over lists of blocks. Derived, not yet measured on a GPU."""
-    workload, pattern = case.workload, case.workload.pattern
-    if not isinstance(pattern, BlockSparsePattern) or device == "cpu":
+    workload, pattern = case.workload, BlockSparsePattern.match(case.workload.pattern)
+    if pattern is None or device == "cpu":
         return None
     blocks = -(-workload.seq_len // pattern.block_size)
     keys = _Seen.of(workload, pattern).keys_of(workload.seq_len)
@@ -63,7 +65,7 @@ def _mask_heads(workload: Workload, pattern: BlockSparsePattern) -> int:
 
 def density(workload: Workload, pattern: BlockSparsePattern) -> float:
     """The share of visible blocks that is computed: as asked for, or as a mask file has it."""
-    return 1.0 - (sparsity_of(workload) if pattern.mask == "custom" else pattern.sparsity)
+    return 1.0 - (pattern.sparsity_of(workload.shapes) if pattern.mask == "custom" else pattern.sparsity)
 
 
 def _union(workload: Workload, kernel: Kernel, tables: int, checkpointed: bool) -> MemoryPlan:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dilabench.predict.memory.sizes import Sizes
+from dilabench.patterns.dilated import rows_kept
+from dilabench.predict.memory.sizes import Sizes, branches_under
 from dilabench.workload.spec import Workload
-from dilabench.workload.work import head_branches, head_offset, rows_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def largest_calls(workload: Workload, gathered: bool) -> tuple[Call, ...]:
     calls: list[Call] = []
     for index, (fraction, (segment, rate)) in enumerate(branch_fractions(workload)):
         count, rest = divmod(workload.seq_len, segment)
-        whole = index == 0 and rate == 1 and rest == 0 and not _grouped(workload)
+        whole = index == 0 and rate == 1 and rest == 0 and not workload.pattern.has_grouped_heads
         # The short segment at the end is a call of its own.
         share = fraction * (1 - rest / workload.seq_len)
         if gathered or whole:
@@ -86,16 +86,16 @@ def _call(workload: Workload, share: float, apart: int, segment: int, rate: int,
 
 def branch_fractions(workload: Workload) -> Iterator[tuple[float, tuple[int, int]]]:
     """Each branch by rising rate with the fraction of all (head, position) rows that it takes; dense is one branch."""
-    length, pattern = workload.seq_len, workload.dilated
+    length, pattern = workload.seq_len, branches_under(workload)
     if pattern is None:
         yield 1.0, (length, 1)
         return
     for segment, rate in sorted(pattern.branches, key=lambda branch: branch[1]):
         rows = 0
         for head in range(workload.num_heads):
-            if (segment, rate) not in head_branches(pattern, head, workload.num_heads):
+            if (segment, rate) not in pattern.head_branches(head, workload.num_heads):
                 continue
-            offset = head_offset(pattern, head, rate, workload.num_heads, workload.num_kv_heads)
+            offset = pattern.head_offset(head, rate, workload.num_heads, workload.num_kv_heads)
             count, rest = divmod(length, min(segment, length))
             rows += count * rows_kept(min(segment, length), rate, offset) + rows_kept(rest, rate, offset)
         yield rows / (length * workload.num_heads), (min(segment, length), rate)
@@ -103,7 +103,7 @@ def branch_fractions(workload: Workload) -> Iterator[tuple[float, tuple[int, int
 
 def readers_of(workload: Workload, rate: int) -> int:
     """Query heads that share key rows in a branch: a K/V head's group, but for those on other residues."""
-    pattern, group = workload.dilated, workload.group_size
+    pattern, group = branches_under(workload), workload.group_size
     spread = pattern is not None and (pattern.offset, pattern.offset_by) == ("modulo", "head")
     return max(1, group // min(rate, group)) if spread else group
 
@@ -119,9 +119,5 @@ def _at_most_half(share: float, count: int) -> list[float]:
 
 def heads_in_branch(workload: Workload) -> float:
     """Query heads that take part in a branch."""
-    pattern = workload.dilated
-    return workload.num_heads / len(pattern.branches) if pattern and _grouped(workload) else workload.num_heads
-
-
-def _grouped(workload: Workload) -> bool:
-    return workload.dilated is not None and workload.dilated.heads == "grouped"
+    pattern = branches_under(workload)
+    return workload.num_heads / len(pattern.branches) if pattern and pattern.has_grouped_heads else workload.num_heads

@@ -1,18 +1,21 @@
 """`Implementation.memory` on one device: `plan(case, device, kernel)`, the kernel being that of the case's backend."""
 
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.predict.memory import flexed
 from dilabench.predict.memory.kernels import TILES, Kernel
 from dilabench.predict.memory.module import projected
 from dilabench.predict.memory.reference import reference as in_float64
-from dilabench.predict.memory.sizes import MemoryPlan
+from dilabench.predict.memory.sizes import MemoryPlan, branches_under
 from dilabench.predict.memory.union import Passes, one_kernel
 from dilabench.record import Case
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.workload.spec import Workload
 
 
 def reference(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
-    """The formula in float64; nothing is known of packed sequences."""
-    return None if case.workload.layout == "packed" else in_float64(case.workload, device)
+    """The formula in float64; nothing is known of packed sequences, or of keys that lie in no strided segments."""
+    workload = case.workload
+    known = workload.pattern.under.strided_segments(workload.shapes[0], 0) is not None
+    return in_float64(workload, device) if known and workload.layout != "packed" else None
 
 
 def strided(case: Case, _device: str, kernel: Kernel | None) -> MemoryPlan | None:
@@ -47,12 +50,12 @@ def fused(case: Case, _device: str, _kernel: Kernel | None) -> MemoryPlan | None
 
 def flex(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
     """FlexAttention, on CUDA only."""
-    return flexed.flex(case.workload) if device == "cuda" and case.workload.dilated else None
+    return flexed.flex(case.workload) if device == "cuda" and branches_under(case.workload) else None
 
 
 def flex_permuted(case: Case, device: str, _kernel: Kernel | None) -> MemoryPlan | None:
     """The same with tokens in another order."""
-    return flexed.flex_permuted(case.workload) if device == "cuda" and case.workload.dilated else None
+    return flexed.flex_permuted(case.workload) if device == "cuda" and branches_under(case.workload) else None
 
 
 def _union(case: Case, kernel: Kernel | None, gathered: bool) -> MemoryPlan | None:
@@ -63,8 +66,8 @@ def _union(case: Case, kernel: Kernel | None, gathered: bool) -> MemoryPlan | No
 
 def _is_planned(workload: Workload) -> bool:
     """Whether `fused` takes all branches in its one kernel: rates divide lengths, no window, no grouped heads."""
-    pattern = workload.pattern
-    if not isinstance(pattern, DilatedPattern) or pattern.heads == "grouped" or workload.window != (-1, -1):
+    pattern = DilatedPattern.match(workload.pattern)
+    if pattern is None or pattern.has_grouped_heads or workload.window != (-1, -1):
         return False
     rates = [rate for _, rate in pattern.branches]
     widest = max(rates)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.predict.memory.sizes import MemoryPlan, Sizes, inputs_of
 from dilabench.record import Case
-from dilabench.workload.spec import BlockSparsePattern
 
 LONGEST = 2**40
 
@@ -47,7 +46,7 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
     longer one may fit, too. It is a prediction: `extreme` finds the length by real runs.
     """
     pattern = case.workload.pattern
-    from_file = isinstance(pattern, BlockSparsePattern) and pattern.mask == "custom"
+    from_file = pattern.has_fixed_length
     if from_file or case.workload.layout == "packed" or plan_memory(case, device, catalogue) is None:
         return None
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
+from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.predict.memory.block_sparse import density
-from dilabench.predict.memory.sizes import FLOAT64_BYTES, INDEX_BYTES, MemoryPlan, Sizes, inputs_of
-from dilabench.workload.spec import DTYPE_BYTES, BlockSparsePattern, Workload
+from dilabench.predict.memory.sizes import FLOAT64_BYTES, INDEX_BYTES, MemoryPlan, Sizes, branches_under, inputs_of
+from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 # `impls.reference` holds so many scores at once, where one row has no more; a test holds the two together.
 MAX_BLOCK_SCORES = 2**22
@@ -50,7 +51,7 @@ class _Scores:
         item = workload.batch_size * FLOAT64_BYTES
         rows, keys = _largest_group(workload)
         taken = workload.batch_size * keys * workload.head_dim * (FLOAT64_BYTES + DTYPE_BYTES[workload.dtype])
-        detached = workload.dilated is not None and workload.dilated.merge_grad == "detached"
+        detached = workload.pattern.is_detached
         matrices = 7 if detached else 4
         forward = backward = 0.0
         for earlier, pairs in _turns(workload, rows, keys):
@@ -91,14 +92,15 @@ def _turns(workload: Workload, rows: int, keys: int) -> list[tuple[int, int]]:
 
 def _largest_group(workload: Workload) -> tuple[int, int]:
     """Rows that share their keys, and how many those are, where their product is largest."""
-    pattern, length = workload.pattern, workload.seq_len
-    if isinstance(pattern, BlockSparsePattern) and pattern.branches is None:
+    pattern, length = BlockSparsePattern.match(workload.pattern), workload.seq_len
+    if pattern is not None and pattern.branches is None:
         blocks = -(-length // pattern.block_size)
         seen = max(1, round(density(workload, pattern) * blocks))
         return min(length, pattern.block_size), min(length, seen * pattern.block_size)
-    if workload.dilated is None:
+    dilated = branches_under(workload)
+    if dilated is None:
         return length, length
-    branches = sorted((rate, min(segment, length)) for segment, rate in workload.dilated.branches)
+    branches = sorted((rate, min(segment, length)) for segment, rate in dilated.branches)
     found = []
     keys = reach = 0
     for index, (rate, segment) in enumerate(branches):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import DTYPE_BYTES, Workload
 from dilabench.workload.work import tensor_bytes
 
@@ -74,3 +75,8 @@ class Sizes:
 def inputs_of(workload: Workload, sizes: Sizes) -> int:
     """q, k, v, and dout where there is a backward pass."""
     return round(sizes.gradients + (sizes.q if workload.mode != "forward" else 0))
+
+
+def branches_under(workload: Workload) -> DilatedPattern | None:
+    """The dilated pattern of a workload, or that a block mask lies over; None for any other."""
+    return DilatedPattern.match(workload.pattern.under)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dilabench.predict.memory.calls import Call, branch_fractions, largest_calls
 from dilabench.predict.memory.kernels import Kernel
 from dilabench.predict.memory.sizes import INDEX_BYTES, MemoryPlan, Sizes, inputs_of
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Passes:
     @property
     def _detached(self) -> bool:
         pattern = self.workload.pattern
-        return isinstance(pattern, DilatedPattern) and pattern.merge_grad == "detached" and self.gathered
+        return pattern.is_detached and self.gathered
 
 
 def two_passes(

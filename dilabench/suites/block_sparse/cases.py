@@ -1,11 +1,13 @@
 """Suite `block-sparse`: do time and memory fall with the share of blocks computed, and where does that begin to pay?"""
 
+from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, as_dense
 from dilabench.workload.spec import WorkloadRequest
 
+KIND: str = BlockSparsePattern.model_fields["kind"].default
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.98)
 BLOCK_SIZES = {"cpu": (128,), "cuda": (64, 128, 256)}
 SHAPE = {
@@ -24,11 +26,11 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     implementations = planner.implementations(planner.where(_masked_or_yardstick))
     cases: list[PlannedCase] = []
     for base in planner.workload_requests([SHAPE[device]]):
-        masked = base.model_copy(update={"pattern": "block_sparse"})
+        masked = base.model_copy(update={"pattern": KIND})
         for implementation in implementations:
             on_one = implementation.supports.max_world_size == 1
             there = planner.asking(nproc=1) if on_one else planner
-            if implementation.supports.patterns == {"dense"}:
+            if implementation.supports.only_dense:
                 cases += there.plan(implementation, as_dense(base), role="yardstick")
                 continue
             for point in _points(masked, BLOCK_SIZES[device]):
@@ -38,8 +40,8 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 def _masked_or_yardstick(one: Implementation) -> bool:
     """Whatever computes block masks, on any number of ranks, and full attention on one device."""
-    full = one.supports.patterns == {"dense"} and one.supports.max_world_size == 1
-    return one.takes == "heads" and (full or "block_sparse" in one.supports.patterns)
+    full = one.supports.only_dense and one.supports.max_world_size == 1
+    return one.takes == "heads" and (full or KIND in one.supports.patterns)
 
 
 def _points(base: WorkloadRequest, block_sizes: tuple[int, ...]) -> list[WorkloadRequest]:

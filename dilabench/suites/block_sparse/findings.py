@@ -4,14 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.report.rows import location
 from dilabench.stats.samples.derive import tflops_per_second
 from dilabench.units import format_bytes
-from dilabench.workload.spec import BlockSparsePattern, Workload
-from dilabench.workload.work import flops, sparsity_of
+from dilabench.workload.spec import Workload
+from dilabench.workload.work import flops
 
 COLUMNS = ("implementation", "block", "sparsity", "reached", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
 
@@ -31,9 +32,7 @@ class Step:
     @property
     def pattern(self) -> BlockSparsePattern:
         """The row's pattern."""
-        pattern = self.row.case.workload.pattern
-        assert isinstance(pattern, BlockSparsePattern)
-        return pattern
+        return BlockSparsePattern.of(self.row.case.workload)
 
     @property
     def speedup(self) -> float | None:
@@ -71,11 +70,12 @@ def steps_of(record: RunRecord) -> tuple[Step, ...]:
     steps: list[Step] = []
     for row in record.rows:
         workload = row.case.workload.replace(mode="forward")
-        if not isinstance(workload.pattern, BlockSparsePattern) or (found := location(row)) is None:
+        pattern = BlockSparsePattern.match(workload.pattern)
+        if pattern is None or (found := location(row)) is None:
             continue
         if workload not in sparsity:
             # A mask is made, or read from its file, once.
-            sparsity[workload] = sparsity_of(workload)
+            sparsity[workload] = pattern.sparsity_of(workload.shapes)
         dense_ns = dense.get(_shape(row))
         steps.append(Step(row=row, density=1 - sparsity[workload], median_ns=found.median_ns, dense_ns=dense_ns))
     return tuple(steps)
@@ -96,7 +96,7 @@ def break_even(points: Sequence[tuple[float, float]]) -> float | None:
 
 def _shape(row: Row) -> str:
     """Equal for rows that differ only in their pattern, or in the ranks that they run on."""
-    dense = row.case.workload.replace(pattern={"kind": "dense"})
+    dense = row.case.workload.as_dense()
     return row.case.model_copy(update={"workload": dense, "world_size": 1}).group_id
 
 

@@ -3,15 +3,17 @@
 from typing import Any
 
 from dilabench.metadata import SCALING
+from dilabench.patterns.dense import DENSE
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
 from dilabench.suites.ring.cases import beside_one_device, ranks_here
+from dilabench.workload.spec import DEFAULT_PATTERN
 
 STRONG, WEAK = "strong", "weak"
 LENGTHS_CUDA = (16384, 65536)
 LENGTHS_CPU = (1024, 2048)
-PATTERNS = ("dense", "dilated")
+PATTERNS = (DENSE.kind, DEFAULT_PATTERN)
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:

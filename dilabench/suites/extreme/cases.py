@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilabench.metadata import WAY
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, Measured, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest
@@ -43,7 +44,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([shape]):
         modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
-        for implementation in planner.implementations(planner.on_one_device("dense", asked.pattern)):
+        for implementation in planner.implementations(planner.on_one_device(DENSE.kind, asked.pattern)):
             for mode in modes:
                 for way in ways(request):
                     first = _first_length(asked.model_copy(update={"mode": mode}), way, planner)
@@ -182,7 +183,7 @@ def _search_key(case: Case) -> str:
 
 def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way) -> Iterator[PlannedCase]:
     """The case of one length, isolated; with a reason to skip it where the way does not go there."""
-    if implementation.supports.patterns == {"dense"}:
+    if implementation.supports.only_dense:
         asked = as_dense(asked)
     limit = planner.request.options.get("memory_limit")
     limit_bytes = None if limit is None else parse_count(limit, "memory_limit")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dilabench.errors import ConfigError
+from dilabench.patterns.dense import DENSE
 from dilabench.record import PlannedCase, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
@@ -26,7 +27,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
         lengths = RANGES[DEFAULT_RANGE]
     planner = planner.asking(lengths=lengths)
     workloads = planner.workload_requests([{}])
-    patterns = {workload.pattern for workload in workloads} | {"dense"}
+    patterns = {workload.pattern for workload in workloads} | {DENSE.kind}
     default = planner.where(
         lambda one: not one.compiles and one.takes == "heads" and not one.supports.patterns.isdisjoint(patterns)
     )

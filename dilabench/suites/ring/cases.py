@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from dilabench.errors import unknown_name
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
@@ -15,8 +16,8 @@ MODES = ("forward", "backward", "both")
 RANKS_ON_A_CPU = 2
 ON_CUDA = ("performance", "large_seq", "qwen3_32b")
 ON_CPU: tuple[dict[str, object], ...] = (
-    {"pattern": "dense", "batch_size": 1, "num_heads": 4, "num_kv_heads": 2, "seq_len": 2048},
-    {"pattern": "dilated", "batch_size": 1, "num_heads": 4, "seq_len": 4096, "segment_lengths": (1024, 2048, 4096)},
+    {"pattern": DENSE.kind, "batch_size": 1, "num_heads": 4, "num_kv_heads": 2, "seq_len": 2048},
+    {"batch_size": 1, "num_heads": 4, "seq_len": 4096, "segment_lengths": (1024, 2048, 4096)},
 )
 
 

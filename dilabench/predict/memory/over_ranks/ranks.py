@@ -13,7 +13,7 @@ from dilabench.predict.memory.over_ranks.packed import packed_share_of
 from dilabench.predict.memory.over_ranks.rings import RankMemory, RingMemory
 from dilabench.predict.memory.over_ranks.shares import Share, share_of
 from dilabench.predict.memory.over_ranks.ulysses import UlyssesMemory
-from dilabench.predict.memory.sizes import MemoryPlan, Sizes
+from dilabench.predict.memory.sizes import MemoryPlan, Sizes, branches_under
 from dilabench.predict.memory.union import two_passes
 from dilabench.record import Case
 from dilabench.workload.cuts import cut_apart, why_not_apart
@@ -51,7 +51,7 @@ class OverRanks:
         workload, size = case.workload, case.world_size
         if kernel is None or case.optimizations.gradient_checkpointing or workload.window != UNBOUNDED:
             return None
-        if (workload.layout == "packed") != self.packed or (workload.dilated and not self.branches):
+        if (workload.layout == "packed") != self.packed or (branches_under(workload) and not self.branches):
             return None
         # Under a causal mask work and memory rise or fall along the ranks.
         first_middle_last = sorted({0, size // 2, size - 1})
@@ -98,7 +98,7 @@ ULYSSES = OverRanks(_heads_for_tokens)
 def ring_multihead(case: Case, device: str, kernel: Kernel | None) -> MemoryPlan | None:
     """Projections around `zigzag-ring` or `ring-overlap`."""
     workload = case.workload
-    core = (ZIGZAG_RING if workload.causal and workload.dilated is None else RING_OVERLAP)(case, device, kernel)
+    core = (ZIGZAG_RING if workload.causal and branches_under(workload) is None else RING_OVERLAP)(case, device, kernel)
     return core and _projected(core, _rows_of(workload, case.world_size))
 
 
@@ -142,4 +142,4 @@ def _projected(core: MemoryPlan, rows: Workload) -> MemoryPlan:
 
 def _rows_of(workload: Workload, size: int) -> Workload:
     """The shape of a rank's rows."""
-    return workload.replace(seq_len=-(-workload.seq_len // size), pattern={"kind": "dense"})
+    return workload.as_dense().model_copy(update={"seq_len": -(-workload.seq_len // size)})

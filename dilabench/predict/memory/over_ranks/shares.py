@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.predict.memory.calls import Call, heads_in_branch, readers_of
-from dilabench.predict.memory.sizes import INDEX_BYTES, Sizes
-from dilabench.workload.spec import DilatedPattern, Workload
+from dilabench.predict.memory.sizes import INDEX_BYTES, Sizes, branches_under
+from dilabench.workload.spec import Workload
 
 
 class Span(NamedTuple):
@@ -84,7 +85,7 @@ class Share:
     @property
     def gradient(self) -> float:
         """Size of a travelling gradient in parts of the tensor: sums over branches go in float32."""
-        return 2.0 if self.workload.dilated and self.workload.dtype in {"float16", "bfloat16"} else 1.0
+        return 2.0 if branches_under(self.workload) and self.workload.dtype in {"float16", "bfloat16"} else 1.0
 
     @property
     def index_bytes(self) -> float:
@@ -121,25 +122,27 @@ def _span(workload: Workload, rank: int, size: int) -> Span:
 
 def _branches(workload: Workload) -> list[tuple[int, int]]:
     """(w, r) by rising rate."""
-    if workload.dilated is None:
+    pattern = branches_under(workload)
+    if pattern is None:
         return [(workload.seq_len, 1)]
-    cut = ((min(segment, workload.seq_len), rate) for segment, rate in workload.dilated.branches)
+    cut = ((min(segment, workload.seq_len), rate) for segment, rate in pattern.branches)
     return sorted(cut, key=lambda branch: branch[1])
 
 
 def _lies_inside(workload: Workload, branch: tuple[int, int], rank: int, size: int) -> bool:
     span, (segment, _) = _span(workload, rank, size), branch
-    if workload.dilated is None or workload.dilated.heads != "all":
+    if branches_under(workload) is None or workload.pattern.has_grouped_heads:
         return False
     return span.start % segment == 0 and (span.stop % segment == 0 or span.stop == workload.seq_len)
 
 
 def _local(workload: Workload, branches: Sequence[tuple[int, int]], rows: int) -> Workload | None:
-    if not (branches and rows and isinstance(workload.pattern, DilatedPattern)):
+    pattern = DilatedPattern.match(workload.pattern)
+    if pattern is None or not (branches and rows):
         return None
     lengths, rates = zip(*branches, strict=True)
-    pattern = workload.pattern.model_copy(update={"segment_lengths": lengths, "dilation_rates": rates})
-    return workload.replace(seq_len=rows, pattern=pattern.model_dump())
+    part = pattern.model_copy(update={"segment_lengths": lengths, "dilation_rates": rates})
+    return workload.model_copy(update={"seq_len": rows, "pattern": part})
 
 
 def _pieces(
