@@ -292,20 +292,22 @@ def _cached_computation(
 ) -> _Computation:
     batch_size, seq_len, num_heads, head_dim = query_shape
     in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by")
-    fields = {
-        "pattern": validated(DilatedPattern, {name: getattr(options, name) for name in in_pattern}),
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "dtype": str(dtype).removeprefix("torch."),
-        "causal": options.causal,
-        "window": options.window,
-        "scale": options.scale,
-    }
     try:
-        workload = validated(Workload, fields)
+        workload = validated(
+            Workload,
+            {
+                "pattern": validated(DilatedPattern, {name: getattr(options, name) for name in in_pattern}),
+                "batch_size": batch_size,
+                "seq_len": seq_len,
+                "num_heads": num_heads,
+                "num_kv_heads": num_kv_heads,
+                "head_dim": head_dim,
+                "dtype": str(dtype).removeprefix("torch."),
+                "causal": options.causal,
+                "window": options.window,
+                "scale": options.scale,
+            },
+        )
         if options.backend == AUTO and (fastest := _without_backend(workload, device)):
             return fastest
         context = BuildContext(device=device, backend=_backend(options.backend, workload, device.type))
