@@ -44,7 +44,7 @@ from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.ablation import MuteWorld, idle
 from dilabench.distributed.launch import world_from_environment
 from dilabench.distributed.world import World
-from dilabench.impls import dense, strided
+from dilabench.impls import strided
 from dilabench.impls.ring import allgather, gathered, rings, ulysses
 
 ALGORITHMS = {
@@ -183,8 +183,7 @@ def measure(world: World, options: argparse.Namespace, preset: str, algorithm: s
     workload = workload_of(preset, options)
     backend = backend_of(options.backend)
     inputs = random_inputs(workload, world.device, seed=2)
-    build_one = dense.build if workload.pattern.kind == "dense" else strided.build
-    single = timed(world, build_one(workload, BuildContext(device=world.device, backend=backend)), inputs)
+    single = timed(world, strided.build(workload, BuildContext(device=world.device, backend=backend)), inputs)
     build = ALGORITHMS[algorithm]
 
     def built(world: World, backend: LoadedBackend) -> Any:

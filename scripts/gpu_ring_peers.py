@@ -30,7 +30,7 @@ from dilabench.contracts import Build, BuildContext
 from dilabench.distributed.whole import Sharded, Whole
 from dilabench.distributed.world import World
 from dilabench.engine.verify import summary, verify
-from dilabench.impls import dense
+from dilabench.impls import strided
 from dilabench.machine import detect
 from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case
@@ -133,7 +133,7 @@ def rows(world: World, options: argparse.Namespace, report: Row, preset: str, si
     """Every peer on a preset, held to one device with our kernel, which takes `single_ms` where that is known."""
     workload = workload_of(preset, options)
     inputs = random_inputs(workload, world.device, seed=2)
-    one = dense.build(workload, BuildContext(device=world.device, backend=backend_of(options.backend)))
+    one = strided.build(workload, BuildContext(device=world.device, backend=backend_of(options.backend)))
     wanted, why = together(world, partial(gradients_of, one, inputs))
     for verified in report["verified_peers"]:
         peer = Peer(verified["peer"], verified["backend"])

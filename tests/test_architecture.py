@@ -21,7 +21,7 @@ FORBIDDEN_WORDS = {"desk", "door", "station", "shelf", "lent", "kin", "lone", "c
 MAX_MODULES_IN_FOLDER = 16
 MAX_MODULE_LINES = 450
 SHORT_MODULE_LINES = 30
-MAX_SHORT_MODULES = 17
+MAX_SHORT_MODULES = 12
 
 
 def top(path: Path) -> str:

@@ -1,4 +1,8 @@
-"""`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place."""
+"""`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place.
+
+`dense` is the same on one segment with every row: one kernel call, whose own out and lse are the result; nothing is
+copied or merged.
+"""
 
 from __future__ import annotations
 

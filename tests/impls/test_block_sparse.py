@@ -12,7 +12,7 @@ from dilabench.contracts import BuildContext
 from dilabench.engine.verify.verification import summary, verify
 from dilabench.impls.block_sparse import flex as block_sparse_flex
 from dilabench.impls.block_sparse.block_sparse import build
-from dilabench.impls.block_sparse.plans import block_plan
+from dilabench.impls.block_sparse.union import block_plan
 from dilabench.impls.reference import Reference
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.block_masks import block_mask

@@ -7,19 +7,23 @@ import torch
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls import dense, gather, strided
+from dilabench.impls import gather, strided
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
 CONTEXT = BuildContext(device=CPU, backend=LoadedBackend("math", math.attend, math.attend_backward))
-MODULES = pytest.mark.parametrize("module", [dense, gather, strided], ids=["dense", "gather", "strided"])
+DENSE, DILATED = {"kind": "dense"}, {"kind": "dilated", "segment_lengths": (10, 24), "dilation_rates": (2, 3)}
+MODULES = pytest.mark.parametrize(
+    ("module", "pattern"),
+    [(strided, DENSE), (gather, DILATED), (strided, DILATED)],
+    ids=["dense", "gather", "strided"],
+)
 
 
-def workload(module: ModuleType) -> Workload:
-    dilated = {"kind": "dilated", "segment_lengths": (10, 24), "dilation_rates": (2, 3)}
+def workload(pattern: dict[str, object] = DILATED) -> Workload:
     return Workload.model_validate(
         {
-            "pattern": {"kind": "dense"} if module is dense else dilated,
+            "pattern": pattern,
             "batch_size": 2,
             "seq_len": 37,
             "num_heads": 5,
@@ -35,10 +39,10 @@ def inputs() -> list[torch.Tensor]:
 
 
 @MODULES
-def test_inputs_stay_and_calls_repeat_bitwise(module: ModuleType) -> None:
+def test_inputs_stay_and_calls_repeat_bitwise(module: ModuleType, pattern: dict[str, object]) -> None:
     tensors = inputs()
     before = [x.detach().clone() for x in tensors]
-    attention = module.build(workload(module), CONTEXT)
+    attention = module.build(workload(pattern), CONTEXT)
     runs = []
     for _ in range(2):
         out = attention(*tensors)
@@ -50,9 +54,9 @@ def test_inputs_stay_and_calls_repeat_bitwise(module: ModuleType) -> None:
 
 
 @MODULES
-def test_results_are_fresh_contiguous_tensors(module: ModuleType) -> None:
+def test_results_are_fresh_contiguous_tensors(module: ModuleType, pattern: dict[str, object]) -> None:
     tensors = inputs()
-    attention = module.build(workload(module), CONTEXT)
+    attention = module.build(workload(pattern), CONTEXT)
     out, lse = attention.with_lse(*tensors)
     results = [out, lse, *torch.autograd.grad(out, tensors, torch.ones_like(out))]
     again = attention(*tensors)
@@ -63,22 +67,22 @@ def test_results_are_fresh_contiguous_tensors(module: ModuleType) -> None:
 
 
 @MODULES
-def test_a_backend_without_backward_serves_forward_only(module: ModuleType) -> None:
+def test_a_backend_without_backward_serves_forward_only(module: ModuleType, pattern: dict[str, object]) -> None:
     context = BuildContext(device=CPU, backend=LoadedBackend("one-way", math.attend))
     tensors = inputs()
-    out = module.build(workload(module), context)(*tensors)
+    out = module.build(workload(pattern), context)(*tensors)
     with pytest.raises(ValueError, match=r"backend one-way has no backward pass; use mode=forward"):
         out.sum().backward()
 
 
 @MODULES
-def test_no_backend_is_refused_when_building(module: ModuleType) -> None:
+def test_no_backend_is_refused_when_building(module: ModuleType, pattern: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="calls a backend"):
-        module.build(workload(module), BuildContext(device=CPU))
+        module.build(workload(pattern), BuildContext(device=CPU))
 
 
 def test_rows_that_no_branch_covers_are_zero_and_have_no_gradient() -> None:
-    asked = workload(strided).replace(
+    asked = workload().replace(
         pattern={"kind": "dilated", "segment_lengths": (10,), "dilation_rates": (5,), "offset": "modulo"}
     )
     tensors = inputs()
@@ -96,6 +100,6 @@ def test_rows_that_no_branch_covers_are_zero_and_have_no_gradient() -> None:
 def test_only_the_lse_is_used() -> None:
     """A loss that does not reach out gives no gradient instead of an error inside the kernel."""
     tensors = inputs()
-    out, lse = strided.build(workload(strided), CONTEXT).with_lse(*tensors)
+    out, lse = strided.build(workload(), CONTEXT).with_lse(*tensors)
     assert not lse.requires_grad
     assert torch.autograd.grad((out * 0).sum(), tensors)[0].abs().max() == 0

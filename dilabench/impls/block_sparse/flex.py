@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.plans import block_plan
+from dilabench.impls.block_sparse.union import block_plan
 from dilabench.kernels.block_sparse.lists import padded_lists
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.workload.spec import Workload

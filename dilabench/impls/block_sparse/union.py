@@ -9,13 +9,13 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
-from dilabench.impls.block_sparse.plans import block_plan
 from dilabench.impls.union.branches import ORIGIN, branches_of, covers_every_row
 from dilabench.impls.union.head_runs import Progression
 from dilabench.impls.union.strided_calls import StridedCall
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.patterns.block_masks import block_mask
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.workload.spec import Workload
 
@@ -101,3 +101,16 @@ def _one_set_of_heads(call: StridedCall) -> Sequence[StridedCall]:
 def _heads(call: StridedCall) -> tuple[int, ...]:
     """The query heads of a call, in its order."""
     return tuple(call.start.head + index * call.heads.step.head for index in range(call.heads.count))
+
+
+def block_plan(workload: Workload, rows: int, rate: int = 1, heads: tuple[int, ...] | None = None) -> BlockPlan:
+    """The plan of a call over `rows` rows that lie `rate` positions apart, for these query heads (None: all).
+
+    Raises ConfigError when a mask file does not fit.
+    """
+    pattern = BlockSparsePattern.of(workload)
+    mask = block_mask(pattern, rows, workload.causal, workload.num_heads)
+    if heads is not None and mask.shape[0] > 1:
+        mask = mask[list(heads)]
+    left, right = (side if side < 0 else side // rate for side in workload.window)
+    return BlockPlan(mask, pattern.block_size, rows, workload.causal, (left, right))

@@ -71,7 +71,7 @@ IMPLEMENTATIONS = (
     Implementation(
         "dense",
         "full attention through one backend: what a user has without dilation",
-        "dilabench.impls.dense:build",
+        "dilabench.impls.strided:build",
         supports=Capabilities(patterns=DENSE),
         aliases=("standard",),
         uses_backend=True,

@@ -6,7 +6,7 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "quick",
         "does it work, how fast is it roughly: 1K, 4K and 16K tokens",
-        "dilabench.suites.overview.quick:expand",
+        "dilabench.suites.overview.cases:quick",
         analysis="dilabench.suites.overview.findings:analyse",
         budget_s=50.0,
         priority=60,
@@ -15,7 +15,7 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "implementations",
         "which implementation is fastest and smallest",
-        "dilabench.suites.overview.implementations:expand",
+        "dilabench.suites.overview.cases:implementations",
         analysis="dilabench.suites.overview.findings:analyse",
         priority=50,
         options=(),

@@ -1,0 +1,24 @@
+"""Suites `quick` (does it work, and how fast is it roughly?) and `implementations` (what is fastest and smallest?)."""
+
+from dilabench.record import PlannedCase
+from dilabench.request import RunRequest
+from dilabench.suites.planner import Planner
+
+QUICK_LENGTHS = (1024, 4096, 16384)
+
+
+def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """What calls a dense kernel, and so runs everywhere, at each length; full attention as a yardstick.
+
+    One sequence of two heads: under a minute on two CPU cores.
+    """
+    shape = {"batch_size": 1, "num_heads": 2, "head_dim": 64}
+    workloads = planner.workload_requests([{**shape, "seq_len": length} for length in QUICK_LENGTHS])
+    default = planner.where(lambda one: one.uses_backend and one.supports.max_world_size == 1)
+    return planner.compare(workloads, planner.implementations(default))
+
+
+def implementations(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Every implementation but the oracle (which is there to be right, not fast) unless it is asked for by name."""
+    default = planner.where(lambda _: True)
+    return planner.compare(planner.workload_requests([{}]), planner.implementations(default))
