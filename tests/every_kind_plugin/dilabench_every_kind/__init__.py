@@ -1,0 +1,1 @@
+"""A third party that adds a thing of every kind."""
