@@ -70,11 +70,15 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class NoteKind:
-    """A kind of note; `unit` is that of what was observed and of its threshold."""
+    """A kind of note; `unit` is that of what was observed and of its threshold.
+
+    `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted.
+    """
 
     key: str
     meaning: str
     unit: Unit = ""
+    disqualifies: bool = False
 
     def note(
         self, message: str, *, observed: float | None = None, threshold: float | None = None, hint: str | None = None
@@ -145,9 +149,13 @@ MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case wa
 STREAMED = NoteKind("streamed", "pieces, each a sequence of its own; a sample is one piece")
 STREAM_CUT_SHORT = NoteKind("stream_cut_short", "the budget ended a stream; pieces done, pieces wanted", "count")
 STREAM_INTERRUPTED = NoteKind("stream_interrupted", "Ctrl-C ended a stream; `--resume` repeats it", "count")
-ABOVE_PEAK_FLOPS = NoteKind("above_peak_flops", "more FLOP/s than this device can do", "FLOP/s")
-ABOVE_PEAK_BANDWIDTH = NoteKind("above_peak_bandwidth", "more bytes/s than this device can move", "bytes/s")
-GROWS_TOO_SLOWLY = NoteKind("grows_too_slowly", "time grew much less than the work since a shorter length", "times")
+ABOVE_PEAK_FLOPS = NoteKind("above_peak_flops", "more FLOP/s than this device can do", "FLOP/s", disqualifies=True)
+ABOVE_PEAK_BANDWIDTH = NoteKind(
+    "above_peak_bandwidth", "more bytes/s than this device can move", "bytes/s", disqualifies=True
+)
+GROWS_TOO_SLOWLY = NoteKind(
+    "grows_too_slowly", "time grew much less than the work since a shorter length", "times", disqualifies=True
+)
 
 # What `dilabench doctor` says of a machine; no row carries these.
 GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count")

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dilabench.compare.pairing import sessions_of
+from dilabench.compare.ranking import Ranking, is_quotable, rank
 from dilabench.record import Case, Failed, Measured, Row, RunRecord, Timing
 from dilabench.report import figures
 from dilabench.stats.samples.blocks import locate_sessions
-from dilabench.stats.samples.derive import speedup, tflops_per_second, tokens_per_second
+from dilabench.stats.samples.derive import tflops_per_second, tokens_per_second
 from dilabench.stats.samples.location import Location
 from dilabench.units import format_bytes, format_count
 from dilabench.workload.work import flops
@@ -29,9 +30,11 @@ COLUMNS = (
     "verified",
 )
 TEXT_COLUMNS = ("implementation", "backend", "timer", "verified")
+DOUBTFUL = "‡"
 FOOTNOTES = {
     "*": "chosen by auto",
     "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
+    "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
     "✓": "verified before timing: all output rows, or this many sampled ones",
 }
 
@@ -43,16 +46,6 @@ class DisplayRow:
     cells: tuple[str, ...]
     status: str
     fastest: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
-    """The rows that stand out among rows that may be ranked: the fastest, and the one that speed-ups refer to."""
-
-    fastest: Row
-    fastest_ns: float
-    baseline: Row
-    baseline_ns: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +91,7 @@ def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     for row in yardsticks:
         cell = shape_owner.setdefault(_shape(row.case), row.case.group_id)
         groups.setdefault(cell, []).append(row)
-    return tuple(_table(rows) for rows in groups.values())
+    return tuple(_table(rows, record.device) for rows in groups.values())
 
 
 def footnotes(tables: Iterable[WorkloadTable]) -> tuple[str, ...]:
@@ -165,7 +158,7 @@ def _shape(case: Case) -> str:
     return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
 
 
-def _table(rows: Sequence[Row]) -> WorkloadTable:
+def _table(rows: Sequence[Row], device: str) -> WorkloadTable:
     case = rows[0].case
     sections: dict[str | None, list[Row]] = {}
     for row in rows:
@@ -173,7 +166,7 @@ def _table(rows: Sequence[Row]) -> WorkloadTable:
     return WorkloadTable(
         title=workload_title(case),
         tokens=case.workload.tokens,
-        sections=tuple(_section(title, members) for title, members in sections.items()),
+        sections=tuple(_section(title, members, device) for title, members in sections.items()),
     )
 
 
@@ -184,29 +177,17 @@ def _section_title(row: Row) -> str | None:
     return None if takes == "heads" else f"takes {takes}: not comparable with the rows above"
 
 
-def _section(title: str | None, rows: Sequence[Row]) -> Section:
-    ranking = None if rows[0].planned.role == "yardstick" else _ranking(rows)
-    alone = sum(isinstance(row.outcome, Measured) for row in rows) < 2
+def _section(title: str | None, rows: Sequence[Row], device: str) -> Section:
+    ranking = None if rows[0].planned.role == "yardstick" else rank(rows, device)
     shown = [
         DisplayRow(
             cells=_cells(row, ranking),
             status=row.outcome.status,
-            fastest=ranking is not None and not alone and row is ranking.fastest,
+            fastest=ranking is not None and ranking.proven and row is ranking.fastest,
         )
         for row in rows
     ]
     return Section(title=title, rows=tuple(shown), ranking=ranking)
-
-
-def _ranking(rows: Sequence[Row]) -> Ranking | None:
-    """Speed-ups refer to the plain method where it was measured, else to the first measured row."""
-    measured = [(row, found.median_ns) for row in rows if (found := location(row))]
-    if not measured:
-        return None
-    fastest, fastest_ns = min(measured, key=lambda item: item[1])
-    plain = (item for item in measured if item[0].planned.role == "plain")
-    baseline, baseline_ns = next(plain, measured[0])
-    return Ranking(fastest=fastest, fastest_ns=fastest_ns, baseline=baseline, baseline_ns=baseline_ns)
 
 
 def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
@@ -221,12 +202,14 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
     return (
         *names,
         timing.timer,
-        figures.latency(found.median_ns),
+        figures.latency(found.median_ns) + ("" if is_quotable(row) else DOUBTFUL),
         figures.latency_interval(found.median_ns, found.interval),
         figures.decimal(tokens_per_second(workload.tokens, found.median_ns)),
         figures.significant(tflops_per_second(flops(workload), found.median_ns), 3),
         format_bytes(memory.peak_bytes) if memory else figures.ABSENT,
-        figures.ratio(speedup(ranking.baseline_ns, found.median_ns)) if ranking else figures.ABSENT,
+        figures.ratio(ranking.speedups[row.case.case_id])
+        if ranking and row.case.case_id in ranking.speedups
+        else figures.ABSENT,
         _verified(row.outcome),
     )
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from dilabench.metadata import note_text
-from dilabench.record import Check, Environment, Failed, FailureCode, RunRecord, Skipped
+from dilabench.record import Check, Environment, Failed, FailureCode, Row, RunRecord, Skipped
 from dilabench.report import figures
-from dilabench.report.rows import row_name, workload_tables
-from dilabench.stats.samples.derive import speedup
+from dilabench.report.rows import location, row_name, workload_tables
 from dilabench.units import format_bytes
 
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
@@ -51,18 +50,28 @@ def device_text(record: RunRecord) -> str:
 
 
 def _fastest(record: RunRecord) -> str:
-    """Names the fastest row of the largest workload, when another one than the baseline."""
+    """Names the fastest row of the largest workload where it is proven to be that, else those that may be."""
     own = [table for table in workload_tables(record) if table.sections[0].title is None]
     # Along a range every length may have as many tokens: then the last one is the longest.
     table = max(reversed(own), key=lambda table: table.tokens, default=None)
     ranking = table.sections[0].ranking if table else None
-    if ranking is None or ranking.fastest is ranking.baseline:
+    if ranking is None or len(ranking.speedups) < 2:
         return ""
-    gain = figures.ratio(speedup(ranking.baseline_ns, ranking.fastest_ns))
-    return (
-        f" Fastest at {ranking.fastest.case.workload.label()}: {row_name(ranking.fastest)},"
-        f" {figures.latency(ranking.fastest_ns)}, {gain} the speed of {row_name(ranking.baseline)}."
-    )
+    at = ranking.fastest.case.workload.label()
+    if ranking.too_few_rounds:
+        return f" Smallest median at {at}: {_with_time(ranking.fastest)}; too few rounds were taken to prove more."
+    if not ranking.proven:
+        names = " and ".join(_with_time(row) for row in (ranking.fastest, *ranking.tied))
+        return f" At {at} there is no proven difference between {names}."
+    gain = figures.ratio(ranking.speedups[ranking.fastest.case.case_id])
+    against = "" if ranking.fastest is ranking.baseline else f", {gain} the speed of {row_name(ranking.baseline)}"
+    return f" Fastest at {at}: {_with_time(ranking.fastest)}{against}."
+
+
+def _with_time(row: Row) -> str:
+    found = location(row)
+    assert found is not None
+    return f"{row_name(row)} ({figures.latency(found.median_ns)})"
 
 
 def unmeasured(record: RunRecord) -> tuple[Unmeasured, ...]:

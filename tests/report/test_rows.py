@@ -72,7 +72,7 @@ def shown(display: DisplayRow, column: str) -> str:
 def test_speed_up_refers_to_the_plain_method_wherever_it_stands() -> None:
     (table,) = workload_tables(record(row("strided", measured(2, 2, 2)), row("gather", measured(6, 6, 6))))
     assert [shown(display, "speed-up") for display in table.rows] == ["3.00x", "1.00x"]
-    assert [display.fastest for display in table.rows] == [True, False]
+    assert [display.fastest for display in table.rows] == [False, False], "one turn each proves nothing"
 
 
 def test_speed_up_refers_to_the_first_measured_row_without_a_plain_method() -> None:

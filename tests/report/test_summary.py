@@ -21,7 +21,7 @@ def test_headline_counts_every_row_once(record: RunRecord) -> None:
 
 
 def test_headline_names_the_fastest_of_the_largest_workload_but_no_yardstick(record: RunRecord) -> None:
-    assert headline(record).endswith("strided +pool 1G over math, 37.26 ms, 2.05x the speed of gather over sdpa-flash.")
+    assert headline(record).endswith("strided +pool 1G over math (37.26 ms); too few rounds were taken to prove more.")
     only_first = record.model_copy(update={"rows": record.rows[:1], "status": "complete"})
     assert headline(only_first).endswith("1 of 1 rows verified and measured.")
 

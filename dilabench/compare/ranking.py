@@ -1,0 +1,103 @@
+"""Which of several rows of one workload is the fastest, and how much faster, by the rule that `compare` decides with.
+
+One estimator for all: the ratio of two rows comes from the rounds that both took turns in (`stats.decisions.paired`),
+so that drift and load cancel; where they shared none, from their medians, which prove nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilabench.compare.pairing import common_timings, pair, sessions_of
+from dilabench.metadata import NOTES
+from dilabench.record import Measured, Row
+from dilabench.stats.decisions.verdicts import Cause, Code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Rows that compute the same function of the same inputs, compared.
+
+    `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
+    `tied`: rows of which nobody can say that they are slower than the fastest. `too_few_rounds`: of none of these,
+    because they did not take enough turns with it.
+    """
+
+    fastest: Row
+    baseline: Row
+    speedups: dict[str, float]
+    tied: tuple[Row, ...]
+    too_few_rounds: bool
+
+    @property
+    def proven(self) -> bool:
+        """Every other row is slower, beyond the margin and beyond doubt."""
+        return not self.tied and len(self.speedups) > 1
+
+
+def is_quotable(row: Row) -> bool:
+    """Whether its time stands for what it claims to: measured, and no note says that it cannot be true."""
+    if not isinstance(row.outcome, Measured) or _median_ns(row) is None:
+        return False
+    return not any(kind.disqualifies for note in row.outcome.notes if (kind := NOTES.get(note.code)))
+
+
+def rank(rows: Sequence[Row], device: str) -> Ranking | None:
+    """Speed-ups refer to the plain method where it was measured, else to the first row; None without a row to quote."""
+    quotable = [row for row in rows if is_quotable(row)]
+    if not quotable:
+        return None
+    baseline = next((row for row in quotable if row.planned.role == "plain"), quotable[0])
+    speedups = {row.case.case_id: 1 / _ratio(baseline, row) for row in quotable}
+    fastest = max(quotable, key=lambda row: speedups[row.case.case_id])
+    others = [row for row in quotable if row is not fastest]
+    tied, unheard = _not_slower(fastest, others, device)
+    return Ranking(
+        fastest=fastest, baseline=baseline, speedups=speedups, tied=tied, too_few_rounds=bool(tied) and tied == unheard
+    )
+
+
+def _ratio(baseline: Row, candidate: Row) -> float:
+    from dilabench.stats.decisions.paired import estimate
+
+    if candidate is baseline:
+        return 1.0
+    timings = common_timings(baseline, candidate)
+    rounds = pair([timings]).rounds if timings else None
+    if rounds is not None:
+        return estimate(rounds).ratio
+    times = _median_ns(candidate), _median_ns(baseline)
+    assert times[0] is not None
+    assert times[1] is not None
+    return times[0] / times[1]
+
+
+def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """The rows that are not proven to be slower, and those of them with too few common rounds to prove anything."""
+    from dilabench.stats.decisions.decide import judge_many
+    from dilabench.stats.decisions.policy import Policy
+
+    compared, unheard, undecided = [], [], []
+    for row in others:
+        timings = common_timings(fastest, row)
+        pairing = pair([timings]) if timings else None
+        if pairing is None or pairing.rounds is None or pairing.throttled:
+            unheard.append(row)
+        else:
+            compared.append((row, pairing.rounds))
+    verdicts = judge_many([rounds for _, rounds in compared], Policy.for_device(device))
+    for (row, _), found in zip(compared, verdicts, strict=True):
+        if found.cause is Cause.TOO_FEW_ROUNDS:
+            unheard.append(row)
+        elif found.code is not Code.SLOWER:
+            undecided.append(row)
+    in_order = [tuple(row for row in others if row in some) for some in ([*undecided, *unheard], unheard)]
+    return in_order[0], in_order[1]
+
+
+def _median_ns(row: Row) -> float | None:
+    from dilabench.stats.samples.blocks import locate_sessions
+
+    if not isinstance(row.outcome, Measured):
+        return None
+    timing = next((one for one in row.outcome.timings if one.samples_ns), None)
+    return None if timing is None else locate_sessions(sessions_of([timing])).median_ns
