@@ -1,11 +1,16 @@
-"""At which length one implementation overtakes another of its family."""
+"""At which length one implementation overtakes another of its family, and from which on the family beats dense.
+
+A crossover is one change of sides: below it one of the two is faster, above it the other, each proven at some length
+(the interval of the paired ratio leaves out 1). Where sides change more often, the lengths that each wins are told.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import log
 
 from dilabench.compare.pairing import common_timings, pair
+from dilabench.compare.ranking import is_quotable
 from dilabench.record import Row
 from dilabench.report.findings import Section
 from dilabench.stats.decisions.paired import estimate
@@ -14,87 +19,139 @@ from dilabench.stats.scaling import Crossover, crossover
 from dilabench.suites.findings.series import Series
 from dilabench.units import format_count
 
+COLUMNS = ("faster below", "faster above", "crossover length", "95 % CI", "proven between")
+
 
 @dataclass(frozen=True, slots=True)
 class _Ratio:
-    """ln(candidate / baseline) at one length, per session; `winner` is the side that is faster beyond doubt."""
+    """ln(candidate / baseline) at one length, per session; `winner` is the series that is faster beyond doubt."""
 
     length: int
     sessions: tuple[float, ...]
     winner: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Crossing:
-    baseline: str
-    candidate: str
+    """`last`, `first`: the longest length that the side below and the shortest that the side above is proven to win."""
+
+    below: str
+    above: str
     place: Crossover
-    proven: bool
-
-    @property
-    def above(self) -> str:
-        return self.baseline if self.place.faster_above == "baseline" else self.candidate
-
-    @property
-    def below(self) -> str:
-        return self.candidate if self.place.faster_above == "baseline" else self.baseline
+    last: int
+    first: int
 
 
 def crossover_section(series: Sequence[Series]) -> Section | None:
-    """Every pair of rivals that changes places along the lengths; None where nobody has a rival."""
-    pairs = [(a, b) for a, b in combinations(series, 2) if a.rivals == b.rivals]
-    compared = [(a, b, ratios) for a, b in pairs if len(ratios := _ratios(a, b)) > 1]
-    if not compared:
+    """Every pair of rivals that changes places along the lengths, and dense attention against the best of the others.
+
+    None where nobody has a rival.
+    """
+    rivals = [(a, b) for a, b in combinations(series, 2) if a.rivals == b.rivals]
+    compared = [(a, b, ratios) for a, b in rivals if len(ratios := _ratios(a, b)) > 1]
+    texts = list(_against_dense(series))
+    if not compared and not texts:
         return None
-    found = [crossing for entry in compared if (crossing := _crossing(*entry))]
-    proven = [one for one in found if one.proven]
-    texts = [f"{one.above} overtakes {one.below} at about {_length(one.place.length)}" for one in proven]
-    columns = ("faster below", "faster above", "crossover length", "95 % CI", "proven on both sides")
+    found: list[_Crossing] = []
+    for a, b, ratios in compared:
+        changes = _changes(ratios)
+        if len(changes) == 1:
+            found.append(_crossing(a, b, ratios))
+            texts.append(f"{found[-1].above} overtakes {found[-1].below} at about {_length(found[-1].place.length)}.")
+        elif changes:
+            texts.append(" ".join(_wins(ratios)))
     return Section(
         title="Crossover lengths",
-        sentence=f"{'; '.join(texts)}." if texts else "None provably overtakes another along these lengths.",
-        columns=columns if found else (),
+        sentence=" ".join(texts) or "None provably overtakes another along these lengths.",
+        columns=COLUMNS if found else (),
         rows=tuple(tuple(_row(one)) for one in found),
         numeric=frozenset({"crossover length", "95 % CI"}),
     )
 
 
+def _against_dense(series: Sequence[Series]) -> Iterator[str]:
+    """From which length on the best of a family is faster than dense attention of the same shape."""
+    for dense in series:
+        if dense.rows[0].planned.role != "yardstick" or not dense.rows[0].case.workload.is_dense:
+            continue
+        others = [one for one in series if _same_shape(one, dense) and len(_ratios(dense, one)) > 1]
+        if not others:
+            continue
+        best = min(others, key=lambda one: one.measured[-1][1].median_ns / one.measured[-1][0].case.workload.tokens)
+        ratios = _ratios(dense, best)
+        winners = {ratio.winner for ratio in ratios} - {None}
+        if len(_changes(ratios)) == 1 and ratios[-1].winner == best.label:
+            place = _crossing(dense, best, ratios).place.length
+            yield f"{best.label} is faster than {dense.label} from about {_length(place)} tokens on."
+        elif winners == {best.label}:
+            yield f"{best.label} is faster than {dense.label} at every length measured."
+        elif best.label not in winners:
+            yield f"{best.label} is proven faster than {dense.label} at no length measured."
+        else:
+            yield " ".join(_wins(ratios))
+
+
+def _same_shape(one: Series, dense: Series) -> bool:
+    """Whether they differ in pattern only, and both take q, k and v."""
+    if one.rows[0].planned.role == "yardstick" or one.rows[0].planned.takes != dense.rows[0].planned.takes:
+        return False
+    shapes = [
+        row.case.workload.as_dense().model_copy(update={"seq_len": 1, "batch_size": 1, "cu_seqlens": None})
+        for row in (one.rows[0], dense.rows[0])
+    ]
+    return shapes[0] == shapes[1] and one.rows[0].case.world_size == dense.rows[0].case.world_size
+
+
 def _ratios(baseline: Series, candidate: Series) -> list[_Ratio]:
-    others = {row.case.workload.seq_len: (row, found) for row, found in candidate.measured}
+    others = {row.case.workload.seq_len: (row, found) for row, found in candidate.measured if is_quotable(row)}
     return [
-        _ratio(row, found, *others[row.case.workload.seq_len])
+        _ratio((baseline.label, row, found), (candidate.label, *others[row.case.workload.seq_len]))
         for row, found in baseline.measured
-        if row.case.workload.seq_len in others
+        if is_quotable(row) and row.case.workload.seq_len in others
     ]
 
 
-def _ratio(baseline: Row, at: Location, candidate: Row, other_at: Location) -> _Ratio:
-    """From the rounds that both took turns in; where they took none, from their medians, which prove nothing."""
-    length = baseline.case.workload.seq_len
-    timings = common_timings(baseline, candidate)
-    cell = pair([timings]).rounds if timings else None
-    if cell is None:
-        return _Ratio(length, (log(other_at.median_ns / at.median_ns),), None)
-    found = estimate(cell)
-    winner = None
-    if found.interval is not None and found.interval.low > 0:
-        winner = "baseline"
-    elif found.interval is not None and found.interval.high < 0:
-        winner = "candidate"
-    return _Ratio(length, found.session_log_ratios, winner)
+def _ratio(baseline: tuple[str, Row, Location], candidate: tuple[str, Row, Location]) -> _Ratio:
+    """From the rounds that both took turns in; where they took none, from medians and their separate intervals."""
+    (name, row, at), (other_name, other, other_at) = baseline, candidate
+    length = row.case.workload.seq_len
+    timings = common_timings(row, other)
+    rounds = pair([timings]).rounds if timings else None
+    if rounds is not None:
+        found = estimate(rounds)
+        low, high = (found.interval.low, found.interval.high) if found.interval else (-1.0, 1.0)
+        sessions = found.session_log_ratios
+    else:
+        sessions = (log(other_at.median_ns / at.median_ns),)
+        low, high = -1.0, 1.0
+        if at.interval and other_at.interval:
+            low, high = log(other_at.interval.low / at.interval.high), log(other_at.interval.high / at.interval.low)
+    return _Ratio(length, sessions, name if low > 0 else other_name if high < 0 else None)
 
 
-def _crossing(baseline: Series, candidate: Series, ratios: Sequence[_Ratio]) -> _Crossing | None:
-    sessions = {len(ratio.sessions) for ratio in ratios}
-    columns = [r.sessions if len(sessions) == 1 else (sum(r.sessions) / len(r.sessions),) for r in ratios]
-    place = crossover([ratio.length for ratio in ratios], list(zip(*columns, strict=True)))
-    if place.length is None:
-        return None
-    below = {ratio.winner for ratio in ratios if ratio.length < place.length}
-    above = {ratio.winner for ratio in ratios if ratio.length > place.length}
-    loser = "candidate" if place.faster_above == "baseline" else "baseline"
-    proven = place.faster_above in above and loser in below
-    return _Crossing(baseline=baseline.label, candidate=candidate.label, place=place, proven=proven)
+def _changes(ratios: Sequence[_Ratio]) -> list[tuple[_Ratio, _Ratio]]:
+    """Neighbouring proven lengths with different winners."""
+    proven = [ratio for ratio in ratios if ratio.winner]
+    return [(one, next_one) for one, next_one in pairwise(proven) if one.winner != next_one.winner]
+
+
+def _crossing(baseline: Series, candidate: Series, ratios: Sequence[_Ratio]) -> _Crossing:
+    """The one change of sides, from the lengths between those where it is proven."""
+    ((last, first),) = _changes(ratios)
+    inside = [ratio for ratio in ratios if last.length <= ratio.length <= first.length]
+    alike = len({len(ratio.sessions) for ratio in inside}) == 1
+    columns = [one.sessions if alike else (sum(one.sessions) / len(one.sessions),) for one in inside]
+    place = crossover([ratio.length for ratio in inside], list(zip(*columns, strict=True)))
+    below, above = (candidate, baseline) if first.winner == baseline.label else (baseline, candidate)
+    return _Crossing(below.label, above.label, place, last.length, first.length)
+
+
+def _wins(ratios: Sequence[_Ratio]) -> Iterator[str]:
+    """The lengths that each side is proven to win."""
+    for winner in dict.fromkeys(ratio.winner for ratio in ratios if ratio.winner):
+        lengths = ", ".join(format_count(ratio.length) for ratio in ratios if ratio.winner == winner)
+        loser = next(other.winner for other in ratios if other.winner not in (None, winner))
+        yield f"{winner} is faster than {loser} at {lengths}."
 
 
 def _row(crossing: _Crossing) -> Iterator[str]:
@@ -106,7 +163,7 @@ def _row(crossing: _Crossing) -> Iterator[str]:
         yield "fewer than 3 sessions, no CI"
     else:
         yield f"{_length(place.low)}–{_length(place.high)}"
-    yield "yes" if crossing.proven else "no"
+    yield f"{format_count(crossing.last)} and {format_count(crossing.first)}"
 
 
 def _length(length: float | None) -> str:

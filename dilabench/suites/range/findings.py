@@ -1,12 +1,13 @@
 """Suite `range`: how time grows with length, and where one implementation overtakes another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from dilabench.compare.ranking import Ranking, rank
 from dilabench.record import Failed, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.report.rows import location
-from dilabench.stats.samples.derive import speedup, tokens_per_second
+from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.stats.scaling import PowerLaw, fit_power_law
 from dilabench.suites.findings.crossings import crossover_section
 from dilabench.suites.findings.plots_over_length import NS_PER_MS, plots_over_length
@@ -20,22 +21,27 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     if len({row.case.workload.seq_len for one in series for row, _ in one.measured}) < 2:
         return ()
     crossings = crossover_section(series)
-    return (_by_length(series), _growth(series), *([crossings] if crossings else []))
+    return (_by_length(series, record.device), _growth(series), *([crossings] if crossings else []))
 
 
-def _by_length(series: Sequence[Series]) -> Section:
+def _by_length(series: Sequence[Series], device: str) -> Section:
     """One line per length: median and speed-up of every series."""
     lengths = sorted({row.case.workload.seq_len for one in series for row in one.rows})
+    rankings = {
+        (rivals, length): rank([row for one in members for row in _at(one, length)], device)
+        for rivals, members in _families(series).items()
+        for length in lengths
+    }
     table = []
     for length in lengths:
-        at = [next((row for row in one.rows if row.case.workload.seq_len == length), None) for one in series]
+        at = [next(_at(one, length), None) for one in series]
         batch = next(batch_text(row) for row in at if row is not None)
-        cells = [_median_text(row, _baseline_ns(one, series, length)) for one, row in zip(series, at, strict=True)]
+        cells = [_median_text(row, rankings[one.rivals, length]) for one, row in zip(series, at, strict=True)]
         table.append((format_count(length), batch, *cells))
     starred = " A star marks a batch size chosen by auto." if any("*" in row[1] for row in table) else ""
     return Section(
         title="Latency by length",
-        sentence=f"{_leaders(series, lengths)}{starred}",
+        sentence=f"{_leaders(series, rankings, lengths)}{starred}",
         columns=("length", "batch", *(one.label for one in series)),
         rows=tuple(table),
         numeric=frozenset({"length", "batch", *(one.label for one in series)}),
@@ -43,43 +49,49 @@ def _by_length(series: Sequence[Series]) -> Section:
     )
 
 
-def _leaders(series: Sequence[Series], lengths: Sequence[int]) -> str:
-    """Who is fastest at the largest length that was measured, in each set of rivals."""
+def _families(series: Sequence[Series]) -> dict[str, list[Series]]:
+    families: dict[str, list[Series]] = {}
+    for one in series:
+        families.setdefault(one.rivals, []).append(one)
+    return families
+
+
+def _at(series: Series, length: int) -> Iterator[Row]:
+    return (row for row in series.rows if row.case.workload.seq_len == length)
+
+
+def _leaders(
+    series: Sequence[Series], rankings: Mapping[tuple[str, int], Ranking | None], lengths: Sequence[int]
+) -> str:
+    """Who is fastest at the largest length that was measured, in each set of rivals, as far as that is proven."""
     texts = []
-    for rivals in dict.fromkeys(one.rivals for one in series):
-        members = [one for one in series if one.rivals == rivals]
-        longest = max(row.case.workload.seq_len for one in members for row, _ in one.measured)
-        at = [(found.median_ns, row, one) for one in members for row, found in one.measured]
-        at = [entry for entry in at if entry[1].case.workload.seq_len == longest]
-        if len(members) > 1:
-            best_ns, row, one = min(at, key=lambda entry: entry[0])
-            rate = figures.decimal(tokens_per_second(row.case.workload.tokens, best_ns))
-            texts.append(f"Fastest at {format_count(longest)}: {one.label}, {figures.latency(best_ns)}, {rate} tok/s.")
+    for rivals, members in _families(series).items():
+        longest = max(length for length in lengths if rankings[rivals, length])
+        ranking = rankings[rivals, longest]
+        if len(members) < 2 or ranking is None:
+            continue
+        names = {row.case.case_id: one.label for one in members for row in one.rows}
+        row = ranking.fastest
+        found = location(row)
+        assert found is not None
+        rate = figures.decimal(tokens_per_second(row.case.workload.tokens, found.median_ns))
+        best = f"{names[row.case.case_id]}, {figures.latency(found.median_ns)}, {rate} tok/s"
+        if ranking.tied:
+            others = ", ".join(names[one.case.case_id] for one in ranking.tied)
+            texts.append(f"At {format_count(longest)} no proven difference: {best}; {others}.")
+        else:
+            texts.append(f"Fastest at {format_count(longest)}: {best}.")
     return " ".join(texts) or f"Measured at {', '.join(map(format_count, lengths))} tokens."
 
 
-def _baseline_ns(series: Series, every: Sequence[Series], length: int) -> float | None:
-    """The time that a speed-up refers to: the plain method's, else that of the first rival that was measured."""
-    found = [
-        (one, place.median_ns)
-        for one in every
-        if one.rivals == series.rivals
-        for row, place in one.measured
-        if row.case.workload.seq_len == length
-    ]
-    plain = [entry for entry in found if entry[0].rows[0].planned.role == "plain"]
-    chosen = next(iter([*plain, *found]), None)
-    return None if chosen is None or chosen[0] is series else chosen[1]
-
-
-def _median_text(row: Row | None, baseline_ns: float | None) -> str:
+def _median_text(row: Row | None, ranking: Ranking | None) -> str:
     if row is None:
         return figures.ABSENT
     found = location(row)
     if found is None:
         return "FAILED" if isinstance(row.outcome, Failed) else row.outcome.status
-    gain = "" if baseline_ns is None else f" ({figures.ratio(speedup(baseline_ns, found.median_ns))})"
-    return f"{figures.latency(found.median_ns)}{gain}"
+    gain = None if ranking is None or row is ranking.baseline else ranking.speedups.get(row.case.case_id)
+    return f"{figures.latency(found.median_ns)}{'' if gain is None else f' ({figures.ratio(gain)})'}"
 
 
 def _growth(series: Sequence[Series]) -> Section:

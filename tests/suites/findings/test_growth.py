@@ -55,7 +55,19 @@ def test_a_crossover_lies_where_the_laws_meet(row, record):
     assert len(found) == 1
     assert (found[0]["faster below"], found[0]["faster above"]) == ("gather over math", "strided over math")
     assert found[0]["crossover length"] == "3.91K"
-    assert found[0]["proven on both sides"] == "yes"
+    assert found[0]["proven between"] == "2000 and 8000"
+
+
+def test_where_sides_change_more_than_once_the_lengths_of_each_are_told(row, record):
+    """A crossover was once said to be proven although one side won at both ends."""
+    wavy = {1000: 1.0, 2000: 3.0, 4000: 1.0, 8000: 9.0}
+    rows = [*rows_of(row, "gather", wavy.get), *rows_of(row, "strided", lambda n: 2.0, at=1)]
+    section = analyse(record(*rows))[2]
+    assert section.rows == ()
+    assert section.sentence == (
+        "gather over math is faster than strided over math at 1000, 4000. "
+        "strided over math is faster than gather over math at 2000, 8000."
+    )
 
 
 def test_equal_implementations_do_not_overtake_each_other(row, record):
@@ -68,7 +80,9 @@ def test_other_families_are_never_compared(row, record):
     strided = rows_of(row, "strided", lambda n: 1e-3 * n, at=1)
     modules = rows_of(row, "strided-multihead", lambda n: 1e-6 * n**2, at=2, takes="embeddings")
     sections = analyse(record(*dense, *strided, *modules))
-    assert [section.title for section in sections] == ["Latency by length", "Growth with length"]
+    assert [section.title for section in sections][:2] == ["Latency by length", "Growth with length"]
+    assert sections[2].columns == ()
+    assert sections[2].sentence == "strided over math is faster than dense over math from about 3.91K tokens on."
     assert "x)" not in " ".join(cell for cells in sections[0].rows for cell in cells)
 
 
