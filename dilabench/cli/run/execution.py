@@ -11,7 +11,7 @@ from pathlib import Path
 import dilabench
 from dilabench.atomic_file import write_text
 from dilabench.cli.run.progress_bar import progress_shown
-from dilabench.cli.run.sufficient_budget import sufficient_budget
+from dilabench.cli.run.way_on import way_on, without_time
 from dilabench.cli.terminal import say
 from dilabench.compare.comparison import is_wrong
 from dilabench.engine.device.environment import snapshot
@@ -60,7 +60,7 @@ class Execution:
             self._store(record)
             self._report(record)
         code = exit_code(record)
-        if code is ExitCode.NOTHING_MEASURED and (hint := sufficient_budget(record, self.machine)):
+        if hint := way_on(record, self.machine, self.folder.path):
             self._say(hint)
         self._say(verdict(record, code))
         return code
@@ -172,8 +172,9 @@ VERDICTS = {
 def verdict(record: RunRecord, code: ExitCode) -> str:
     """The line that a CI log ends with."""
     counts = Counter(row.outcome.status for row in record.rows)
+    word = "incomplete" if code is ExitCode.OK and without_time(record) else VERDICTS[code]
     ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))
-    return f"verdict: {VERDICTS[code]} ({ended}; exit code {code.value})"
+    return f"verdict: {word} ({ended}; exit code {code.value})"
 
 
 def output_base(output: Path) -> Path:

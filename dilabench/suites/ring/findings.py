@@ -59,6 +59,8 @@ BALANCE_MEANING = (
     "one call at the rank that receives most; GB/s are those bytes over communication alone."
 )
 NONE = figures.ABSENT
+ABOVE_ONE = "‡ An efficiency above 100 % is not to be quoted: the one device was slower than it can be."
+SHARED_CORES = "Ranks share this processor, so that their efficiency says nothing about devices of their own."
 OUTSIDE = "cutting whole tensors into shards and joining results is outside the timed call"
 INSIDE = "each timed call begins and ends with whole tensors on every rank: cutting and joining are inside"
 
@@ -76,6 +78,10 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         f"{case.workload.label()} ({figures.ratio(best.gain)} one device). Times are the slowest rank's of each "
         f"sample; {'; '.join(sorted(sharding))}."
     )
+    if any(one.efficiency > 1 for one in found):
+        sentence += f" {ABOVE_ONE}"
+    if not record.device.startswith("cuda"):
+        sentence += f" {SHARED_CORES}"
     name = namer(found)
     return (
         section("Several ranks against one device", sentence, TIMES, _times(found, name)),
@@ -93,6 +99,11 @@ def section(title: str, sentence: str, columns: tuple[str, ...], rows: Iterable[
     """A section whose columns are figures but for what names a row."""
     numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
     return Section(title=title, sentence=sentence, columns=columns, rows=tuple(map(tuple, rows)), numeric=numeric)
+
+
+def efficiency_text(one: Comparison) -> str:
+    """The parallel efficiency, with a mark above 100 %."""
+    return f"{one.efficiency:.1%}{'‡' if one.efficiency > 1 else ''}"
 
 
 def workload_text(row: Row) -> str:
@@ -115,7 +126,7 @@ def _times(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[
             shown.append(single)
             yield _line(one.single, f"single: {name(next(iter(one.single.values())))}", (NONE, NONE))
         gains = [NONE if gain is None else figures.ratio(gain) for gain in map(one.gain_in, MODES)]
-        yield _line(one.parallel, f"parallel: {name(one.row)}", (" ".join(gains), f"{one.efficiency:.1%}"))
+        yield _line(one.parallel, f"parallel: {name(one.row)}", (" ".join(gains), efficiency_text(one)))
 
 
 def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[str]:
