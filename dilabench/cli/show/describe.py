@@ -130,7 +130,7 @@ def _workload_facts(catalogue: Catalogue, preset: WorkloadPreset, machine: Machi
     for implementation in catalogue.implementations:
         reasons = (
             *reasons_against(implementation, machine),
-            *implementation.supports.reasons(workload, machine.device),
+            *catalogue.unsupported(implementation, workload, machine.device),
         )
         yield implementation.name, "no: " + "; ".join(dict.fromkeys(reasons)) if reasons else "can compute it here"
 
