@@ -148,6 +148,7 @@ STREAM_INTERRUPTED = NoteKind("stream_interrupted", "Ctrl-C ended a stream; `--r
 ABOVE_PEAK_FLOPS = NoteKind("above_peak_flops", "more FLOP/s than this device can do", "FLOP/s")
 ABOVE_PEAK_BANDWIDTH = NoteKind("above_peak_bandwidth", "more bytes/s than this device can move", "bytes/s")
 GROWS_TOO_SLOWLY = NoteKind("grows_too_slowly", "time grew much less than the work since a shorter length", "times")
+UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
 
 # What `dilabench doctor` says of a machine; no row carries these.
 GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count")

@@ -42,7 +42,7 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, GeneratorExit, ConfigError, EnvironmentNotReady):
         raise
     # A plug-in may raise anything.
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         if isinstance(error, PluginError):
             if error.plugin is not None:
                 raise

@@ -91,11 +91,15 @@ class Catalogue:
             with guarded(plugin, what):
                 yield
         except PluginError as error:
-            if self.strict:
-                raise
-            problem = Problem(error.plugin or plugin, error.why)
-            if problem not in self.problems:
-                self.problems.append(problem)
+            self.blame(error)
+
+    def blame(self, error: PluginError) -> None:
+        """Keep what a plug-in did wrong among the problems, once; raises the error if strict."""
+        if self.strict:
+            raise error
+        problem = Problem(error.plugin or "?", error.why)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def reasons_against(self, case: Case, machine: Machine) -> tuple[str, ...]:
         """Why a case cannot run on this machine; empty when nothing known speaks against it."""
@@ -127,7 +131,7 @@ class Catalogue:
     def unsupported(
         self, one: Implementation | Backend, workload: Workload, device: str, world_size: int = 1
     ) -> tuple[str, ...]:
-        """Why it cannot compute a workload (`Capabilities.reasons`); where a rule of its own fails, that is a reason."""
+        """Why it cannot compute a workload (`Capabilities.reasons`); a rule of its own that fails is a reason."""
         registry: Registry[Any] = self.backends if isinstance(one, Backend) else self.implementations
         try:
             with guarded(registry.origin(one.name), f"what {one.name!r} supports"):

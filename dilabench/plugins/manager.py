@@ -20,7 +20,7 @@ from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
-from dilabench.plugins.boundary import Problem, defined, guarded, shown
+from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import (

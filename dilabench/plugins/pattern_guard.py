@@ -1,4 +1,4 @@
-"""A third party's pattern is asked in many places, so its class is held once: each answer to a question of `Pattern`."""
+"""A third party's pattern is asked in many places; so its class is held once, in each answer that it gives."""
 
 import functools
 import inspect
@@ -57,8 +57,6 @@ def hold(plugin: str, pattern: type[Pattern]) -> None:
 
 def _replace(plugin: str, owner: type[Any], name: str) -> None:
     member, what = vars(owner)[name], f"pattern {owner.__name__}.{name}"
-    if hasattr(member, "__wrapped__"):
-        return
     if isinstance(member, property) and member.fget:
         setattr(owner, name, property(_held(plugin, what, member.fget, name)))
     elif isinstance(member, classmethod | staticmethod):
@@ -68,6 +66,9 @@ def _replace(plugin: str, owner: type[Any], name: str) -> None:
 
 
 def _held(plugin: str, what: str, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    if hasattr(function, "held"):
+        return function
+
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         refusal: ValidationError | None = None
@@ -83,6 +84,7 @@ def _held(plugin: str, what: str, function: Callable[..., Any], name: str = "") 
             raise refusal
         return _iterated(plugin, what, answer) if inspect.isgenerator(answer) else answer
 
+    setattr(call, "held", True)  # noqa: B010 - mypy knows no attribute of a function
     return call
 
 
