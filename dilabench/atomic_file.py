@@ -1,6 +1,8 @@
-"""Writing a report so that a reader never sees half of one."""
+"""Files that others read or wait for: written so that nobody sees half of one, or locked."""
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -32,3 +34,20 @@ def write_text(path: Path, text: str) -> None:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def open_lock(path: Path, flags: int = 0) -> int:
+    """A descriptor of a lock file, to read and write, which is made where there is none; it is not locked yet.
+
+    Raises OSError when it cannot be opened or is no plain file: a pipe of that name would be waited for, for ever.
+    """
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        # In everybody's folder, Linux refuses to "create" a file that another user has (fs.protected_regular).
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a plain file")
+    return descriptor

@@ -9,6 +9,7 @@ Failures of one benchmark case are data (`dilabench.record.Failed`), not excepti
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -47,14 +48,44 @@ class EnvironmentNotReady(DilabenchError):
 
 
 class PluginError(DilabenchError):
-    """A plug-in is broken, names an unknown hook, or registers a name that is taken."""
+    """A plug-in is broken, names an unknown hook, or registers a name that is taken. `plugin` is its name, if known."""
 
     exit_code = ExitCode.ENVIRONMENT
 
+    def __init__(self, why: str, plugin: str | None = None) -> None:
+        super().__init__(why if plugin is None else f"plug-in {plugin!r}: {why}")
+        self.why, self.plugin = why, plugin
 
-def unknown_name(kind: str, name: str, known: Iterable[str], command: str = "dilabench list") -> ConfigError:
-    """The error for a name that does not exist, with the nearest names that do and the command that lists them."""
+
+# Control characters but for tab and line feed, and what turns the direction of writing: a terminal would obey them.
+_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelt out as in JSON: what a record or a plug-in says moves no cursor."""
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def said(error: BaseException) -> str:
+    """Type and text of an exception, on one line; the type alone where the text cannot be had."""
+    try:
+        text = " ".join(str(error).split())
+    # Its `__str__` is code of whoever raised it.
+    except Exception:  # noqa: BLE001
+        text = "(its text cannot be printed)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], command: str = "dilabench list", left_out: Iterable[str] = ()
+) -> ConfigError:
+    """The error for a name that does not exist, with the nearest names that do and the command that lists them.
+
+    `left_out` are plug-ins that could not be used, for the name may be one of theirs.
+    """
     choices = sorted(known)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices) or 'none'}"
-    return ConfigError(f"unknown {kind} {name!r}; {hint} (see `{command}`)")
+    lacking = ", ".join(dict.fromkeys(map(repr, left_out)))
+    missing = f"; left out, for it is broken: plug-in {lacking}" if lacking else ""
+    return ConfigError(f"unknown {kind} {name!r}; {hint}{missing} (see `{command}`)")

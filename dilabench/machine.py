@@ -71,7 +71,7 @@ def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:
         return installed
     found: list[GpuInfo] = []
     for entry in chosen.split(","):
-        if not entry.strip().isdigit() or int(entry) >= len(installed):
+        if not re.fullmatch(r"\s*[0-9]{1,4}\s*", entry) or int(entry) >= len(installed):
             break
         found.append(installed[int(entry)])
     return tuple(found)
@@ -81,7 +81,7 @@ def _why_no_cuda(installed: tuple[GpuInfo, ...], gpus: tuple[GpuInfo, ...]) -> s
     if not installed:
         return "no NVIDIA GPU is visible"
     if not gpus:
-        return "CUDA_VISIBLE_DEVICES hides every GPU"
+        return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r:.80} hides every GPU"
     version = torch_cuda_version()
     return None if version else "the installed torch is a CPU build"
 

@@ -156,6 +156,7 @@ ABOVE_PEAK_BANDWIDTH = NoteKind(
 GROWS_TOO_SLOWLY = NoteKind(
     "grows_too_slowly", "time grew much less than the work since a shorter length", "times", disqualifies=True
 )
+UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
 
 # What `dilabench doctor` says of a machine; no row carries these.
 GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count")

@@ -36,8 +36,8 @@ class RunRequest(Model):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timing: str = "warmup"
     nproc: int = Field(default=1, ge=1, le=4096)
-    budget_s: float | None = Field(default=None, gt=0)
-    seed: int = Field(default=0, ge=0)
+    budget_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     options: dict[str, Any] = Field(default_factory=dict)
     pattern_cache_entries: int = Field(default=64, ge=0)
     buffer_pool_bytes: int = Field(default=0, ge=0)
@@ -172,7 +172,8 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
 def _read_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
+        # No TOML, or a number or nesting beyond what Python reads: the field says what it may be.
         return text
 
 
@@ -205,5 +206,5 @@ def read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from None

@@ -12,7 +12,13 @@ MAX_COUNT = 2**48
 
 _COUNT = re.compile(r"^\s*(?P<digits>\d[\d_,]*(?:\.\d+)?)(?:e(?P<exp>\d{1,2}))?\s*(?P<suffix>[kKmMgG]?)(?:i?[bB]?)\s*$")
 _DURATION = re.compile(r"^\s*(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|m|min|h)?\s*$")
+MAX_SECONDS = 1e9
 _DURATION_SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_ABOVE = "is above 2^48, which no machine can hold; use a smaller one"
+# A terminal is narrower; a table of this width is memory that is filled with blanks.
+MAX_WIDTH = 10_000
+# Longer numbers are no counts, and Python does not turn any length of digits into an integer.
+MAX_DIGITS = 40
 _SUFFIX = {"": 1, "k": KIBI, "m": KIBI**2, "g": KIBI**3}
 
 
@@ -24,6 +30,8 @@ def parse_count(text: str | int, what: str = "value") -> int:
     if isinstance(text, bool):
         raise ConfigError(f"{what} {text!r} is not a number; write a whole number such as 4096 or 4K")
     if isinstance(text, int):
+        if abs(text) > 2**128:
+            raise ConfigError(f"{what} is a number of {text.bit_length()} bits; it {_ABOVE}")
         count: float = text
     else:
         match = _COUNT.match(text)
@@ -31,6 +39,8 @@ def parse_count(text: str | int, what: str = "value") -> int:
             rule = "must be at least 1" if text.strip().startswith("-") else "is not a number"
             raise ConfigError(f"{what} {text!r} {rule}; write a whole number such as 4096, 4K or 1M (1K = 1024)")
         digits = match["digits"].replace("_", "").replace(",", "")
+        if len(digits) > MAX_DIGITS:
+            raise ConfigError(f"{what} '{digits[:20]}…' ({len(digits)} digits) {_ABOVE}")
         count = float(digits) if "." in digits else int(digits)
         count = count * 10 ** int(match["exp"] or 0) * _SUFFIX[match["suffix"].lower()]
     if count != int(count):
@@ -38,16 +48,24 @@ def parse_count(text: str | int, what: str = "value") -> int:
     if count < 1:
         raise ConfigError(f"{what} {text!r} must be at least 1")
     if count > MAX_COUNT:
-        raise ConfigError(f"{what} {text!r} is above 2^48, which no machine can hold; use a smaller one")
+        raise ConfigError(f"{what} {text!r} {_ABOVE}")
     return int(count)
+
+
+def terminal_width(text: str) -> int:
+    """The value of TERMINAL_WIDTH. Raises ConfigError for what is no width."""
+    width = parse_count(text, "TERMINAL_WIDTH")
+    if width > MAX_WIDTH:
+        raise ConfigError(f"TERMINAL_WIDTH {text!r} is above {MAX_WIDTH}; no terminal is so wide, use a smaller one")
+    return width
 
 
 def parse_duration(text: str) -> float:
     """Read a duration such as '60s', '500ms', '5m', '1h' or plain seconds; returns seconds (> 0)."""
     match = _DURATION.match(text)
     seconds = float(match["value"]) * _DURATION_SECONDS[match["unit"]] if match else 0.0
-    if seconds <= 0:
-        raise ConfigError(f"duration {text!r} is not a positive time; write for example 30s, 5m or 1h")
+    if not 0 < seconds < MAX_SECONDS:
+        raise ConfigError(f"duration {text!r:.40} is not a positive time; write for example 30s, 5m or 1h")
     return seconds
 
 

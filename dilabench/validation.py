@@ -17,6 +17,9 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 # What pydantic adds to a place for the arms of a union.
 _TYPE_TAG = re.compile(r"tuple\[|literal\[|function-|(int|float|str|bool)$")
 _RULE = "should be "
+MAX_DEPTH = 64
+# Of 64-bit integers, with the sign.
+MAX_DIGITS = 20
 
 
 class Model(BaseModel):
@@ -87,6 +90,27 @@ def read_count(value: Any, what: str) -> Any:
     if value is None or value == "auto":
         return value
     return parse_count(value if isinstance(value, int) else str(value), what)
+
+
+def read_json(text: str | bytes) -> Any:
+    """A JSON document of a record. Raises ValueError for what is none, or holds what no record of ours ever holds."""
+    try:
+        document = json.loads(text, parse_int=_machine_int)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [one for several in inner for one in several if isinstance(one, dict | list)]
+    if level:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    return document
+
+
+def _machine_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS or not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(f"the number {digits[:20]}… has {len(digits)} digits, which no measurement has")
+    return int(digits)
 
 
 def content_hash(content: Any) -> str:

@@ -20,11 +20,15 @@ from dilabench.cli.show.list import list_names
 from dilabench.cli.show.report import report
 from dilabench.cli.verify.command import verify
 
+# What they are for is the record, or the exit code.
+MEASURING = frozenset({"run", "verify", "check", "calibrate", "tune"})
+
 app = typer.Typer(
     name="dilabench",
     help="A verified benchmark for long-context attention: dilated, ring and block-sparse.",
     epilog="Start with `dilabench run quick`. Exit codes: 0 fine, 2 bad request, 3 environment, 4 some case failed, "
-    "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 130 interrupted with results saved.",
+    "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 130 interrupted "
+    "(Ctrl-C, SIGTERM, SIGHUP) with results saved.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -62,5 +66,5 @@ for _name, _command in (
     ("calibrate", calibrate),
     ("tune", tune),
 ):
-    app.command(_name)(guarded(_command))
+    app.command(_name)(guarded(_command, prints=_name not in MEASURING))
 app.add_typer(baseline_app, name="baseline")

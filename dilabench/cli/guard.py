@@ -1,56 +1,94 @@
-"""How commands end: a clear message and an exit code instead of a traceback."""
+"""How commands end: a clear message and an exit code instead of a traceback, whatever ends them."""
 
+import contextlib
 import functools
 import os
-import sys
-from collections.abc import Callable
-from typing import ParamSpec
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
 
 import typer
 
-from dilabench.cli.terminal import discard
-from dilabench.errors import DilabenchError, ExitCode
+from dilabench.cli.terminal import output_lost, say
+from dilabench.errors import DilabenchError, ExitCode, said
 
 P = ParamSpec("P")
 
 DEBUG_VARIABLE = "DILABENCH_DEBUG"
+# Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVING = b"ending: what was measured is being saved; once more ends at once, and --resume goes on from there\n"
 
 
-def guarded(command: Callable[P, None]) -> Callable[P, None]:
+def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, None]:
     """Wrap a command: errors meant for the user become one message on stderr, others a short text on where to report.
 
-    DILABENCH_DEBUG=1 lets the traceback through.
+    `prints`: what it prints is what it is for, so that it fails where that cannot be written. DILABENCH_DEBUG=1 lets
+    tracebacks through.
     """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        if os.environ.get(DEBUG_VARIABLE):
-            command(*args, **kwargs)
-            return
+        code = ExitCode.OK
         try:
-            command(*args, **kwargs)
-        except DilabenchError as error:
-            raise _stop(f"error: {error}", error.exit_code) from None
+            with _ended_by_signals():
+                command(*args, **kwargs)
+        except typer.Exit as end:
+            code = ExitCode(end.exit_code)
         except KeyboardInterrupt:
             raise _stop("interrupted", ExitCode.INTERRUPTED) from None
-        except BrokenPipeError:
-            # The reading end of the pipe (`head`, say) was closed.
-            discard(sys.stdout)
-            raise typer.Exit(ExitCode.OK) from None
-        except typer.Exit:
-            raise
-        # The outermost boundary: whatever arrives here is a bug of dilabench.
-        except Exception as error:  # noqa: BLE001
+        # The outermost boundary: what arrives here and is no message for the user is a bug of dilabench.
+        except Exception as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                raise
+            if isinstance(error, DilabenchError):
+                raise _stop(f"error: {error}", error.exit_code) from None
             text = (
-                f"internal error: {type(error).__name__}: {error}\n"
+                f"internal error: {said(error)}\n"
                 f"This is a bug in dilabench. Run again with {DEBUG_VARIABLE}=1 for the traceback and report it, "
                 "with the output of `dilabench doctor`, in the project's issue tracker."
             )
             raise _stop(text, ExitCode.INTERNAL) from None
+        if prints and code is ExitCode.OK and (lost := output_lost()):
+            raise _stop(f"error: standard output cannot be written: {lost.strerror}", ExitCode.ENVIRONMENT)
+        if code is not ExitCode.OK:
+            raise typer.Exit(code)
 
     return run
 
 
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have every signal that asks for an end do what Ctrl-C does.
+
+    What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = 0
+
+    def end(_number: int, _frame: Any) -> None:
+        nonlocal came
+        came += 1
+        if came != 2:
+            raise KeyboardInterrupt
+        # Not `print`: the signal may have come while a line was being written.
+        with contextlib.suppress(OSError):
+            os.write(2, SAVING)
+
+    before = {one: signal.getsignal(one) for one in ENDING}
+    taken = [one for one, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    for one in taken:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in taken:
+            signal.signal(one, before[one])
+
+
 def _stop(message: str, code: ExitCode) -> typer.Exit:
-    typer.echo(message, err=True)
+    say(message, err=True)
     return typer.Exit(code)

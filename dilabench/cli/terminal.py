@@ -1,14 +1,19 @@
 """Tables and lines on a terminal or into a pipe: never colours in a pipe, never a wrapped cell there."""
 
+import codecs
+import errno
+import io
+import json
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import typer
 
-from dilabench.units import parse_count
+from dilabench.errors import printable
+from dilabench.units import terminal_width
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,17 +27,86 @@ READABLE_WIDTH = 12
 RESULT_WIDTH = 7
 
 
-def say(text: str = "", err: bool = False) -> None:
-    """Print a line. A closed pipe does not end the command, whose work and exit code still count."""
+class Output(io.TextIOWrapper):
+    """A standard stream whose writing never fails, for the command's work and exit code still count.
+
+    What cannot be written is dropped and `lost` says why; a reader that has gone (`| head`) has lost nothing. Letters
+    that the encoding lacks are spelt out as in JSON.
+    """
+
+    lost: OSError | None = None
+
+    def __init__(self, descriptor: int, encoding: str) -> None:
+        binary = io.BufferedWriter(io.FileIO(descriptor, "w"))
+        super().__init__(binary, encoding, errors="as_json", write_through=True)
+
+    def write(self, text: str) -> int:
+        """As any stream's."""
+        try:
+            super().write(text)
+            super().flush()
+        except OSError as error:
+            self._drop(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """As any stream's."""
+        try:
+            super().flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        if not isinstance(error, BrokenPipeError):
+            self.lost = error
+        # What is buffered goes nowhere, now and at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+def own_streams() -> None:
+    """Keep standard output for the command itself: what libraries and plug-ins write to descriptor 1 goes to stderr.
+
+    Streams that were closed (`>&-`) are opened on /dev/null, so that no file takes their numbers.
+    """
+    codecs.register_error("as_json", _spelt_out)
+    closed = [descriptor for descriptor in range(3) if not _is_open(descriptor)]
+    for _ in closed:
+        os.open(os.devnull, os.O_RDWR)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    own = Output(os.dup(1), encoding)
+    if 1 in closed:
+        own.lost = OSError(errno.EBADF, "it is closed")
+    os.dup2(2, 1)
+    sys.stdout = sys.__stdout__ = own  # type: ignore[misc]
+    sys.stderr = Output(2, encoding)
+
+
+def output_lost() -> OSError | None:
+    """Why something could not be written to standard output; None when all was."""
+    return sys.stdout.lost if isinstance(sys.stdout, Output) else None
+
+
+def _is_open(descriptor: int) -> bool:
     try:
-        typer.echo(text, err=err)
-    except BrokenPipeError:
-        discard(sys.stderr if err else sys.stdout)
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
-def discard(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null, so that later writes and the flush at exit do not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _spelt_out(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def say(text: str = "", err: bool = False, styled: bool = False) -> None:
+    """Print a line; control characters in it are spelt out, unless the text is `styled` by a reporter."""
+    typer.echo(text if styled else printable(text), err=err)
+
+
+def note(text: str) -> None:
+    """Print a line beside the answer, on stderr."""
+    say(f"note: {text}", err=True)
 
 
 def console(to_stderr: bool = False) -> "Console":
@@ -41,7 +115,7 @@ def console(to_stderr: bool = False) -> "Console":
 
     stream = sys.stderr if to_stderr else sys.stdout
     if pinned := os.environ.get("TERMINAL_WIDTH"):
-        width = parse_count(pinned, "TERMINAL_WIDTH")
+        width = terminal_width(pinned)
     else:
         width = shutil.get_terminal_size().columns if stream.isatty() else WIDE
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
@@ -56,7 +130,7 @@ def print_table(
     """
     from rich.text import Text
 
-    screen, cells = console(), [tuple(row) for row in rows]
+    screen, cells = console(), [tuple(map(printable, row)) for row in rows]
     with screen.capture() as captured:
         if title:
             screen.print(Text(title, style="bold"))
@@ -67,7 +141,7 @@ def print_table(
                 if index:
                     screen.print()
                 screen.print(_one_below_the_other(columns, row))
-    say("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()), styled=True)
 
 
 def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> int:

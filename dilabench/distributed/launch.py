@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from dilabench.distributed.failures import Failure, RankFailedError, first_cause, report_failure, reported_failures
 from dilabench.distributed.world import DEFAULT_TIMEOUT_S, World
 from dilabench.errors import EnvironmentNotReady, ExitCode
+from dilabench.temporary_folder import temporary_folder
 
 GRACE_S = 2.0
 OVER_TCP = "tcp://"
@@ -48,8 +47,8 @@ def launch(
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
         context.set_forkserver_preload([__name__])
-    with tempfile.TemporaryDirectory(prefix="dilabench-ranks-") as folder:
-        store = str(Path(folder, "store"))
+    with temporary_folder("ranks") as folder:
+        store = str(folder / "store")
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         processes = [
             context.Process(  # type: ignore[attr-defined]

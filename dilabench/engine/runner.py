@@ -21,10 +21,13 @@ from dilabench.engine.worker.process import warm_server
 from dilabench.engine.worker.protocol import WorkerSettings, worker_key
 from dilabench.engine.worker.rank_group import start_worker
 from dilabench.engine.workload_group import WorkloadGroupRun
+from dilabench.errors import PluginError
 from dilabench.machine import Machine
+from dilabench.metadata import UNCHECKED
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
+from dilabench.temporary_folder import remove_left_over
 
 FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
 CEILINGS_TIMEOUT_S = 120.0
@@ -125,32 +128,45 @@ class _Run:
 
     def go(self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int]) -> RunRecord:
         """All groups, then what the follow-up asks for, then the record."""
-        status, started = "complete", False
+        status, started = "failed", False
         try:
-            warm_server()
-            with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
-                # Waiting for another run to release the device does not count against the budget.
-                self.driver.budget.start()
-                header = self._described(header)
-                self.sink.start(header)
-                started = True
-                self.progress.run_started(len(self.planned.keys() - self.completed))
-                self._measure_all(follow_up)
+            try:
+                warm_server()
+                with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
+                    # Waiting for another run to release the device does not count against the budget.
+                    remove_left_over()
+                    self.driver.budget.start()
+                    header = self._described(header)
+                    self.sink.start(header)
+                    started = True
+                    self.progress.run_started(len(self.planned.keys() - self.completed))
+                    self._measure_all(follow_up)
+                status = "complete"
+            finally:
+                self.driver.pool.close()
         except KeyboardInterrupt:
             status = "interrupted"
         finally:
-            self.driver.pool.close()
-        record = RunRecord.model_validate(
-            {
-                **header.model_dump(),
-                "status": status,
-                "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-                "rows": tuple(self._in_order()),
-            }
-        )
-        if started:
-            self.sink.finish(record)
+            # Also where it goes on with an error: what was measured is worth its record.
+            record = self._record(header, status)
+            if started:
+                self._finish(record)
         return record
+
+    def _record(self, header: RunHeader, status: str) -> RunRecord:
+        finished = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = tuple(self._in_order())
+        return RunRecord.model_validate(
+            {**header.model_dump(), "status": status, "finished_at": finished, "rows": rows}
+        )
+
+    def _finish(self, record: RunRecord) -> None:
+        try:
+            self.sink.finish(record)
+        except KeyboardInterrupt:
+            # Ctrl-C while it was written.
+            self.sink.finish(record)
+            raise
 
     def _measure_all(self, follow_up: FollowUp | None) -> None:
         while True:
@@ -188,7 +204,10 @@ class _Run:
 
     def _keep(self, row: Row) -> None:
         """Add notes on impossible times, give the row to the sink, then report progress."""
-        notes = suspicions(row, self.rows.values(), self.ceilings, self.machine.device)
+        try:
+            notes = suspicions(row, self.rows.values(), self.ceilings, self.machine.device)
+        except PluginError as error:
+            notes = (UNCHECKED.note(str(error)),)
         if notes and isinstance(row.outcome, Measured):
             outcome = row.outcome.model_copy(update={"notes": (*row.outcome.notes, *notes)})
             row = row.model_copy(update={"outcome": outcome})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, said
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
 def mask_digest(path: Path) -> str:
     """SHA-256 (16 hex digits) of a mask file's bytes; raises ConfigError when it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise ConfigError(f"mask file {str(path)!r} cannot be read: {error.strerror}") from None
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(errno.EINVAL, "it is not a plain file")
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"mask file {str(path)!r} cannot be read: {reason}") from None
 
 
 # Folders with copies of masks, as the records that were read name them.
@@ -82,11 +88,17 @@ def read_mask_file(path: Path, blocks: int) -> Mask:
         if path.suffix == ".json":
             mask = _from_lists(json.loads(path.read_text()), blocks, path)
         else:
-            mask = np.load(path, allow_pickle=False)
+            # Mapped, not read: a header may claim any size, and what the file holds decides.
+            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(mapped, np.ndarray):
+                raise ValueError("it holds several arrays; save the one mask with numpy.save")
+            mask = np.array(mapped)
     except OSError as error:
         raise ConfigError(f"mask file {str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"mask file {str(path)!r} is not a valid {path.suffix or 'npy'} file: {error}") from None
+    except (ValueError, EOFError, MemoryError, RecursionError, OverflowError) as error:
+        raise ConfigError(
+            f"mask file {str(path)!r} is not a valid {path.suffix or 'npy'} file: {said(error)}"
+        ) from None
     if mask.dtype != bool:
         if not np.issubdtype(mask.dtype, np.integer) or not np.isin(mask, (0, 1)).all():
             raise ConfigError(f"mask file {str(path)!r} holds {mask.dtype}; a block mask is bool, or integers 0 and 1")
@@ -105,6 +117,8 @@ def _from_lists(content: Any, blocks: int, path: Path) -> Mask:
         raise ConfigError(f"mask file {str(path)!r} must hold a list with one list of key blocks per row of blocks")
     per_head = isinstance(content[0], list) and bool(content[0]) and isinstance(content[0][0], list)
     heads = content if per_head else [content]
+    if not all(isinstance(rows, list) for rows in heads):
+        raise ConfigError(f"mask file {str(path)!r}: some heads are lists of rows and others are not")
     mask = np.zeros((len(heads), len(heads[0]), blocks), dtype=bool)
     for place, key in _entries(heads, path):
         if place[1] >= mask.shape[1]:

@@ -1,15 +1,18 @@
 """The catalogue: every descriptor that was found, by kind and name."""
 
+import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from dilabench.errors import PluginError, unknown_name
 from dilabench.machine import Machine
 from dilabench.patterns.registry import PatternKind
+from dilabench.plugins.boundary import Problem, guarded
 from dilabench.plugins.descriptors import Backend, Implementation, Named, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.requirements import unmet
 from dilabench.record import Case
+from dilabench.workload.spec import Workload
 
 DescriptorT = TypeVar("DescriptorT", bound=Named)
 
@@ -17,8 +20,9 @@ DescriptorT = TypeVar("DescriptorT", bound=Named)
 class Registry(Generic[DescriptorT]):
     """The descriptors of one kind, by name and alias. A name that is taken is an error."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, problems: Iterable[Problem] = ()) -> None:
         self.kind = kind
+        self._problems = problems
         self._by_name: dict[str, DescriptorT] = {}
         self._aliases: dict[str, str] = {}
         self._origin: dict[str, str] = {}
@@ -40,7 +44,8 @@ class Registry(Generic[DescriptorT]):
         """The descriptor of a name or alias; raises ConfigError with the nearest names when there is none."""
         found = self._by_name.get(self._aliases.get(name, name))
         if found is None:
-            raise unknown_name(self.kind, name, [*self._by_name, *self._aliases])
+            left_out = (problem.plugin for problem in self._problems)
+            raise unknown_name(self.kind, name, [*self._by_name, *self._aliases], left_out=left_out)
         return found
 
     def origin(self, name: str) -> str:
@@ -63,23 +68,45 @@ class Registry(Generic[DescriptorT]):
 
 
 class Catalogue:
-    """Everything that was found, one registry per kind."""
+    """Everything that was found, one registry per kind.
 
-    def __init__(self) -> None:
-        self.patterns: Registry[PatternKind] = Registry("pattern")
-        self.implementations: Registry[Implementation] = Registry("implementation")
-        self.backends: Registry[Backend] = Registry("backend")
-        self.workloads: Registry[WorkloadPreset] = Registry("workload")
-        self.suites: Registry[Suite] = Registry("suite")
-        self.reporters: Registry[Reporter] = Registry("reporter")
-        self.timers: Registry[Timer] = Registry("timer")
+    `problems`: what of plug-ins could not be used, from the start or since; with `strict` it is an error instead.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.problems: list[Problem] = []
+        self.patterns: Registry[PatternKind] = Registry("pattern", self.problems)
+        self.implementations: Registry[Implementation] = Registry("implementation", self.problems)
+        self.backends: Registry[Backend] = Registry("backend", self.problems)
+        self.workloads: Registry[WorkloadPreset] = Registry("workload", self.problems)
+        self.suites: Registry[Suite] = Registry("suite", self.problems)
+        self.reporters: Registry[Reporter] = Registry("reporter", self.problems)
+        self.timers: Registry[Timer] = Registry("timer", self.problems)
+
+    @contextlib.contextmanager
+    def left_out(self, plugin: str, what: str) -> Iterator[None]:
+        """Run code of a plug-in that the rest can go on without: its PluginError becomes a problem (not if strict)."""
+        try:
+            with guarded(plugin, what):
+                yield
+        except PluginError as error:
+            self.blame(error)
+
+    def blame(self, error: PluginError) -> None:
+        """Keep what a plug-in did wrong among the problems, once; raises the error if strict."""
+        if self.strict:
+            raise error
+        problem = Problem(error.plugin or "?", error.why)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def reasons_against(self, case: Case, machine: Machine) -> tuple[str, ...]:
         """Why a case cannot run on this machine; empty when nothing known speaks against it."""
         implementation = self.implementations.get(case.implementation)
         device = machine.device
         reasons = [*unmet(implementation.requires, machine)]
-        reasons += implementation.supports.reasons(case.workload, device, case.world_size)
+        reasons += self.unsupported(implementation, case.workload, device, case.world_size)
         if device == "cuda" and case.world_size > len(machine.gpus):
             reasons.append(f"{case.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
         if case.backend is not None:
@@ -91,7 +118,8 @@ class Catalogue:
         assert case.backend is not None
         backend = self.backends.get(case.backend)
         dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
-        reasons = [*unmet(backend.requires, machine), *backend.supports.reasons(dense, machine.device)]
+        reasons = [*unmet(backend.requires, machine)]
+        reasons += self.unsupported(backend, dense, machine.device)
         if case.implementation in self.implementations:
             only = self.implementations.get(case.implementation).backends
             if only and backend.name not in only:
@@ -99,6 +127,19 @@ class Catalogue:
         if case.workload.mode != "forward" and backend.backward_target is None:
             reasons.append(f"mode {case.workload.mode} needs a backward pass, which it lacks")
         return tuple(reasons)
+
+    def unsupported(
+        self, one: Implementation | Backend, workload: Workload, device: str, world_size: int = 1
+    ) -> tuple[str, ...]:
+        """Why it cannot compute a workload (`Capabilities.reasons`); a rule of its own that fails is a reason."""
+        registry: Registry[Any] = self.backends if isinstance(one, Backend) else self.implementations
+        try:
+            with guarded(registry.origin(one.name), f"what {one.name!r} supports"):
+                return one.supports.reasons(workload, device, world_size)
+        except PluginError as error:
+            if self.strict:
+                raise
+            return (str(error),)
 
     def preferred_backends(self, machine: Machine) -> tuple[str, ...]:
         """What `auto` may take on this class of device, by falling priority; the first registered before its equals."""
@@ -108,7 +149,10 @@ class Catalogue:
 
 
 def load_target(target: str) -> Any:
-    """Import 'package.module:attribute'. Raises PluginError when the text or the attribute is wrong."""
+    """Import 'package.module:attribute'. Raises PluginError when the text or the attribute is wrong.
+
+    In the main process the caller guards it (`dilabench.plugins.boundary`): importing runs code of the plug-in.
+    """
     module_name, _, attribute = target.partition(":")
     if not attribute:
         raise PluginError(f"target {target!r} has no attribute; write 'package.module:name'")

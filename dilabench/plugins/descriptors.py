@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dilabench.errors import PluginError
 from dilabench.machine import DeviceClass
 from dilabench.patterns.dense import DENSE
+from dilabench.plugins.boundary import defined, shown
 from dilabench.record import Role, Takes
 from dilabench.workload.cuts import why_not_apart
 from dilabench.workload.spec import DEFAULT_PATTERN, Workload
@@ -57,7 +59,10 @@ class Capabilities:
         return self.patterns == {DENSE.kind}
 
     def reasons(self, workload: Workload, device: str, world_size: int = 1) -> tuple[str, ...]:
-        """Why this workload cannot be computed on this kind of device ('cpu' or 'cuda'); empty when it can."""
+        """Why this workload cannot be computed on this kind of device ('cpu' or 'cuda'); empty when it can.
+
+        Raises what the rules of its own raise, and PluginError for one that returns anything but a text or None.
+        """
         holding = self.on_cuda if device == "cuda" and self.on_cuda is not None else self
         return tuple(holding._reasons(workload, device, world_size))
 
@@ -90,10 +95,12 @@ class Capabilities:
         merge_grad = "detached" if workload.pattern.is_detached else "exact"
         if merge_grad not in self.merge_grads and workload.mode != "forward":
             yield f"merge_grad {merge_grad} is not supported"
-        if self.check is not None and (reason := self.check(workload)):
-            yield reason
-        if self.check_ranks is not None and (reason := self.check_ranks(workload, world_size)):
-            yield reason
+        for rule, facts in ((self.check, (workload,)), (self.check_ranks, (workload, world_size))):
+            reason = None if rule is None else rule(*facts)
+            if not isinstance(reason, str | None):
+                raise PluginError(f"{defined(rule)} returned {shown(reason)}; it must return a reason against, or None")
+            if reason:
+                yield reason
 
 
 # What a dense attention kernel can be asked for, unless it says otherwise.

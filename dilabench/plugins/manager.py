@@ -3,21 +3,24 @@
 One broken plug-in never breaks the tool: it is loaded inside its own guard, and kept as a problem that `list` shows.
 """
 
+import functools
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Any, get_args, get_type_hints
 
 import pluggy
+from pydantic import TypeAdapter, ValidationError
 
-from dilabench.errors import DilabenchError, PluginError
+from dilabench.errors import PluginError
 from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
+from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import (
@@ -29,6 +32,8 @@ from dilabench.plugins.descriptors import (
     Timer,
     WorkloadPreset,
 )
+from dilabench.plugins.pattern_guard import hold
+from dilabench.plugins.requirements import refuse_unreadable
 from dilabench.record import PluginInfo
 from dilabench.workload.spec import DType, Layout, Mode, WorkloadRequest
 
@@ -54,38 +59,37 @@ WORDS: Mapping[str, frozenset[str]] = {
 }
 LEAST = {"head_dim_multiple": 1, "max_head_dim": 1, "max_world_size": 1, "priority": 0, "budget_s": 0}
 TARGETS = {"target", "backward_target", "sharding", "memory", "follow_up", "analysis", "projections"}
+# Words that stand for names on the command line. Suite `all` is ours.
+RESERVED = frozenset({"all", "auto"})
 _NAME = re.compile(r"\w[\w.-]*")
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A plug-in that could not be used, and why."""
-
-    plugin: str
-    why: str
-
-
 @dataclass(slots=True)
 class Found:
-    """The catalogue, the plug-ins it came from, and the plug-ins that could not be used."""
+    """The catalogue and the plug-ins it came from."""
 
     catalogue: Catalogue
     plugins: list[PluginInfo] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What could not be used."""
+        return self.catalogue.problems
 
 
 def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) -> Found:
     """Build the catalogue from the built-ins, the installed entry points and `extra` modules.
 
-    With `strict`, any problem raises PluginError. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
+    With `strict`, any problem raises PluginError, now or later. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
     """
-    found = Found(Catalogue())
+    found = Found(Catalogue(strict))
     for name, ours in (("builtin", builtin), ("peers", peers)):
         _admit(found, name, ours, PluginInfo(name=name, distribution=NAME))
     for index, module in enumerate(extra):
         name = getattr(module, "__name__", f"extra-{index}")
-        _guarded(found, name, module, PluginInfo(name=name))
+        with found.catalogue.left_out(name, ""):
+            _admit(found, name, module, PluginInfo(name=name))
     if not os.environ.get(DISABLE_VARIABLE):
         for entry_point in sorted(importlib.metadata.entry_points(group=NAME), key=lambda e: e.name):
             distribution = entry_point.dist
@@ -94,20 +98,9 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
                 distribution=distribution.name if distribution else None,
                 version=distribution.version if distribution else None,
             )
-            _guarded(found, entry_point.name, entry_point, info)
-    if strict and found.problems:
-        raise PluginError("; ".join(f"plug-in {problem.plugin!r}: {problem.why}" for problem in found.problems))
+            with found.catalogue.left_out(entry_point.name, ""):
+                _admit(found, entry_point.name, entry_point.load(), info)
     return found
-
-
-def _guarded(found: Found, name: str, source: Any, info: PluginInfo) -> None:
-    try:
-        module = source.load() if isinstance(source, importlib.metadata.EntryPoint) else source
-        _admit(found, name, module, info)
-    # The plug-in boundary: whatever a third party raises, sys.exit() at import included, must not stop the tool.
-    except (Exception, SystemExit) as error:  # noqa: BLE001
-        why = str(error) if isinstance(error, DilabenchError) else f"{type(error).__name__}: {error}"
-        found.problems.append(Problem(name, why))
 
 
 def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
@@ -116,12 +109,13 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
     _refuse_misspelt_hooks(manager, module)
-    offered = {shelf: _offered(manager, shelf) for shelf in REGISTRIES}
+    offered = {shelf: _offered(manager, name, shelf) for shelf in REGISTRIES}
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
     patterns = [(kind, load(kind)) for kind in offered["patterns"]]
     for kind, pattern in patterns:
+        hold(name, pattern)
         _refuse_shadowing(kind, pattern)
     trial = _copied(found.catalogue)
     for catalogue in (trial, found.catalogue):
@@ -163,27 +157,36 @@ def _copied(catalogue: Catalogue) -> Catalogue:
     return trial
 
 
-def _offered(manager: pluggy.PluginManager, shelf: str) -> list[Any]:
+def _offered(manager: pluggy.PluginManager, plugin: str, shelf: str) -> list[Any]:
     hook, kind = HOOK_PREFIX + shelf, REGISTRIES[shelf]
+    caller = getattr(manager.hook, hook)
     descriptors: list[Any] = []
-    for result in getattr(manager.hook, hook)():
-        if not isinstance(result, Sequence):
-            raise PluginError(f"{hook} returned {result!r}; it must return a list of {kind.__name__}")
+    for result in caller():
+        try:
+            if not isinstance(result, Sequence):
+                raise PluginError(f"{hook} returned {shown(result)}; it must return a list of {kind.__name__}")
+            for descriptor in result:
+                # Not a subclass either: its attributes would be code of the plug-in's that runs anywhere.
+                if type(descriptor) is not kind:
+                    raise PluginError(f"{hook} returned {shown(descriptor)}, which is no {kind.__name__}")
+                _refuse_impossible(hook, descriptor, reserved=frozenset() if plugin == "builtin" else RESERVED)
+        except PluginError as error:
+            raise PluginError(f"{error}; see {defined(caller.get_hookimpls()[0].function)}") from None
         descriptors += result
-    for descriptor in descriptors:
-        if not isinstance(descriptor, kind):
-            raise PluginError(f"{hook} returned {descriptor!r}, which is no {kind.__name__}")
-        _refuse_impossible(hook, descriptor)
     return descriptors
 
 
-def _refuse_impossible(hook: str, descriptor: Any) -> None:
+def _refuse_impossible(hook: str, descriptor: Any, reserved: frozenset[str]) -> None:
     """Hold every field to its annotation, names and targets to their form; Python itself checks neither."""
-    where = f"{hook}: {type(descriptor).__name__} {descriptor.name!r}"
+    where = f"{hook}: {type(descriptor).__name__} {shown(descriptor.name)}"
     _refuse_wrong_types(where, descriptor)
     for name in (descriptor.name, *descriptor.aliases):
         if not _NAME.fullmatch(name):
             raise PluginError(f"{hook}: {name!r} is not a name; write letters, digits, '-', '_' and '.' only")
+        if name in reserved:
+            raise PluginError(f"{where}: {name!r} stands for several names on the command line; choose another name")
+    for requirement in getattr(descriptor, "requires", ()):
+        refuse_unreadable(where, requirement)
     for pattern in getattr(descriptor, "kernels", ()):
         try:
             re.compile(pattern)
@@ -198,9 +201,11 @@ def _refuse_impossible(hook: str, descriptor: Any) -> None:
 def _refuse_wrong_types(where: str, descriptor: Any) -> None:
     for name, annotation in get_type_hints(type(descriptor)).items():
         value = getattr(descriptor, name)
-        if not _fits(value, annotation):
+        try:
+            _adapter(annotation).validate_python(value, strict=True)
+        except ValidationError:
             wanted = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-            raise PluginError(f"{where}: {name} {value!r} must be {wanted}")
+            raise PluginError(f"{where}: {name} {shown(value)} must be {wanted}") from None
         if name in WORDS and not value <= WORDS[name]:
             wrong, known = sorted(value - WORDS[name]), ", ".join(sorted(WORDS[name]))
             raise PluginError(f"{where}: {name} {', '.join(wrong)} is not known; it may hold {known}")
@@ -210,22 +215,6 @@ def _refuse_wrong_types(where: str, descriptor: Any) -> None:
             _refuse_wrong_types(f"{where}: {name}", value)
 
 
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is what an annotation says, items of containers included; functions need only be callable."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(_fits(value, one) for one in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin is Callable:
-        return callable(value)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(one, arguments[0]) for one in value)
-    if origin in (frozenset, Mapping, dict):
-        if not isinstance(value, origin):
-            return False
-        items = value.items() if isinstance(value, Mapping) else zip(value, strict=True)
-        return all(all(map(_fits, item, arguments)) for item in items)
-    return isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)

@@ -6,9 +6,13 @@ import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 
+from dilabench.errors import PluginError
 from dilabench.machine import Machine
+from dilabench.plugins.boundary import guarded
 
 _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
+# The forms that a version may have where it is none.
+_VERSIONS = {"cuda": r"(sm\d{2,3})?", "gpus": r"\d{0,4}"}
 
 
 def unmet(requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
@@ -19,6 +23,15 @@ def unmet(requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
     several distributions share), and alternatives as in 'cuda>=sm80|cpu'.
     """
     return tuple(reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine)))
+
+
+def refuse_unreadable(where: str, requirement: str) -> None:
+    """Raise PluginError for a requirement that is in none of the forms of `unmet`."""
+    for alternative in requirement.split("|"):
+        match = _REQUIREMENT.match(alternative)
+        form = _VERSIONS.get(match["name"], ".*") if match else ""
+        if match is None or not re.fullmatch(form, match["version"] or ""):
+            raise PluginError(f"{where}: requires {requirement!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'")
 
 
 def _unmet_alternatives(requirement: str, machine: Machine) -> str | None:
@@ -63,9 +76,12 @@ def _unmet_distribution(name: str, version: str | None) -> str | None:
 
 def _unmet_module(name: str, version: str | None) -> str | None:
     try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        return f"module {name} is broken: {error}"
+        # What lies in a package is looked for by importing the package.
+        with guarded(name):
+            spec = importlib.util.find_spec(name)
+    except PluginError as error:
+        cause = error.__cause__
+        return f"module {name} is broken: {cause if isinstance(cause, ImportError) else error.why}"
     if spec is None:
         return f"module {name} is not installed"
     if version is None:

@@ -4,10 +4,16 @@ A suite names its `analysis`, a function `analyse(record) -> Sequence[Section]`.
 is rendered, works on the raw samples, and its result is not stored.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from dilabench.errors import ConfigError, PluginError, printable
+from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
@@ -107,21 +113,80 @@ FOR_EVERY_SUITE = ("dilabench.suites.findings.masks:analyse",)
 
 
 def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """What the record's suite has to say about it, if it is installed and says anything, and what any record shows."""
+    """What the record's suite has to say about it, if it is installed and says anything, and what any record shows.
+
+    An analysis that fails is named in a section instead, and among the catalogue's problems.
+    """
     if not record.rows:
         return ()
-    found: list[Section] = []
+    analyses: list[tuple[str, str, tuple[Any, ...]]] = []
     suite = catalogue.suites.get(record.suite) if record.suite in catalogue.suites else None
     if suite and suite.analysis:
-        analyse = load_target(suite.analysis)
-        found += analyse(record, catalogue) if suite.reads_catalogue else analyse(record)
-    for target in FOR_EVERY_SUITE:
-        found += load_target(target)(record)
+        facts = (record, catalogue) if suite.reads_catalogue else (record,)
+        analyses.append((catalogue.suites.origin(suite.name), suite.analysis, facts))
+    analyses += [("builtin", target, (record,)) for target in FOR_EVERY_SUITE]
+    found: list[Section] = []
+    for plugin, target, facts in analyses:
+        try:
+            with guarded(plugin, f"analysis {target}"):
+                found += _checked(target, load_target(target)(*facts))
+        except (PluginError, ConfigError) as error:
+            # Refusals of an analysis are about this record; they take nothing else from it.
+            blamed = error if isinstance(error, PluginError) else PluginError(str(error), plugin)
+            catalogue.blame(blamed)
+            found.append(Section(title="Analysis failed", sentence=printable(str(blamed))))
     return tuple(found)
 
 
-def render(reporter: Reporter, record: RunRecord, folder: Path | None, sections: Sequence[Section]) -> str | None:
-    """Have a reporter render the record, with its sections where the reporter shows such."""
-    target = load_target(reporter.target)
-    text: str | None = target(record, folder, sections) if reporter.shows_sections else target(record, folder)
-    return text
+def _checked(target: str, sections: Any) -> tuple[Section, ...]:
+    """The sections, with every field held to its type: reporters rely on it. Raises PluginError."""
+    if not isinstance(sections, Iterable) or isinstance(sections, str):
+        raise PluginError(f"{target} returned {shown(sections)}; it must return a sequence of Section")
+    checked: tuple[Section, ...] = tuple(sections)
+    for one in checked:
+        if not isinstance(one, Section):
+            raise PluginError(f"{target} returned {shown(one)}, which is no Section")
+        try:
+            _adapter().validate_python(asdict(one))
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            raise PluginError(f"{target}: section {shown(one.title)}: {place}: {error.errors()[0]['msg']}") from None
+        if any(len(row) != len(one.columns) for row in one.rows):
+            raise PluginError(f"{target}: section {one.title!r} needs a text per column in every row")
+    return checked
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Section]:
+    return TypeAdapter(Section)
+
+
+def render(
+    reporter: Reporter, record: RunRecord, folder: Path | None, sections: Sequence[Section], catalogue: Catalogue
+) -> str | None:
+    """Have a reporter render the record, with its sections where the reporter shows such.
+
+    Raises PluginError when it fails or returns what is no text.
+    """
+
+    plugin, what = catalogue.reporters.origin(reporter.name), f"reporter {reporter.name!r}"
+    with guarded(plugin, what):
+        target = load_target(reporter.target)
+        facts = (_printable(record), folder, *((sections,) if reporter.shows_sections else ()))
+        text: str | None = answered(plugin, what, target, *facts, kind=(str, type(None)))
+        return text
+
+
+def _printable(record: RunRecord) -> RunRecord:
+    """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
+    document = record.model_dump(mode="json")
+    safe = _walked(document)
+    return record if safe == document else RunRecord.model_validate(safe)
+
+
+def _walked(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(str(key)): _walked(one) for key, one in value.items()}
+    return [_walked(one) for one in value] if isinstance(value, list) else value

@@ -3,7 +3,6 @@
 import io
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
 from dilabench.report.findings import Section as Finding
 from dilabench.report.rows import COLUMNS, TEXT_COLUMNS, Section, WorkloadTable, footnotes, workload_tables
 from dilabench.report.summary import Unmeasured, device_text, headline, notes, unmeasured
-from dilabench.units import parse_count
+from dilabench.units import terminal_width
 
 PIPED_WIDTH = 120
 # Dropped from the left of this list when a terminal is too narrow for all columns.
@@ -31,14 +31,14 @@ def render(
     sections: Sequence[Finding] = (),
 ) -> str | None:
     """The tables as text, with colours only on a terminal. Nothing is written into `folder`."""
-    return to_text(record, width=output_width(), colour=sys.stdout.isatty(), sections=sections)
+    return to_text(record, width=output_width(), colour=standard_output().isatty(), sections=sections)
 
 
 def output_width() -> int:
     """The terminal's width; TERMINAL_WIDTH where that is set; a fixed width when piped."""
     if pinned := os.environ.get("TERMINAL_WIDTH"):
-        return parse_count(pinned, "TERMINAL_WIDTH")
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+        return terminal_width(pinned)
+    return shutil.get_terminal_size().columns if standard_output().isatty() else PIPED_WIDTH
 
 
 def to_text(record: RunRecord, *, width: int, colour: bool = False, sections: Sequence[Finding] = ()) -> str:

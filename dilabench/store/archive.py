@@ -4,7 +4,7 @@ Everything else in the store can be made again from them.
 """
 
 import gzip
-import json
+import io
 import os
 import re
 import zlib
@@ -18,10 +18,12 @@ from dilabench.errors import ConfigError, DilabenchError
 from dilabench.record import RunRecord
 from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
-from dilabench.validation import describe
+from dilabench.validation import describe, read_json
 
 SUFFIX = ".json.gz"
-_RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
+MAX_BYTES = 2**31
+_RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[1-9]\d{0,5})?" + re.escape(SUFFIX), re.ASCII)
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-|^undated-")
 
 
@@ -49,15 +51,22 @@ class Archive:
             version: name for name in self.names() for run, version in [run_and_version(name)] if run == record.run_id
         }
         for name in versions.values():
-            if (self.folder / name).read_bytes() == data:
+            if self._holds(name, data):
                 return name
         version = max(versions, default=0) + 1
         while True:
             suffix = "" if version == 1 else f"+{version}"
             path = self.folder / f"{stamp(record.started_at)}-{record.run_id}{suffix}{SUFFIX}"
-            if write_whole(path, data, replace=False) or path.read_bytes() == data:
+            if write_whole(path, data, replace=False) or self._holds(path.name, data):
                 return path.name
             version += 1
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return (self.folder / name).read_bytes() == data
+        except OSError:
+            # Another user's, say.
+            return False
 
     def names(self) -> list[str]:
         """The files' names in the order of their date, those without one first.
@@ -70,7 +79,10 @@ class Archive:
             return []
         except OSError as error:
             raise unreadable(self.folder, error) from None
-        return sorted((name for name in names if name.endswith(SUFFIX) and name[0] != "."), key=_by_date)
+        # Folders, pipes and what somebody else put there are no runs.
+        return sorted(
+            (name for name in names if _FILE.fullmatch(name) and (self.folder / name).is_file()), key=_by_date
+        )
 
     def newest(self) -> list[str]:
         """The names without those that a later part of the same run replaces."""
@@ -115,7 +127,7 @@ def moment_of(text: str | None) -> datetime | None:
 def run_and_version(name: str) -> tuple[str, int]:
     """The run's id and which of its parts this is: '20260102T030405Z-abc+2.json.gz' -> ('abc', 2)."""
     stem, _, version = _STAMP.sub("", name).removesuffix(SUFFIX).partition("+")
-    return stem, int(version) if version.isdigit() else 1
+    return stem, int(version) if re.fullmatch(r"[1-9]\d{0,5}", version, re.ASCII) else 1
 
 
 def read_compressed(path: Path) -> RunRecord:
@@ -125,7 +137,11 @@ def read_compressed(path: Path) -> RunRecord:
     may not read it.
     """
     try:
-        document = json.loads(gzip.decompress(path.read_bytes()))
+        packed = gzip.GzipFile(fileobj=io.BytesIO(path.read_bytes()))
+        text = packed.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"it unpacks to more than {MAX_BYTES} bytes")
+        document = read_json(text)
     except FileNotFoundError:
         raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:

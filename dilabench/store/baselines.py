@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.store.files import locked, unreadable, write_whole
 from dilabench.validation import Model
@@ -46,7 +44,7 @@ class Baselines:
             return {}
         except OSError as error:
             raise unreadable(self.path, error) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+        except (ValueError, RecursionError) as error:
             first = str(error).splitlines()[0]
             raise ConfigError(
                 f"{str(self.path)!r} cannot be understood ({first}); mend it, or remove it and save the baselines "

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dilabench.atomic_file import open_lock
 from dilabench.errors import EnvironmentNotReady
 
 STORE_VARIABLE = "DILABENCH_STORE"
@@ -69,7 +70,7 @@ def locked(path: Path) -> Iterator[None]:
     lock = path.with_name(f".{path.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a")
+        file = os.fdopen(open_lock(lock), "r+")
     except OSError as error:
         raise EnvironmentNotReady(
             f"{str(lock)!r} cannot be written: {error.strerror or error}; {_way_out()}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dilabench.compare.fingerprint import machine_key
 from dilabench.compare.selection import searchable
-from dilabench.errors import ConfigError, DilabenchError
+from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
 
@@ -147,7 +147,8 @@ class HistoryIndex:
                 continue
             try:
                 cells = _case_fields(file, record)
-            except ConfigError as error:
+            except (DilabenchError, ArithmeticError, ValueError) as error:
+                # A pattern that is gone, or numbers that no measurement has: the others are shown all the same.
                 self._tell(f"run file {file!r} is left out: {error}")
                 continue
             _insert(connection, "runs", [_run_fields(file, record)])

@@ -5,10 +5,11 @@ once the run has ended `run.json` (the RunRecord), and in `masks/` copies of the
 """
 
 import contextlib
+import fcntl
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from dilabench.metadata import STREAM_INTERRUPTED
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
 from dilabench.store.migrations import migrated, migrated_row
-from dilabench.validation import describe
+from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
 
 RECORD_NAME = "run.json"
@@ -39,6 +40,16 @@ class RunFolder:
         self._resumed = resumed
         self._stream: io.FileIO | None = None
 
+    def _open(self, waiting: Callable[[str], None]) -> None:
+        """Open the rows, and lock them for as long as the run goes: nobody else goes on with it meanwhile."""
+        path = self.path / ROWS_NAME
+        self._stream = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting(f"run {str(self.path)!r} still goes; waiting for its end")
+            fcntl.flock(self._stream, fcntl.LOCK_EX)
+
     @classmethod
     def create(cls, base: Path, suite: str, run_id: str, now: datetime | None = None) -> "RunFolder":
         """A new folder under `base`. Raises EnvironmentNotReady when it cannot be made or written to."""
@@ -50,20 +61,27 @@ class RunFolder:
         return folder
 
     @classmethod
-    def resume(cls, run: Path) -> "RunFolder":
-        """The folder of a run to go on with, given as folder or as one of its files."""
+    def resume(cls, run: Path, waiting: Callable[[str], None] = lambda _: None) -> "RunFolder":
+        """The folder of a run to go on with, given as folder or as one of its files.
+
+        Nobody else goes on with it until it is closed. A run that still goes is waited for, and `waiting` told so: what
+        it has done is known only from then on.
+        """
         path = run if run.is_dir() else run.parent
         if not (path / ROWS_NAME).exists():
             raise ConfigError(f"{str(run)!r} cannot be resumed: there is no {ROWS_NAME}; name the folder of a run")
         with _refused(path):
             _probe(path)
-        return cls(path, resumed=True)
+            folder = cls(path, resumed=True)
+            folder._open(waiting)
+        return folder
 
     def start(self, header: RunHeader) -> None:
         """Write the header line; a resumed run keeps its own, without a line that its death cut short."""
         path = self.path / ROWS_NAME
         with _refused(path):
-            self._stream = path.open("ab", buffering=0)
+            if self._stream is None:
+                self._open(lambda _: None)
             if self._resumed:
                 _end_last_line(path)
                 # From now on the rows are newer than this record; `finish` writes it again.
@@ -128,8 +146,8 @@ def read_record(run: Path) -> RunRecord:
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
     text = _text(path)
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
+        document = read_json(text)
+    except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not a run record: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{str(path)!r} is not a run record: it holds no object")
@@ -191,8 +209,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            document = json.loads(line)
-        except json.JSONDecodeError:
+            document = read_json(line)
+        except ValueError:
             # The last line was being written when the run died.
             if number == len(lines):
                 continue
@@ -208,7 +226,7 @@ def _end_last_line(path: Path) -> None:
     if not last:
         return
     try:
-        json.loads(last)
+        read_json(last)
     except ValueError:
         os.truncate(path, len(data) - len(last))
     else:

@@ -1,15 +1,14 @@
 """Suite `all`: every question that this machine can answer, the most telling ones first."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
 
 from dilabench.errors import ConfigError
 from dilabench.metadata import SUITE
-from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.descriptors import Suite
 from dilabench.record import PlannedCase, Row
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner
+from dilabench.suites.planner import Planner, cases_of, more_cases_of
 
 
 def suites(planner: Planner) -> tuple[Suite, ...]:
@@ -31,35 +30,42 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     planned: dict[str, PlannedCase] = {}
     for suite in suites(planner):
         if not suite.takes_the_rest:
-            for one in _cases(planner, suite, request):
+            for one in _cases(planner, suite):
                 planned.setdefault(one.case.case_id, one)
     return tuple(planned.values())
 
 
-def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+def follow_up(rows: Sequence[Row], _request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """What the suites ask for when they have seen their rows; when that is done, the suite that takes what is left."""
     planned: list[PlannedCase] = []
     for suite in suites(planner):
         if suite.follow_up is not None:
             own = [row for row in rows if SUITE.of(row.planned) == suite.name]
-            asked = _own_request(suite, request)
-            planned += _labelled(load_target(suite.follow_up)(own, asked, replace(planner, request=asked)), suite)
+            with _left_out(planner, suite):
+                planned += _labelled(more_cases_of(suite, _own(planner, suite), own), suite)
     known = {row.case.case_id for row in rows}
     if not any(one.case.case_id not in known for one in planned):
         for suite in suites(planner):
             if suite.takes_the_rest:
-                planned += _cases(planner, suite, request)
+                planned += _cases(planner, suite)
     return tuple(planned)
 
 
-def _cases(planner: Planner, suite: Suite, request: RunRequest) -> Iterator[PlannedCase]:
-    asked = _own_request(suite, request)
-    return _labelled(load_target(suite.target)(asked, replace(planner, request=asked)), suite)
+def _cases(planner: Planner, suite: Suite) -> list[PlannedCase]:
+    """Its cases; a suite that fails costs the run no more than that."""
+    with _left_out(planner, suite):
+        return list(_labelled(cases_of(suite, _own(planner, suite)), suite))
+    return []
 
 
-def _own_request(suite: Suite, request: RunRequest) -> RunRequest:
-    options = {option: value for option, value in request.options.items() if option in (suite.options or ())}
-    return request.model_copy(update={"suite": suite.name, "options": options})
+def _left_out(planner: Planner, suite: Suite) -> AbstractContextManager[None]:
+    return planner.catalogue.left_out(planner.catalogue.suites.origin(suite.name), f"suite {suite.name!r}")
+
+
+def _own(planner: Planner, suite: Suite) -> Planner:
+    """A planner for the suite's part of the request."""
+    options = {option: value for option, value in planner.request.options.items() if option in (suite.options or ())}
+    return planner.asking(suite=suite.name, options=options)
 
 
 def _labelled(planned: Sequence[PlannedCase], suite: Suite) -> Iterator[PlannedCase]:

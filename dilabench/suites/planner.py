@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine
 from dilabench.metadata import CHOSEN_BY, refuse_unknown
 from dilabench.patterns.dense import DENSE
+from dilabench.plugins.boundary import guarded, shown
 from dilabench.plugins.catalogue import Catalogue, load_target
-from dilabench.plugins.descriptors import Implementation
-from dilabench.record import Case, Optimizations, PlannedCase, Role, SkipCode, Skipped
+from dilabench.plugins.descriptors import Implementation, Suite
+from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
 from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
 from dilabench.suites.choice import choose
 from dilabench.suites.optimization.variants import reasons_against
@@ -213,19 +214,38 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
     """The cases that a request comes to on a machine, by its suite.
 
     Raises ConfigError for an unknown suite, an option that the suite does not have, or an impossible workload,
-    PluginError for an unknown label.
+    PluginError for a suite that fails or plans what is no case.
     """
     suite = catalogue.suites.get(request.suite)
     if suite.options is not None:
         refuse_unknown_options(request, suite.options)
-    return registered(load_target(suite.target)(request, Planner(catalogue, machine, request)))
+    return cases_of(suite, Planner(catalogue, machine, request))
 
 
-def registered(planned: Iterable[PlannedCase]) -> tuple[PlannedCase, ...]:
-    """What a suite has planned. Raises PluginError for a label that is neither in the registry nor a plug-in's own."""
-    planned = tuple(planned)
-    refuse_unknown("label", {key for one in planned for key in one.labels})
-    return planned
+def cases_of(suite: Suite, planner: Planner) -> tuple[PlannedCase, ...]:
+    """What a suite plans for the planner's request. Raises PluginError when it fails or plans what is no case."""
+    with guarded(planner.catalogue.suites.origin(suite.name), f"suite {suite.name!r}"):
+        return _checked(suite.target, load_target(suite.target)(planner.request, planner))
+
+
+def more_cases_of(suite: Suite, planner: Planner, rows: Sequence[Row]) -> tuple[PlannedCase, ...]:
+    """What a suite's follow-up asks for after these rows; raises as `cases_of` does."""
+    if suite.follow_up is None:
+        return ()
+    with guarded(planner.catalogue.suites.origin(suite.name), f"follow-up of suite {suite.name!r}"):
+        return _checked(suite.follow_up, load_target(suite.follow_up)(rows, planner.request, planner))
+
+
+def _checked(target: str, planned: Any) -> tuple[PlannedCase, ...]:
+    """The cases. Raises PluginError for what is none, or a label that is neither in the registry nor a plug-in's."""
+    if not isinstance(planned, Iterable) or isinstance(planned, str):
+        raise PluginError(f"{target} returned {shown(planned)}; it must return a sequence of PlannedCase")
+    cases: tuple[PlannedCase, ...] = tuple(planned)
+    for one in cases:
+        if not isinstance(one, PlannedCase):
+            raise PluginError(f"{target} planned {shown(one)}, which is no PlannedCase")
+    refuse_unknown("label", {key for one in cases for key in one.labels})
+    return cases
 
 
 def as_dense(request: WorkloadRequest) -> WorkloadRequest:

@@ -31,6 +31,7 @@ DType = Literal["float64", "float32", "float16", "bfloat16"]
 Layout = Literal["padded", "packed"]
 Window = tuple[int, int]
 
+MAX_SEQ_LEN = 2**40
 UNBOUNDED: Window = (-1, -1)
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -65,7 +66,7 @@ class Workload(Model):
 
     pattern: AnyPattern
     batch_size: int = Field(ge=1, le=2**24)
-    seq_len: int = Field(ge=1, le=2**40)
+    seq_len: int = Field(ge=1, le=MAX_SEQ_LEN)
     num_heads: int = Field(ge=1, le=2**14)
     num_kv_heads: int = Field(ge=1, le=2**14)
     head_dim: int = Field(ge=1, le=2**12)
@@ -90,6 +91,8 @@ class Workload(Model):
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 f"num_kv_heads may be {', '.join(map(str, divisors))}"
             )
+        if max(self.window) > MAX_SEQ_LEN:
+            raise ValueError("window reaches over 2^40 positions, more than any sequence has; use -1 for unbounded")
         if min(self.window) < -1:
             raise ValueError(f"window {list(self.window)} must be (left, right) with -1 for unbounded or at least 0")
         if self.causal and self.window[1] > 0:

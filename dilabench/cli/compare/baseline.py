@@ -8,7 +8,7 @@ import typer
 
 from dilabench.cli.guard import guarded
 from dilabench.cli.options import AsJson
-from dilabench.cli.terminal import print_table
+from dilabench.cli.terminal import note, print_table, say
 from dilabench.errors import ConfigError
 
 baseline_app = typer.Typer(
@@ -37,7 +37,7 @@ def save(
 
     if add and replace:
         raise ConfigError("--add keeps the runs that the name has and --replace drops them; give one of the two")
-    store = Store()
+    store = Store(tell=note)
     texts = runs or ["latest"]
     records = [record for text in texts for record in store.records(text)]
     old = store.baselines.all().get(name)
@@ -49,20 +49,20 @@ def save(
     files = [store.archive.add(record) for record in records]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     saved = store.baselines.save(name, files, now, add=add, replace=replace)
-    typer.echo(f"baseline {name} holds {', '.join(saved.runs)}")
+    say(f"baseline {name} holds {', '.join(saved.runs)}")
 
 
 def list_baselines(as_json: AsJson = False) -> None:
     """Show the baselines and their runs."""
     from dilabench.store.lookup import Store
 
-    store = Store()
+    store = Store(tell=note)
     known = store.baselines.all()
     if as_json:
-        typer.echo(json.dumps({name: one.model_dump(mode="json") for name, one in known.items()}, indent=2))
+        say(json.dumps({name: one.model_dump(mode="json") for name, one in known.items()}, indent=2))
         return
     if not known:
-        typer.echo(f"no baselines in {store.root}; `dilabench baseline save NAME` makes one of the latest run")
+        say(f"no baselines in {store.root}; `dilabench baseline save NAME` makes one of the latest run")
         return
     stored = set(store.archive.names())
     rows = []
@@ -77,7 +77,7 @@ def rm(name: Name) -> None:
     from dilabench.store.lookup import Store
 
     removed = Store().baselines.remove(name)
-    typer.echo(f"baseline {name} removed; the store keeps {', '.join(removed.runs)}")
+    say(f"baseline {name} removed; the store keeps {', '.join(removed.runs)}")
 
 
 for _name, _command in (("save", save), ("list", list_baselines), ("rm", rm)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilabench.cli.options import Device, SeqLength
-from dilabench.cli.terminal import print_table
+from dilabench.cli.terminal import print_table, say
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
@@ -59,7 +59,7 @@ def calibrate(
     planned = _runnable(planner.compare(planner.workload_requests([{}]), planner.implementations(())))
     method = choose_method(request.timing, machine.device, found.catalogue)
     header = new_header(found, machine, request)
-    typer.echo(f"{sessions} sessions of {planned[0].case.workload.label()} on {machine.device}")
+    say(f"{sessions} sessions of {planned[0].case.workload.label()} on {machine.device}")
     with progress_shown() as progress, device_lock(machine, header.run_id, progress):
         measured = [
             calibration.measure_session(planned, found.catalogue, machine, method, progress, seed)
@@ -70,7 +70,7 @@ def calibrate(
     result = summary([session.timings for session in measured], here, planned[0].case.workload.label())
     path = Store().calibrations.save(result)
     _show(result)
-    typer.echo(f"kept in {path}")
+    say(f"kept in {path}")
 
 
 def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
@@ -128,9 +128,9 @@ def _runnable(planned: Sequence[PlannedCase]) -> Sequence[PlannedCase]:
 
 
 def _show(result: Calibration) -> None:
-    typer.echo(f"noise between sessions (sigma of identical code): {result.sigma_aa:.2%}")
+    say(f"noise between sessions (sigma of identical code): {result.sigma_aa:.2%}")
     if result.mde is not None:
-        typer.echo(f"smallest slow-down that one session finds four times in five: about {result.mde:.1%}")
+        say(f"smallest slow-down that one session finds four times in five: about {result.mde:.1%}")
     rows = [
         (
             f"{one.effect:.0%}" if one.effect else "identical",

@@ -8,7 +8,7 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.options import AsJson, StrictPlugins
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, PlannedCase, RunRecord
@@ -53,7 +53,7 @@ def check(
 
     if run is not None and sessions is not None:
         raise ConfigError(f"--run {run} is judged instead of {sessions} sessions measured now; leave one of them out")
-    store = Store()
+    store = Store(tell=note)
     baseline = store.records(against)
     cases = _cases(baseline, only or ())
     calibration = store.calibration_of(baseline)

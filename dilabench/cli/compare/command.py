@@ -7,7 +7,7 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.options import AsJson
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def compare(
         raise ConfigError(f"{len(runs)} runs are given; name two, BASE and NEW, or compare the rows of one by --by")
     if by is None and base is not None:
         raise ConfigError(f"--base {base} says which rows to compare with and needs --by")
-    store = Store()
+    store = Store(tell=note)
     sides = [store.records(run) for run in runs]
     records = [record for side in sides for record in side]
     for record in records[1:] if by else ():

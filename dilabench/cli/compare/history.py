@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilabench.cli.options import AsJson
-from dilabench.cli.terminal import print_table
+from dilabench.cli.terminal import note, print_table, say
 from dilabench.errors import ConfigError
 from dilabench.units import format_bytes, format_seconds
 
@@ -41,7 +41,7 @@ def history(
     from dilabench.store.index import HistoryIndex
 
     archive = Archive()
-    with HistoryIndex(archive, lambda text: typer.echo(f"note: {text}", err=True), rebuild=reindex) as index:
+    with HistoryIndex(archive, note, rebuild=reindex) as index:
         if case:
             words = [word for text in case for word in text.split()]
             _show_cases(list(index.cases(words)), " ".join(words), limit, as_json)
@@ -51,9 +51,9 @@ def history(
 
 def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps([asdict(run) for run in runs], indent=2))
+        say(json.dumps([asdict(run) for run in runs], indent=2))
     elif not runs:
-        typer.echo(f"no runs in {folder}; `dilabench run SUITE` keeps its record there")
+        say(f"no runs in {folder}; `dilabench run SUITE` keeps its record there")
     else:
         rows = [
             (_date(run), run.run_id, run.suite, run.device, run.status, f"{run.measured}/{run.rows}", run.git)
@@ -73,7 +73,7 @@ def _show_cases(cases: "Sequence[CaseEntry]", asked: str, limit: int | None, as_
             {"cells": [asdict(entry) for entry in _newest(group, limit)], "steps": _steps(group)}
             for group in groups.values()
         ]
-        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+        say(json.dumps(document, indent=2, ensure_ascii=False))
         return
     for group in groups.values():
         _show_trend(group, limit)
@@ -89,7 +89,7 @@ def _show_trend(group: "Sequence[CaseEntry]", limit: int | None) -> None:
     title = f"{first.implementation}{backend}, {first.title} [case {first.case_id}, machine {first.run.machine}]"
     rows = [_row(entry, steps.get(entry.run.file)) for entry in _newest(group, limit)]
     print_table(title, CASE_COLUMNS, rows, right=CASE_COLUMNS[4:8])
-    typer.echo()
+    say()
 
 
 def _row(entry: "CaseEntry", step: float | None) -> Sequence[str]:

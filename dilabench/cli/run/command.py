@@ -8,16 +8,18 @@ import typer
 
 from dilabench.cli import options as shared
 from dilabench.cli.options import given, names, one_or_none
+from dilabench.cli.plugins import discovered
 from dilabench.cli.run import dry_run as dry
 from dilabench.cli.run import options as own
 from dilabench.cli.run.plan import show_predictions
 from dilabench.cli.run.ranks import asking_all, on_ranks
 from dilabench.cli.run.resume import recorded_request, resumed_header
+from dilabench.cli.terminal import say
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.patterns.registry import kind_with_fields
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.manager import Found, discover
+from dilabench.plugins.manager import Found
 from dilabench.record import Row, RunHeader
 from dilabench.request import RunRequest, run_request
 from dilabench.store.run_files import RunFolder, completed_rows
@@ -79,7 +81,7 @@ def run(
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
     """Measure a suite: verify each case, time it, and leave run.json and report.md in a folder of its own."""
-    found = discover(strict_plugins)
+    found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
     workload |= {"pattern": kind_with_fields(blocks), **blocks} if blocks else {}
@@ -183,9 +185,9 @@ def _carry_out(
     header = new_header(found, machine, request)
     completed: tuple[Row, ...] = ()
     if asked.resume is not None and earlier is not None:
+        folder = RunFolder.resume(asked.resume, lambda text: say(text, err=True))
         completed = completed_rows(asked.resume, header)
         header = resumed_header(earlier, header, machine)
-        folder = RunFolder.resume(asked.resume)
     else:
         folder = RunFolder.create(output_base(output), request.suite, header.run_id)
     execution = Execution(

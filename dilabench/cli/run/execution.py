@@ -10,6 +10,7 @@ from pathlib import Path
 
 import dilabench
 from dilabench.atomic_file import write_text
+from dilabench.cli.plugins import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.run.way_on import way_on, without_time
 from dilabench.cli.terminal import say
@@ -20,6 +21,7 @@ from dilabench.engine.runner import run as run_cases
 from dilabench.engine.worker.launcher import Launcher
 from dilabench.errors import DilabenchError, ExitCode
 from dilabench.machine import Machine
+from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.plugins.manager import Found
@@ -28,7 +30,7 @@ from dilabench.report.findings import render, sections_of
 from dilabench.request import RunRequest
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder
-from dilabench.suites.planner import Planner, registered
+from dilabench.suites.planner import Planner, more_cases_of
 
 ALWAYS_WRITTEN = ("json", "plots", "markdown")
 TABLE = "table"
@@ -51,6 +53,7 @@ class Execution:
 
     def run(self) -> ExitCode:
         """Measure, report, and say how it ended."""
+        known = len(self.found.problems)
         try:
             self._say(self._opening())
             record = self._measure()
@@ -60,6 +63,10 @@ class Execution:
             self._store(record)
             self._report(record)
         code = exit_code(record)
+        broken = self.found.problems[known:]
+        tell_of(broken)
+        if broken and code is ExitCode.OK:
+            code = ExitCode.ENVIRONMENT
         if hint := way_on(record, self.machine, self.folder.path):
             self._say(hint)
         self._say(verdict(record, code))
@@ -82,20 +89,28 @@ class Execution:
                 trace_folder=self.folder.path / "traces",
                 launcher=self.launcher,
             )
-        project = catalogue.suites.get(self.request.suite).projections
-        return record if project is None else record.model_copy(update={"projections": load_target(project)(record)})
+        suite = catalogue.suites.get(self.request.suite)
+        if suite.projections is not None:
+            plugin, what = catalogue.suites.origin(suite.name), f"projections of suite {suite.name!r}"
+            with catalogue.left_out(plugin, what):
+                found = answered(plugin, what, load_target(suite.projections), record, kind=(list, tuple))
+                record = RunRecord.model_validate({**record.model_dump(), "projections": found})
+        return record
 
     def _report(self, record: RunRecord) -> None:
         """Write what a run always leaves and what was asked for; print what was asked for."""
         always = [self.found.catalogue.reporters.get(name) for name in ALWAYS_WRITTEN]
         written = [one for one in dict.fromkeys([*always, *self.formats]) if one.filename]
-        sections = sections_of(record, self.found.catalogue)
+        catalogue = self.found.catalogue
+        sections = sections_of(record, catalogue)
         for reporter in written:
-            render(reporter, record, self.folder.path, sections)
+            with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
+                render(reporter, record, self.folder.path, sections, catalogue)
         for reporter in self.formats:
-            text = render(reporter, record, None, sections) if reporter.prints else None
-            if text is not None:
-                say(text)
+            with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
+                text = render(reporter, record, None, sections, catalogue) if reporter.prints else None
+                if text is not None:
+                    say(text, styled=True)
         paths = [self.folder.path / str(one.filename) for one in written]
         self._say("\n" + "\n".join(str(path) for path in paths if path.exists()))
 
@@ -137,12 +152,14 @@ def new_header(found: Found, machine: Machine, request: RunRequest) -> RunHeader
 
 
 def _follow_up(catalogue: Catalogue, machine: Machine, request: RunRequest) -> FollowUp | None:
-    target = catalogue.suites.get(request.suite).follow_up
-    if target is None:
+    suite = catalogue.suites.get(request.suite)
+    if suite.follow_up is None:
         return None
 
     def follow_up(rows: Sequence[Row]) -> Sequence[PlannedCase]:
-        return registered(load_target(target)(rows, request, Planner(catalogue, machine, request)))
+        with catalogue.left_out(catalogue.suites.origin(suite.name), ""):
+            return more_cases_of(suite, Planner(catalogue, machine, request), rows)
+        return ()
 
     return follow_up
 
@@ -162,6 +179,7 @@ def exit_code(record: RunRecord) -> ExitCode:
 
 VERDICTS = {
     ExitCode.OK: "ok",
+    ExitCode.ENVIRONMENT: "A PLUG-IN FAILED",
     ExitCode.CASE_FAILED: "SOME CASE FAILED",
     ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
     ExitCode.NOTHING_MEASURED: "NOTHING MEASURED",

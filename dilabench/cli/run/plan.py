@@ -9,13 +9,13 @@ import typer
 
 from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
+from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
-from dilabench.cli.terminal import print_table
+from dilabench.cli.terminal import print_table, say
 from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.metadata import FORM
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.manager import discover
 from dilabench.predict.memory import MemoryPlan, longest_that_fits, plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import PlannedCase
@@ -62,7 +62,7 @@ def plan(
 
     With --nproc it is what the fullest rank needs, of the memory that each rank has.
     """
-    found = discover(strict_plugins)
+    found = discovered(strict_plugins)
     counts = [parse_count(length, "length") for length in names(lengths)] or list(LENGTHS)
     workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode)
     request = run_request(
@@ -85,7 +85,7 @@ def plan(
     planned = _cases(planner, batches)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
     if as_json:
-        typer.echo(json.dumps([_as_data(one, planner, capacity) for one in planned], indent=1))
+        say(json.dumps([_as_data(one, planner, capacity) for one in planned], indent=1))
     else:
         _show(planned, planner, capacity)
     known = any(_memory(one, planner) for one in planned)
@@ -120,7 +120,7 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner) -> None:
     assumed = ", ".join(f"{rate:.3g}" for rate in rates)
     duration = format_seconds(max(total_s, 1e-9))
     there = "unknown" if capacity is None else format_bytes(capacity)
-    typer.echo(
+    say(
         f"Predicted, not measured: memory by formula (there is {there}); one call of each case, or all pieces of a "
         f"stream, in about {duration} at an assumed {assumed} FLOP/s. Nothing was run (--plan)."
     )
@@ -168,11 +168,11 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
         key = (*_names(one), one.case.workload.mode, str(one.case.workload.batch_size))
         if key not in longest and (length := _longest(one, planner, capacity)) is not None:
             longest[key] = f"{length:,}".replace(",", "_")
-    typer.echo()
+    say()
     ranks = max(one.case.world_size for one in planned)
     title = f"Into {format_bytes(capacity)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
     print_table(title, LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
-    typer.echo("Predicted by formula, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
+    say("Predicted by formula, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 
 
 def _as_data(one: PlannedCase, planner: Planner, capacity: int | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dilabench.cli.terminal import console, say
 from dilabench.engine.progress import Progress, Silent
+from dilabench.errors import printable
 from dilabench.record import Case, Row
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class ProgressBar(Silent):
 
     def waiting(self, why: str) -> None:
         """Show why nothing is measured."""
-        self._bar.update(self._task, description=why, refresh=True)
+        self._bar.update(self._task, description=printable(why), refresh=True)
 
     def stage_started(self, case: Case, stage: str) -> None:
         """Names the case and what is done with it."""
@@ -39,7 +40,7 @@ class ProgressBar(Silent):
         """One case further; something that failed is said at once."""
         if row.outcome.status == "failed":
             self._bar.console.print(
-                f"failed: {row.case.implementation}, {row.case.workload.label()}: {row.outcome.why}"
+                printable(f"failed: {row.case.implementation}, {row.case.workload.label()}: {row.outcome.why}")
             )
         self._bar.update(self._task, advance=1, refresh=True)
 
@@ -66,6 +67,6 @@ def progress_shown() -> Iterator[Progress]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
         yield ProgressBar(bar)

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dilabench.engine.worker.torchrun import Rank
 from dilabench.errors import ConfigError, ExitCode
@@ -29,11 +29,12 @@ def on_ranks(work: Callable[["Nodes | None"], ExitCode]) -> ExitCode:
     if rank.rank > 0:
         from dilabench.engine.worker.node_agent import serve
 
+        # It waits inside of torch, where Python sees no signal, and has nothing to save.
+        for one in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(one, signal.SIG_DFL)
         return serve(rank)
     from dilabench.engine.worker.remote_nodes import gathered
 
-    # torchrun ends us so when another rank has failed: as with Ctrl-C, what was measured is kept.
-    signal.signal(signal.SIGTERM, _interrupt)
     with gathered(rank) as nodes:
         return work(nodes)
 
@@ -47,9 +48,3 @@ def asking_all(request: RunRequest, nodes: "Nodes | None") -> RunRequest:
             f"--nproc {request.nproc} asks for more ranks than torchrun started ({nodes.size}); leave --nproc out"
         )
     return request if request.nproc > 1 else request.model_copy(update={"nproc": nodes.size})
-
-
-def _interrupt(_signal: int, _frame: Any) -> None:
-    # Only the first signal: what follows saves the record.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt

@@ -7,9 +7,10 @@ import typer
 
 from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
+from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
+from dilabench.cli.terminal import say
 from dilabench.machine import detect
-from dilabench.plugins.manager import discover
 from dilabench.request import ALL, run_request
 from dilabench.store.run_files import RunFolder
 from dilabench.suites.planner import expand
@@ -37,7 +38,7 @@ def tune(
     from dilabench.suites.choice import tune_path
     from dilabench.suites.tuner import add_to_file
 
-    found = discover()
+    found = discovered()
     request = run_request(
         found.catalogue,
         suite="implementations",
@@ -66,5 +67,5 @@ def tune(
     path = output or tune_path(machine)
     # A run that was interrupted before its first row leaves no folder.
     added = add_to_file(path, execution.folder.path, machine) if execution.folder.path.exists() else 0
-    typer.echo(f"{added} workloads tuned in {path}")
+    say(f"{added} workloads tuned in {path}")
     raise typer.Exit(code)

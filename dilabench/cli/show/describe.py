@@ -7,6 +7,7 @@ import typer
 
 from dilabench.cli.show.availability import limits_of, reasons_against
 from dilabench.cli.show.picture import mask_facts, pattern_picture
+from dilabench.cli.terminal import say
 from dilabench.errors import unknown_name
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
@@ -39,9 +40,9 @@ def describe(
         known = {other for registry in REGISTRIES for other in getattr(catalogue, registry).names}
         raise unknown_name("name", name, [*known, *RANGES, *PREFERENCES])
     for index, (kind, facts) in enumerate(sheets):
-        typer.echo(("\n" if index else "") + f"{kind} {name}")
+        say(("\n" if index else "") + f"{kind} {name}")
         for key, value in facts:
-            typer.echo(f"  {key + ':' if key else '':<18} {value}")
+            say(f"  {key + ':' if key else '':<18} {value}")
 
 
 def _sheets(
@@ -130,7 +131,7 @@ def _workload_facts(catalogue: Catalogue, preset: WorkloadPreset, machine: Machi
     for implementation in catalogue.implementations:
         reasons = (
             *reasons_against(implementation, machine),
-            *implementation.supports.reasons(workload, machine.device),
+            *catalogue.unsupported(implementation, workload, machine.device),
         )
         yield implementation.name, "no: " + "; ".join(dict.fromkeys(reasons)) if reasons else "can compute it here"
 

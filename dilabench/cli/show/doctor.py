@@ -2,12 +2,11 @@
 
 import json
 
-import typer
-
 from dilabench.cli.compare.noise import notes
 from dilabench.cli.options import AsJson
 from dilabench.cli.reading import read
 from dilabench.cli.show.availability import reasons_against
+from dilabench.cli.terminal import say
 from dilabench.machine import Machine, detect
 from dilabench.metadata import note_text
 from dilabench.plugins.manager import Found, discover
@@ -30,19 +29,19 @@ def doctor(as_json: AsJson = False) -> None:
             "notes": [note.model_dump(mode="json", exclude_none=True) for note in warnings],
             "broken_plugins": {problem.plugin: problem.why for problem in found.problems},
         }
-        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        say(json.dumps(report, indent=2, ensure_ascii=False))
         return
     for name, value in _facts(machine, environment, found):
-        typer.echo(f"{name + ':':<12} {value}")
+        say(f"{name + ':':<12} {value}")
     for problem in found.problems:
-        typer.echo(f"broken plug-in {problem.plugin}: {problem.why}")
-    typer.echo(
+        say(f"broken plug-in {problem.plugin}: {problem.why}")
+    say(
         f"\nWhat makes times here noisy ({len(warnings)}):"
         if warnings
         else "\nNothing found that makes times here noisy."
     )
     for note in warnings:
-        typer.echo(f"- {note_text(note)}")
+        say(f"- {note_text(note)}")
 
 
 def _facts(machine: Machine, environment: Environment, found: Found) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ import typer
 
 from dilabench.cli.options import AsJson
 from dilabench.cli.show.availability import limits_of, reasons_against
-from dilabench.cli.terminal import print_table
+from dilabench.cli.terminal import print_table, say
 from dilabench.machine import Machine, detect
 from dilabench.plugins.descriptors import Backend, Implementation, WorkloadPreset
 from dilabench.plugins.manager import Found, discover
@@ -43,7 +43,7 @@ def list_names(
     listing = {name: _plugins(found) if name == PLUGINS else _entries(found, name, machine) for name in kinds}
     if as_json:
         problems = [{"plugin": problem.plugin, "why": problem.why} for problem in found.problems]
-        typer.echo(json.dumps({**listing, "problems": problems}, indent=2, ensure_ascii=False))
+        say(json.dumps({**listing, "problems": problems}, indent=2, ensure_ascii=False))
         return
     for name, entries in listing.items():
         _print(name, entries, why)
@@ -51,7 +51,7 @@ def list_names(
         lengths = [(name, " ".join(map(str, RANGES[name]))) for name in RANGES]
         print_table("ranges (--range NAME, all, custom)", ("name", "lengths"), lengths)
     for problem in found.problems:
-        typer.echo(f"broken plug-in {problem.plugin}: {problem.why}")
+        say(f"broken plug-in {problem.plugin}: {problem.why}")
 
 
 def _plugins(found: Found) -> list[dict[str, Any]]:

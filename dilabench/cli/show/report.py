@@ -1,16 +1,15 @@
 """`dilabench report`: a run record, rendered."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dilabench.cli.options import StrictPlugins, names
-from dilabench.cli.terminal import say
-from dilabench.errors import ConfigError
+from dilabench.cli.plugins import discovered, tell_of
+from dilabench.cli.terminal import note, say
+from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.descriptors import Reporter
-from dilabench.plugins.manager import discover
 from dilabench.report.findings import render, sections_of
 
 
@@ -27,25 +26,31 @@ def report(
     """Render a run record: a table by default, markdown, json, or what a plug-in brings."""
     from dilabench.store.lookup import Store
 
-    catalogue = discover(strict_plugins).catalogue
+    catalogue = discovered(strict_plugins).catalogue
     reporters = [catalogue.reporters.get(name) for name in names(formats) or ["table"]]
-    records = Store().records(run)
+    store = Store(tell=note)
+    records = store.records(run)
     if len(records) > 1:
         raise ConfigError(f"{run!r} stands for {len(records)} runs; name one of them (see `dilabench baseline list`)")
+    known = len(catalogue.problems)
     sections = sections_of(records[0], catalogue)
     for reporter in reporters:
-        folder = output if output is not None or reporter.prints else _own_folder(run, reporter)
-        text = render(reporter, records[0], folder, sections)
-        if text is not None:
-            say(text)
-        if folder is not None and reporter.filename:
-            say(str(folder / reporter.filename), err=True)
+        folder = output if output is not None or reporter.prints else _own_folder(store.path_of(run), run, reporter)
+        with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
+            text = render(reporter, records[0], folder, sections, catalogue)
+            if text is not None:
+                say(text, styled=True)
+            if folder is not None and reporter.filename:
+                say(str(folder / reporter.filename), err=True)
+    tell_of(catalogue.problems[known:])
+    if catalogue.problems[known:]:
+        raise typer.Exit(ExitCode.ENVIRONMENT)
 
 
-def _own_folder(run: str, reporter: Reporter) -> Path:
+def _own_folder(path: Path | None, run: str, reporter: Reporter) -> Path:
     """Where files go that were not given a place: into the run's folder. A run of the store has none."""
     from dilabench.store.archive import SUFFIX
 
-    if not os.path.exists(run) or run.endswith(SUFFIX):
+    if path is None or path.name.endswith(SUFFIX):
         raise ConfigError(f"reporter {reporter.name!r} writes files and {run!r} has no folder; say where with -o")
-    return Path(run) if os.path.isdir(run) else Path(run).parent
+    return path if path.is_dir() else path.parent

@@ -7,6 +7,7 @@ import typer
 
 from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
+from dilabench.cli.plugins import discovered
 from dilabench.cli.run.options import Implementations, Processes
 from dilabench.cli.terminal import Lines, say
 from dilabench.cli.verify.everything import SIGNS, Marks, Result, trials_of
@@ -15,7 +16,6 @@ from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
-from dilabench.plugins.manager import discover
 from dilabench.record import Check, PlannedCase, Verification
 from dilabench.request import ALL, run_request
 from dilabench.suites.planner import Planner
@@ -50,7 +50,7 @@ def verify(
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
     """Check outputs and gradients against the oracle. Exit code 5 when any is wrong, 4 when a check itself fails."""
-    found = discover(strict_plugins)
+    found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     request = run_request(
         found.catalogue,

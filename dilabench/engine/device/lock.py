@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from dilabench.atomic_file import open_lock
 from dilabench.engine.progress import Progress
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
@@ -83,7 +84,8 @@ def _sign(file: TextIO, run_id: str) -> None:
 
 def _open(path: Path) -> TextIO:
     try:
-        descriptor = _descriptor(path)
+        # Links are not followed: the folder is everybody's, and the file is overwritten.
+        descriptor = open_lock(path, os.O_NOFOLLOW)
     except OSError as error:
         raise EnvironmentNotReady(
             f"lock file {str(path)!r} cannot be opened: {error.strerror}; "
@@ -93,16 +95,6 @@ def _open(path: Path) -> TextIO:
         # Other users of the machine must be able to lock it, whatever this one's umask is.
         os.fchmod(descriptor, 0o666)
     return os.fdopen(descriptor, "r+", encoding="utf-8")
-
-
-def _descriptor(path: Path) -> int:
-    # Links are not followed: the folder is everybody's, and the file is overwritten.
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        # In such a folder, Linux refuses to "create" a file that another user has (fs.protected_regular).
-        return os.open(path, flags)
-    except FileNotFoundError:
-        return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 def _acquire(
@@ -133,5 +125,5 @@ def _holder(file: TextIO) -> str:
     try:
         facts = json.loads(file.read())
         return f"run {facts['run_id']} (process {facts['pid']}, since {facts['since']})"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "another run"

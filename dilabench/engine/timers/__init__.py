@@ -11,6 +11,9 @@ from typing import Protocol
 import torch
 
 from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.errors import PluginError
+from dilabench.plugins.boundary import shown
+from dilabench.plugins.catalogue import load_target
 from dilabench.record import Note
 from dilabench.workload.spec import Workload
 
@@ -85,3 +88,29 @@ class SampleTimer(Protocol):
     def notes(self) -> tuple[Note, ...]:
         """What a reader must know about the samples so far."""
         ...
+
+
+class HeldTimer:
+    """A timer whose samples are held to what `Samples` says: whatever else it returns is an error of the timer."""
+
+    def __init__(self, target: str, call: Call) -> None:
+        self._timer: SampleTimer = load_target(target)(call)
+        self._target = target
+
+    def take(self, count: int) -> Samples:
+        """As the timer's. Raises PluginError for what are no `count` positive whole numbers of nanoseconds."""
+        samples = self._timer.take(count)
+        if not isinstance(samples, Samples):
+            raise PluginError(f"timer {self._target} returned {shown(samples)} from take; it must return Samples")
+        times, enqueued = samples.samples_ns, samples.enqueue_ns
+        whole = isinstance(times, tuple) and all(isinstance(one, int) and 0 < one < 2**62 for one in times)
+        if not whole or len(times) != count or len(enqueued) not in (0, count):
+            raise PluginError(
+                f"timer {self._target} took {shown(times)}, enqueued in {shown(enqueued)}; "
+                f"{count} whole numbers of at least 1 ns were asked for"
+            )
+        return samples
+
+    def notes(self) -> tuple[Note, ...]:
+        """As the timer's."""
+        return self._timer.notes()

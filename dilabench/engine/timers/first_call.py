@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 
 from dilabench.engine.timers import Call, Samples
 from dilabench.metadata import FIRST_CALL
 from dilabench.record import Note
+from dilabench.temporary_folder import temporary_folder
 
 STAGES = ("import", "build", "first_call")
 TIMEOUT_S = 600.0
@@ -32,7 +32,7 @@ class FirstCall:
         return (FIRST_CALL.note(parts),) if self._stages else ()
 
     def _sample(self) -> int:
-        with tempfile.TemporaryDirectory(prefix="dilabench-first-call-") as folder:
+        with temporary_folder("first-call") as folder:
             caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
             path = os.pathsep.join(entry for entry in sys.path if entry)
             finished = subprocess.run(

@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.clocks import clocks_of
 from dilabench.engine.device.device import describe_torch, release_cached, synchronize, torch_device
 from dilabench.engine.device.peaks import measure_ceilings
-from dilabench.engine.timers import SampleTimer, TimerUnusableError
+from dilabench.engine.timers import HeldTimer, SampleTimer, TimerUnusableError
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.warmup import WarmUpLimits, WarmUpResult, warm_up
 from dilabench.engine.worker.protocol import (
@@ -39,7 +40,6 @@ from dilabench.engine.worker.protocol import (
     WorkerSettings,
 )
 from dilabench.metadata import MESSAGES_BY_KERNELS, refuse_unknown
-from dilabench.plugins.catalogue import load_target
 from dilabench.record import Note, Slot
 
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -126,7 +126,7 @@ class Handlers:
         # Timing begins when all cases of the group are verified; the oracle's tensors must not crowd the device.
         self._verifier.forget()
         try:
-            timer: SampleTimer = load_target(spec.target)(call)
+            timer: SampleTimer = HeldTimer(spec.target, call)
         except TimerUnusableError as reason:
             return Reply(warmed_up=WarmedUp(samples_ns=(), settled=False, unusable=str(reason)))
         self._timers[command.handle, spec.name] = timer
@@ -174,7 +174,7 @@ class Handlers:
     def _diagnose(self, command: Command) -> Reply:
         spec = TimerSpec.model_validate(command.arguments["timer"])
         with _no_collection():
-            parts = time_parts(self._calls[command.handle], load_target(spec.target), command.arguments["turns"])
+            parts = time_parts(self._calls[command.handle], partial(HeldTimer, spec.target), command.arguments["turns"])
         gc.collect()
         release_cached(self.device)
         return Reply(diagnostics=parts)

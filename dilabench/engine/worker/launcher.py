@@ -1,14 +1,13 @@
 """Where the ranks of a group run, and the store at which they meet. No torch."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Protocol
 
 from dilabench.engine.worker.client import Worker
 from dilabench.engine.worker.protocol import WorkerSettings
+from dilabench.temporary_folder import temporary_folder
 
 
 class Launcher(Protocol):
@@ -26,6 +25,9 @@ class Launcher(Protocol):
 class ThisMachine:
     """Every rank on this machine, rank r on its GPU r; they meet at a file."""
 
+    def __init__(self) -> None:
+        self._folders: dict[str, ExitStack] = {}
+
     def gpus_here(self, ranks: int) -> Sequence[int]:
         """GPU r for rank r, in order."""
         return range(ranks)
@@ -34,11 +36,15 @@ class ThisMachine:
         """The path of a file in a new temporary folder."""
         # gloo would otherwise look the host's name up, which not every machine can.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return str(Path(tempfile.mkdtemp(prefix="dilabench-ranks-"), "store"))
+        folder = ExitStack()
+        store = str(folder.enter_context(temporary_folder("ranks")) / "store")
+        self._folders[store] = folder
+        return store
 
     def close_store(self, store: str) -> None:
         """Remove the file and its folder."""
-        shutil.rmtree(Path(store).parent, ignore_errors=True)
+        if store in self._folders:
+            self._folders.pop(store).close()
 
     def start(self, key: str, settings: WorkerSettings) -> Worker:
         """Start a worker process on this machine."""

@@ -7,12 +7,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
+
+from dilabench.temporary_folder import temporary_folder
 
 SERVER_MODULES = ["__main__", "dilabench.engine.worker.handlers"]
 TAIL_CHARACTERS = 2000
@@ -32,9 +33,8 @@ class Child:
     """A process that runs `target(*arguments, path of its log)`; not yet started."""
 
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        descriptor, log = tempfile.mkstemp(prefix="dilabench-worker-", suffix=".log")
-        os.close(descriptor)
-        self._log = Path(log)
+        self._folder = contextlib.ExitStack()
+        self._log = self._folder.enter_context(temporary_folder("worker")) / "output.log"
         self._oom_kills = _oom_kills()
         self._process: Any = worker_context().Process(  # type: ignore[attr-defined]
             target=target, args=(*arguments, str(self._log)), daemon=False
@@ -81,7 +81,7 @@ class Child:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
             process.join()
-        self._log.unlink(missing_ok=True)
+        self._folder.close()
 
 
 def worker_context() -> BaseContext:

@@ -16,6 +16,7 @@ from dilabench.errors import EnvironmentNotReady
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MEETING = "dilabench/meeting"
 MEETING_TIMEOUT_S = 180.0
+MOST_RANKS = 2**20
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -43,6 +44,12 @@ class Rank:
             )
         except ValueError as error:
             raise EnvironmentNotReady(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT: {error}; use torchrun") from None
+        if not 0 < port < 2**16:
+            raise EnvironmentNotReady(f"MASTER_PORT={port} is no port (1 to 65535); start the ranks with torchrun")
+        if not 0 <= local_rank < size <= MOST_RANKS:
+            raise EnvironmentNotReady(
+                f"LOCAL_RANK={local_rank} with WORLD_SIZE={size} makes no sense; start the ranks with torchrun"
+            )
         if not 0 <= rank < size:
             raise EnvironmentNotReady(f"RANK={rank} is not below WORLD_SIZE={size}; start the ranks with torchrun")
         return cls(rank, size, local_rank, os.environ["MASTER_ADDR"], port)

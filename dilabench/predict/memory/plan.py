@@ -6,6 +6,7 @@ are derived from the code; `scripts/gpu_memory_plan.py` measures them. On an H20
 
 from dataclasses import replace
 
+from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.predict.memory.sizes import MemoryPlan, Sizes, inputs_of
 from dilabench.record import Case
@@ -76,6 +77,13 @@ def _plan(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | None:
         return None
     kernel = None
     if case.backend and case.backend in catalogue.backends and (memory := catalogue.backends.get(case.backend).memory):
-        kernel = load_target(memory)(case.workload, device)
-    plan: MemoryPlan | None = load_target(implementation.memory)(case, device, kernel)
-    return plan
+        with catalogue.left_out(catalogue.backends.origin(case.backend), f"memory of backend {case.backend!r}"):
+            kernel = load_target(memory)(case.workload, device)
+    origin = catalogue.implementations.origin(implementation.name)
+    what = f"memory of {implementation.name!r}"
+    with catalogue.left_out(origin, what):
+        plan: MemoryPlan | None = answered(
+            origin, what, load_target(implementation.memory), case, device, kernel, kind=(MemoryPlan, type(None))
+        )
+        return plan
+    return None

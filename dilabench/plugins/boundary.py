@@ -1,0 +1,103 @@
+"""The plug-in boundary: what a plug-in raises, returns wrongly, exits with or prints costs its own thing only.
+
+All code of plug-ins that runs in the main process runs inside `guarded`: hooks, rules, suites, analyses, reporters,
+formulas, patterns. What runs in worker processes is held by them (`dilabench.engine.worker.handlers`).
+"""
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, PluginError, said
+
+PACKAGE = str(Path(__file__).parents[1])
+# Frames of what only calls a plug-in, or is called by it on our behalf.
+_BETWEEN = ("/pluggy/", "/pydantic/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
+_outside: list[TextIO] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A plug-in, or a part of one, that could not be used, and why."""
+
+    plugin: str
+    why: str
+
+
+@contextlib.contextmanager
+def guarded(plugin: str, what: str = "") -> Iterator[None]:
+    """Run code of a plug-in: whatever it raises, sys.exit() included, becomes a PluginError with file and line.
+
+    `what` says what it was asked for. What it prints goes to stderr, for stdout may carry JSON. Refusals that are meant
+    for the user (ConfigError, EnvironmentNotReady) and Ctrl-C pass.
+    """
+    _outside.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (KeyboardInterrupt, GeneratorExit, ConfigError, EnvironmentNotReady):
+        raise
+    # A plug-in may raise anything.
+    except BaseException as error:
+        if isinstance(error, PluginError):
+            if error.plugin is not None:
+                raise
+            text = error.why
+        else:
+            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + _place(error)
+        raise PluginError(f"{what}: {text}" if what else text, plugin) from error
+    finally:
+        _outside.pop()
+
+
+def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: Any, kind: Any) -> Any:
+    """What a plug-in's function answers. Raises PluginError when it fails, or answers with what is no `kind`.
+
+    `kind` is a type or a tuple of types, as for isinstance.
+    """
+    with guarded(plugin, what):
+        answer = function(*arguments)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(answer, kinds) or (isinstance(answer, bool) and bool not in kinds):
+            wanted = " or ".join("None" if one is type(None) else one.__name__ for one in kinds)
+            raise PluginError(f"{defined(function)} returned {shown(answer)}; it must return {wanted}")
+        return answer
+
+
+def standard_output() -> TextIO:
+    """Standard output as it is outside of the boundary."""
+    return _outside[0] if _outside else sys.stdout
+
+
+def defined(function: Any) -> str:
+    """Name, file and line of a function, for a message about what it returned."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
+
+
+def shown(value: object) -> str:
+    """A value in a message, short, whatever its `__repr__` does."""
+    try:
+        return f"{value!r:.80}"
+    # The `__repr__` is the plug-in's.
+    except Exception as error:  # noqa: BLE001
+        return f"a {type(value).__name__} ({said(error)})"
+
+
+def _place(error: BaseException) -> str:
+    """Where it went wrong: the innermost line in the folder of the plug-in, whose frame is the first that is not ours.
+
+    Without such a frame, the innermost line.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
+    theirs = [one for one in frames if not one[0].startswith(PACKAGE) and not any(part in one[0] for part in _BETWEEN)]
+    home = str(Path(theirs[0][0]).parent) if theirs else PACKAGE
+    inside = [one for one in frames if one[0].startswith(home)]
+    return " ({}:{})".format(*inside[-1]) if inside else ""
