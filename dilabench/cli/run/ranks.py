@@ -10,7 +10,7 @@ from dilabench.errors import ConfigError, ExitCode
 from dilabench.request import RunRequest
 
 if TYPE_CHECKING:
-    from dilabench.engine.worker.remote_nodes import Nodes
+    from dilabench.engine.worker.nodes import Nodes
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -30,7 +30,7 @@ def on_ranks(work: Callable[["Nodes | None"], ExitCode]) -> ExitCode:
         from dilabench.engine.worker.node_agent import serve
 
         return serve(rank)
-    from dilabench.engine.worker.remote_nodes import gathered
+    from dilabench.engine.worker.nodes import gathered
 
     # torchrun ends us so when another rank has failed: as with Ctrl-C, what was measured is kept.
     signal.signal(signal.SIGTERM, _interrupt)
