@@ -13,7 +13,6 @@ from dilabench.engine.worker.process import Child, worker_context
 from dilabench.engine.worker.protocol import Command, CommandName, Hello, Reply, TroubleCode, WorkerSettings
 
 START_TIMEOUT_S = 180.0
-CLOSE_TIMEOUT_S = 2.0
 
 
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
@@ -35,7 +34,6 @@ class Worker:
 
     def __init__(self, key: str, settings: WorkerSettings) -> None:
         self.key = key
-        self.handles: set[str] = set()
         # One thread asks and another may end the whole group; the file descriptor must be closed only once.
         self._ending = threading.Lock()
         self._connection, theirs = worker_context().Pipe()
@@ -76,13 +74,6 @@ class Worker:
                 self.kill()
             raise WorkerFailure(trouble.code, trouble.why, died=trouble.fatal, traceback=traceback)
         return reply
-
-    def close(self) -> None:
-        """Let the process end by itself, or end it."""
-        with contextlib.suppress(OSError):
-            self._connection.close()
-        self._child.wait(CLOSE_TIMEOUT_S)
-        self.kill()
 
     def kill(self) -> None:
         """End the process and everything it started, at once."""

@@ -92,7 +92,6 @@ class RemoteWorker(Worker):
 
     def __init__(self, key: str, settings: WorkerSettings, agent: RemoteAgent, name: str) -> None:
         self.key = key
-        self.handles: set[str] = set()
         self._agent, self._name = agent, name
         patience_s = START_TIMEOUT_S + REQUEST_TIMEOUT_S
         started = agent.ask("start", timeout_s=patience_s, name=name, settings=settings.model_dump(mode="json"))
@@ -113,10 +112,6 @@ class RemoteWorker(Worker):
         # Its agent knows better than this process when the time is over.
         found = self._agent.ask("ask", timeout_s=timeout_s + REQUEST_TIMEOUT_S, own_timeout_s=timeout_s, **asked)
         return Reply.model_validate(found["reply"])
-
-    def close(self) -> None:
-        """End the process."""
-        self.kill()
 
     def kill(self) -> None:
         """End the process, if its machine can still be reached."""
