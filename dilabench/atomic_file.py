@@ -8,29 +8,41 @@ from pathlib import Path
 
 from dilabench.errors import EnvironmentNotReady
 
+OTHER_FOLDER = "choose another folder with -o"
+
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text to `path` in one step: a full disk or a kill leaves the old file or none.
+    """`write_bytes` of UTF-8 text, over any file that is there."""
+    write_bytes(path, text.encode())
 
-    Raises EnvironmentNotReady when the folder cannot be made or written.
+
+def write_bytes(path: Path, data: bytes, *, replace: bool = True, way_out: str = OTHER_FOLDER) -> bool:
+    """Write a file in one step: a full disk or a kill leaves the old file or none.
+
+    Without `replace` an existing file stays, and the answer is False. Raises EnvironmentNotReady, which ends with
+    `way_out`, when the folder cannot be made or written; nothing is left behind then.
     """
-    temporary = None
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}-", encoding="utf-8", newline="\n", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # NamedTemporaryFile keeps others out; a report is meant to be read like any other file.
+        # A temporary file keeps others out; this one is meant to be read like any other.
         temporary.chmod(0o644)
-        temporary.replace(path)
+        if replace:
+            temporary.replace(path)
+        else:
+            # A link fails where the name is taken; a rename would take another writer's file away.
+            os.link(temporary, path)
+        return True
     except OSError as error:
-        raise EnvironmentNotReady(
-            f"{str(path)!r} cannot be written: {error.strerror or error}; choose another folder with -o"
-        ) from error
+        if isinstance(error, FileExistsError) and path.is_file():
+            return False
+        raise EnvironmentNotReady(f"{str(path)!r} cannot be written: {error.strerror or error}; {way_out}") from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

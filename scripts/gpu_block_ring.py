@@ -29,9 +29,9 @@ from gpu_ring_trial import gradients_of, peak, random_inputs, say, timed
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.ablation import MuteWorld
 from dilabench.distributed.launch import world_from_environment
 from dilabench.distributed.shardings import BLOCKS, RING_OVERLAP, ZIGZAG_RING
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
@@ -199,7 +199,7 @@ def measure(world: World, workload: Workload) -> dict[str, Any]:
     single = timed(world, alone, inputs)
     parallel = timed(world, whole, shards)
     peak_bytes = peak(world)
-    compute = timed(world, over_ranks(workload, MuteWorld.of(world)), shards)
+    compute = timed(world, over_ranks(workload, SingleRank.silenced(world)), shards)
     communication = timed(world, without_kernels(whole), shards)
     difference = max(world.share(max(apart)))
     # Both sides are rounded to the dtype, and dK and dV once more on their way home.

@@ -41,8 +41,9 @@ from gpu_ring_trial import (
 )
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.distributed.ablation import MuteWorld, idle
+from dilabench.distributed.ablation import idle
 from dilabench.distributed.launch import world_from_environment
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.world import World
 from dilabench.impls import strided
 from dilabench.impls.ring import allgather, gathered, rings, ulysses
@@ -198,7 +199,7 @@ def measure(world: World, options: argparse.Namespace, preset: str, algorithm: s
     single.pop("calls")
     counted = {name: count // calls for name, count in world.traffic.counters().items()}
     most = {name: max(fact.get(name, 0) for fact in share(world, counted)) for name in sorted(counted)}
-    compute = timed(world, built(MuteWorld.of(world), backend), shards)["total_ms"]
+    compute = timed(world, built(SingleRank.silenced(world), backend), shards)["total_ms"]
     communication = timed(world, built(world, idle(backend)), shards)["total_ms"]
     total, alone = parallel["total_ms"], single["total_ms"]
     return {

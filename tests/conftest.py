@@ -69,6 +69,15 @@ def warm_server() -> None:
     forkserver.ensure_running()
 
 
+@pytest.fixture
+def launch(monkeypatch, warm_server):
+    """Run a function on ranks; their processes import it by its module's name, for they inherit sys.path."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "distributed" / "on_ranks")
+    from launching import launch as on_ranks
+
+    return on_ranks
+
+
 def role_of(name):
     """What a row of that name is in records made by hand."""
     return "plain" if name.startswith("gather") else "method"

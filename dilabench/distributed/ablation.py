@@ -4,48 +4,23 @@ exposed communication = the whole call - computation alone; it is hidden where c
 Results computed this way are wrong on purpose; only their times are used.
 """
 
-# ruff: noqa: ARG001, ARG002 (what stands in for something takes what that takes)
+# ruff: noqa: ARG001 (what stands in for something takes what that takes)
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.distributed.world import Pending, World
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.workload.spec import UNBOUNDED, Window
-
-
-class MuteWorld(World):
-    """A world that sends nothing: receive buffers keep whatever was in memory."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, world: World) -> MuteWorld:
-        """The same ranks without messages; `share`, `agree` and `barrier` still work."""
-        return cls(world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s)
-
-    def swap(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
-    ) -> Pending:
-        """Send nothing and return at once."""
-        return Pending(())
-
-    def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
-        """Send nothing and return at once."""
-        return flat.new_empty(sum(take)), Pending(())
-
-    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Leave each rank's tensors as they are."""
 
 
 def computation_only(context: BuildContext) -> BuildContext:
     """What to build with for a call that computes everything and sends nothing."""
     assert context.world is not None
-    return replace(context, world=MuteWorld.of(context.world))
+    return replace(context, world=SingleRank.silenced(context.world))
 
 
 def communication_only(context: BuildContext) -> BuildContext:

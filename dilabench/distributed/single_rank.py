@@ -1,9 +1,10 @@
-"""One rank of several without the others: it allocates what a real rank would and waits for nobody.
+"""A rank that sends nothing: one of several without the others, or a real one whose messages are left out.
 
-For measuring what a rank needs on a machine that has no room, or no devices, for all of them. What would arrive is
-zeros, so results mean nothing.
+The first is for what a rank needs, where there is no room, or no devices, for all of them; the second for what a call
+costs without its communication. Receive buffers keep whatever was in memory, so results mean nothing.
 """
 
+# ruff: noqa: ARG002 (it takes what `World` takes)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -16,41 +17,42 @@ from dilabench.distributed.world import Pending, World
 
 
 class SingleRank(World):
-    """A `World` of `size` ranks of which only this one runs."""
+    """A `World` without messages. Real ranks still `share`, `agree` and meet at a `barrier`."""
+
+    __slots__ = ()
 
     @classmethod
     def of(cls, rank: int, size: int, device: torch.device | str = "cpu") -> SingleRank:
-        """Rank `rank` of `size`, without a process group."""
+        """Rank `rank` of `size`, of which only this one runs: it allocates what a real one would, and waits for nobody.
+
+        What `share` gives is its own fact once per rank.
+        """
         return cls(rank, size, torch.device(device))
 
-    def swap(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        receives: Mapping[int, Sequence[Tensor]],
-        kind: str,  # noqa: ARG002
-    ) -> Pending:
-        """Keep what would be sent until it is waited for; fill what would arrive with zeros."""
-        for tensors in receives.values():
-            for tensor in tensors:
-                tensor.zero_()
-        return Pending((), [tensor.contiguous() for tensors in sends.values() for tensor in tensors])
+    @classmethod
+    def silenced(cls, world: World) -> SingleRank:
+        """A real rank; what it would send is not copied either."""
+        return cls(world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s)
 
-    def all_to_all(
-        self,
-        flat: Tensor,
-        give: Sequence[int],  # noqa: ARG002
-        take: Sequence[int],
-        kind: str,  # noqa: ARG002
-    ) -> tuple[Tensor, Pending]:
-        """Zeros of the size that would arrive."""
-        return flat.new_zeros(sum(take)), Pending((), [flat])
+    def swap(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
+    ) -> Pending:
+        """Send nothing; one without the others keeps what it would send until it is waited for."""
+        kept = () if self.group else [tensor.contiguous() for tensors in sends.values() for tensor in tensors]
+        return Pending((), kept)
+
+    def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
+        """A buffer of the size that would arrive."""
+        return flat.new_empty(sum(take)), Pending((), [flat])
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors: the other ranks are taken to have zeros."""
+        """Leave each rank's tensors as they are."""
 
     def share(self, fact: Any) -> list[Any]:
-        """The fact once per rank."""
-        return [fact] * self.size
+        """The fact once per rank, or of every real rank."""
+        return super().share(fact) if self.group else [fact] * self.size
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return at once where there are no others."""
+        if self.group:
+            super().barrier()

@@ -8,7 +8,7 @@ from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.record import Slot
-from dilabench.stats.samples.precision import precision
+from dilabench.stats.samples.precision import relative_half_width
 
 MIN_SLOT_SAMPLES = 5
 COOL_DOWN_S = 1.0
@@ -91,4 +91,5 @@ class Rounds:
 
 def is_precise(run: TimerRun, target: float) -> bool:
     """The median of the slot locations is known to a relative half width of `target`."""
-    return precision(run.locations_ns, target).reached
+    width = relative_half_width(run.locations_ns)
+    return width is not None and width <= target

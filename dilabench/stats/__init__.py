@@ -4,7 +4,7 @@ One idea per module. Nothing here imports torch, reads a file or knows a record;
 natural logarithms of time ratios (candidate / baseline) until a verdict turns them into ratios.
 
 ==================  =====================================================================================
-`location`          quantiles, median with a distribution-free interval, MAD, Vargha-Delaney A12
+`location`          quantiles, median with a distribution-free interval, Vargha-Delaney A12
 `blocks`            the median of samples taken in turns and sessions, which are alike inside each
 `autocorrelation`   how many independent samples a correlated series is worth
 `estimate`          a confidence interval; an estimated log ratio with its error
@@ -12,12 +12,12 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 `paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)
 `history`           stored baseline sessions against new ones -> `Estimate` by a prediction interval
 `decide`            `Estimate` + `Policy` -> `Verdict` SLOWER, FASTER, SAME or INCONCLUSIVE
-`multiplicity`      Holm and Benjamini-Hochberg over all pairs of a comparison; second data decide
+`multiplicity`      Holm over all pairs of a comparison; second data decide
 `memory`            the exact memory gate
 `calibration`       noise floor and detection rates of this machine
 `steps`             level shifts in a history (L1 Potts)
 `scaling`           power laws and crossover lengths, with intervals
-`derive`            tokens/s, TFLOP/s, geometric mean
+`derive`            tokens/s, TFLOP/s
 ==================  =====================================================================================
 
 A comparison in four lines::

@@ -3,11 +3,10 @@
 import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dilabench.atomic_file import open_lock
+from dilabench.atomic_file import open_lock, write_bytes
 from dilabench.errors import EnvironmentNotReady
 
 STORE_VARIABLE = "DILABENCH_STORE"
@@ -24,33 +23,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool) -> bool:
 
     Raises EnvironmentNotReady when the disk is full or the folder cannot be written; nothing is left behind then.
     """
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        if replace:
-            temporary.replace(path)
-            return True
-        # A link fails where the name is taken; a rename would take another writer's file away.
-        os.link(temporary, path)
-        return True
-    except FileExistsError:
-        if path.is_file():
-            return False
-        raise EnvironmentNotReady(f"{str(path.parent)!r} is not a folder; {_way_out()}") from None
-    except OSError as error:
-        raise EnvironmentNotReady(
-            f"{str(path)!r} cannot be written: {error.strerror or error}; {_way_out()}"
-        ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    return write_bytes(path, data, replace=replace, way_out=_way_out())
 
 
 def unreadable(path: Path, error: OSError) -> EnvironmentNotReady:

@@ -2,14 +2,13 @@
 
 import pytest
 
-from dilabench.distributed.launch import launch
 from dilabench.workload.spec import Workload
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SHAPE = {"batch_size": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "float32", "mode": "both"}
 
 
-def test_whole_segments_on_every_rank_are_the_formula_and_send_nothing():
+def test_whole_segments_on_every_rank_are_the_formula_and_send_nothing(launch):
     import apart_cases
 
     for found, sent in launch(apart_cases.exact, 2):
@@ -18,7 +17,7 @@ def test_whole_segments_on_every_rank_are_the_formula_and_send_nothing():
         assert not any(sent.values())
 
 
-def test_the_fused_kernels_run_on_each_rank_s_part():
+def test_the_fused_kernels_run_on_each_rank_s_part(launch):
     import apart_cases
 
     for found in launch(apart_cases.fused, 2):
@@ -28,7 +27,7 @@ def test_the_fused_kernels_run_on_each_rank_s_part():
 
 # 41 tokens: every row is compared; 40000: a sample. The longest segment crosses ranks, so that keys come from several.
 @pytest.mark.parametrize(("length", "segments", "rates"), [(41, (8, 64), (1, 2)), (40_000, (400, 30_000), (1, 50))])
-def test_sampled_rows_over_ranks_pass_and_a_wrong_row_of_one_rank_shows_on_all(length, segments, rates):
+def test_sampled_rows_over_ranks_pass_and_a_wrong_row_of_one_rank_shows_on_all(length, segments, rates, launch):
     import apart_cases
 
     pattern = {"kind": "dilated", "segment_lengths": segments, "dilation_rates": rates}

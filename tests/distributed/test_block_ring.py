@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from dilabench.distributed.launch import launch
 from dilabench.distributed.shardings import BLOCKS
 from dilabench.patterns.block_masks import block_mask
 
@@ -31,7 +30,7 @@ def any_masks(folder, count):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_out_lse_and_gradients_are_those_of_one_device(ranks, tmp_path):
+def test_out_lse_and_gradients_are_those_of_one_device(ranks, tmp_path, launch):
     import block_ring_cases
 
     cases = block_ring_cases.CASES | any_masks(tmp_path, 40)
@@ -39,7 +38,7 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("mutation", ["without_returned_gradients", "without_a_needed_block"])
-def test_what_is_lost_on_the_way_is_caught(mutation):
+def test_what_is_lost_on_the_way_is_caught(mutation, launch):
     import block_ring_cases
 
     cases = {"full": block_ring_cases.CASES["random, full"]}
@@ -62,7 +61,7 @@ def rows_to_move(one, parts):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path):
+def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path, launch):
     import block_ring_cases
 
     cases = block_ring_cases.CASES | any_masks(tmp_path, 12)
@@ -78,14 +77,14 @@ def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path):
             assert BLOCKS.received_bytes(one.replace(mode=mode), ranks) == counted.max(), (case, mode)
 
 
-def test_half_precision_errs_at_most_twice_as_much_as_one_device():
+def test_half_precision_errs_at_most_twice_as_much_as_one_device(launch):
     import block_ring_cases
 
     for part, ours, alone in launch(block_ring_cases.half_precision, 2)[0]:
         assert ours <= 2 * alone, part
 
 
-def test_the_projected_ring_has_the_gradients_of_one_device():
+def test_the_projected_ring_has_the_gradients_of_one_device(launch):
     import block_ring_cases
 
     for differences in launch(block_ring_cases.projected, 3):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from dilabench.distributed.launch import launch
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.world import World
 
@@ -11,14 +10,14 @@ ALGORITHMS = ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-a
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_out_lse_and_gradients_are_those_of_one_device(ranks):
+def test_out_lse_and_gradients_are_those_of_one_device(ranks, launch):
     import ring_cases
 
     assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_deferred_sums_are_as_exact(ranks):
+def test_deferred_sums_are_as_exact(ranks, launch):
     pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")
     import ring_cases
 
@@ -26,13 +25,13 @@ def test_deferred_sums_are_as_exact(ranks):
 
 
 @pytest.mark.parametrize(("ranks", "places"), [(1, True), (2, False), (3, True), (4, True)])
-def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places):
+def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
     import ring_cases
 
     assert launch(ring_cases.with_aligned_ends, ranks, [["zigzag-allgather"], places]) == [[]] * ranks
 
 
-def test_a_ring_that_forgets_returned_gradients_is_caught():
+def test_a_ring_that_forgets_returned_gradients_is_caught(launch):
     import ring_cases
 
     wrong = launch(ring_cases.without_returned_gradients, 2)[0]
@@ -40,21 +39,21 @@ def test_a_ring_that_forgets_returned_gradients_is_caught():
     assert parts == {"dk", "dv"}
 
 
-def test_the_projected_ring_has_the_gradients_of_one_device():
+def test_the_projected_ring_has_the_gradients_of_one_device(launch):
     import ring_cases
 
     for differences in launch(ring_cases.projected, 3):
         assert max(differences) < 1e-12
 
 
-def test_a_second_call_repeats_the_first():
+def test_a_second_call_repeats_the_first(launch):
     import ring_cases
 
     one = ring_cases.workload(pattern=ring_cases.dilated([8, 16], [1, 2]))
     assert launch(ring_cases.twice, 2, ["ring-allgather", one]) == [0.0, 0.0]
 
 
-def test_a_graph_can_be_passed_back_through_twice():
+def test_a_graph_can_be_passed_back_through_twice(launch):
     import ring_cases
 
     # Whole shards are kept of the first two, single vectors of the third.

@@ -1,58 +1,31 @@
-"""A rank that fails ends all of them, with the reason of the one that failed first and a fitting exit code."""
+"""Ranks that cannot meet or were given different work say why."""
 
 import contextlib
 import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dilabench.distributed.failures import Failure, RankFailedError, first_cause
-from dilabench.distributed.launch import launch, store_from_environment, world_from_environment
+from dilabench.distributed.launch import store_from_environment, world_from_environment
 from dilabench.distributed.world import World
-from dilabench.errors import EnvironmentNotReady, ExitCode
+from dilabench.errors import DilabenchError, EnvironmentNotReady, ExitCode
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
-    [
-        ("raise", "rank 1: ArithmeticError: the root cause"),
-        ("kill", "rank 1: the process ended without a word (exit code -9)"),
-        ("workload", "ranks disagree on the workload"),
-        ("shapes", "got q, k, v of [(2, 7, 4, 6)"),
-    ],
+    [("workload", "ranks disagree on the workload"), ("shapes", r"got q, k, v of \[\(2, 7, 4, 6\)")],
 )
-def test_the_root_cause_is_told(how, message):
+def test_ranks_that_were_given_different_things_say_so(how, message, launch):
     import ring_cases
 
-    started = time.monotonic()
-    with pytest.raises(RankFailedError) as caught:
-        launch(ring_cases.fails_on, 3, [1, how], timeout_s=40)
-    assert message in str(caught.value)
-    assert caught.value.exit_code == ExitCode.CASE_FAILED
-    assert time.monotonic() - started < 40
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_answer_ends_the_call():
-    import ring_cases
-
-    with pytest.raises(RankFailedError, match="rank") as caught:
-        launch(ring_cases.fails_on, 2, [1, "sleep"], timeout_s=8)
-    assert caught.value.exit_code == ExitCode.CASE_FAILED
-
-
-def test_more_ranks_than_gpus():
-    with pytest.raises(EnvironmentNotReady, match="64 ranks need 64 GPUs") as caught:
-        launch(print, 64, device="cuda")
-    assert caught.value.exit_code == ExitCode.ENVIRONMENT
+    with pytest.raises((DilabenchError, ValueError), match=message):
+        launch(ring_cases.given_another, 3, [1, how], timeout_s=40)
 
 
 def test_a_rank_without_a_gpu(monkeypatch):
@@ -115,15 +88,6 @@ def test_fewer_ranks_than_the_world_says():
     )
     assert done.returncode == ExitCode.ENVIRONMENT
     assert "2 ranks did not meet" in done.stdout
-
-
-def test_a_consequence_never_hides_its_cause():
-    lost = Failure.of(0, RuntimeError("Connection closed by peer"))
-    cause = Failure.of(2, ValueError("wrong"))
-    assert (lost.is_consequence, cause.is_consequence) == (True, False)
-    assert first_cause([lost, cause]).rank == 2
-    assert "killed" in str(first_cause([lost], {1: "killed"}))
-    assert first_cause([lost]).rank == 0
 
 
 @pytest.mark.parametrize(("device", "failed", "ended"), [("cuda", True, 0), ("cuda", False, 1), ("cpu", True, 1)])

@@ -14,13 +14,14 @@ import pytest
 
 from dilabench.cli.run.ranks import asking_all
 from dilabench.engine.device.lock import locks_of
+from dilabench.engine.worker import store_channel
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.launcher import ThisMachine
-from dilabench.engine.worker.node_agent import _Agent
+from dilabench.engine.worker.node_agent import Agent
+from dilabench.engine.worker.nodes import Nodes, gathered
 from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
 from dilabench.engine.worker.rank_group import start_worker
-from dilabench.engine.worker.remote_nodes import gathered
-from dilabench.engine.worker.torchrun import Meeting, Rank
+from dilabench.engine.worker.torchrun import Rank
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.record import Case, GpuInfo
@@ -30,7 +31,13 @@ from dilabench.workload.spec import Workload
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 SETTINGS = WorkerSettings(device="cpu")
-AGENT = "import sys; from dilabench.cli.run.ranks import on_ranks; sys.exit(on_ranks(None))"
+AGENT = """
+import sys
+from dilabench.cli.run.ranks import on_ranks
+from dilabench.engine.worker import store_channel
+store_channel.SILENT_S = 3.0
+sys.exit(on_ranks(None))
+"""
 ONE = Workload.model_validate(
     {
         "pattern": {"kind": "dense"},
@@ -138,8 +145,11 @@ def test_a_rank_that_does_not_answer_is_ended(launcher):
         assert not group.alive
 
 
-def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_later_group(torchrun, nodes):
+def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_later_group(torchrun, nodes, monkeypatch):
     with group_at(nodes) as group:
+        monkeypatch.setattr(store_channel, "SILENT_S", 3.0)
+        # Its next sign of life is the first that counts so.
+        time.sleep(2 * store_channel.BEAT_S)
         torchrun.agent.send_signal(signal.SIGKILL)
         torchrun.agent.wait()
         deadline = time.monotonic() + 60
@@ -147,16 +157,32 @@ def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_lat
             time.sleep(0.05)
         with pytest.raises(WorkerFailure, match="rank 1: the "):
             prepared(group, "dilabench.impls.ring.rings:build")
-    with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone"):
+    with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone: no sign"):
         start_worker("tests@2", SETTINGS, nodes)
 
 
-def test_agents_end_with_rank_0_and_say_when_it_was_not_planned(torchrun):
-    with gathered(Rank.from_environment()) as nodes:
-        nodes._agents[1].close()
-        _, told = torchrun.agent.communicate(timeout=60)
+def test_agents_end_when_rank_0_shows_no_sign_of_life(torchrun):
+    """As when its machine is gone, while the store of torchrun is another's and stays."""
+    nodes = Nodes(Rank.from_environment())
+    nodes.meet()
+    pid = nodes.start("tests#1", SETTINGS.model_copy(update={"rank": 1})).hello.pid
+    nodes._channel.close()
+    _, told = torchrun.agent.communicate(timeout=60)
     assert torchrun.agent.returncode == 130
-    assert "rank 1: rank 0 is gone; its workers here were ended" in told
+    assert "rank 1: rank 0 is gone (no sign of life for 3 s); its workers here were ended" in told
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_agents_end_with_the_store(torchrun):
+    nodes = Nodes(Rank.from_environment())
+    nodes.meet()
+    nodes._channel.close()
+    # Rank 0 opened it, for there is no torchrun here to do so.
+    del nodes._channel._outbox
+    _, told = torchrun.agent.communicate(timeout=60)
+    assert torchrun.agent.returncode == 130
+    assert "rank 1: rank 0 is gone (torch's store is gone" in told
 
 
 def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):
@@ -211,9 +237,8 @@ def free(lock):
 
 def test_the_agent_of_another_machine_holds_the_gpus_of_all_its_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
-    meeting = Meeting(("127.0.0.1", 1), b"")
     with contextlib.ExitStack() as held:
-        _Agent(Rank(8, 16, 0, "127.0.0.1", 1), meeting, GPUS, held)._lock("this run", [0, 1, 3])
+        Agent(Rank(8, 16, 0, "127.0.0.1", 1), GPUS, held).lock("this run", [0, 1, 3])
         assert [index for index in range(4) if not free(*locks_of(GPUS, [index]))] == [0, 1, 3]
     assert all(free(lock) for lock in locks_of(GPUS, range(4)))
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from dilabench.distributed.launch import launch
 from dilabench.distributed.model import joined_bytes
 from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
@@ -11,7 +10,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", ["ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ulysses"])
-def test_a_part_alone_does_that_part_and_nothing_else(name):
+def test_a_part_alone_does_that_part_and_nothing_else(name, launch):
     import part_cases
     import ring_cases
 
@@ -23,7 +22,7 @@ def test_a_part_alone_does_that_part_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_received_bytes_are_those_of_the_formulas(ranks):
+def test_received_bytes_are_those_of_the_formulas(ranks, launch):
     import part_cases
     import ring_cases
 
@@ -43,7 +42,7 @@ def test_received_bytes_are_those_of_the_formulas(ranks):
             assert sharding.received_bytes(one.replace(mode=mode), ranks) == most, (name, one.causal, mode)
 
 
-def test_joined_bytes_are_those_of_whole_tensors():
+def test_joined_bytes_are_those_of_whole_tensors(launch):
     import part_cases
     import ring_cases
 

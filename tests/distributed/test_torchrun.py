@@ -6,8 +6,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dilabench.store.run_files import read_record
@@ -17,9 +20,9 @@ WORKER = Path(__file__).parent / "on_ranks" / "torchrun_worker.py"
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*options, arguments=()):
+def torchrun(*options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(WORKER), *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(WORKER)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -48,12 +51,6 @@ def test_two_nodes_on_loopback():
     for rank, (text, code) in enumerate([ended(node) for node in nodes]):
         assert code == 0, text
         assert f"rank {rank} of 2: []" in text
-
-
-def test_every_rank_tells_the_first_failure():
-    text, code = ended(torchrun("--standalone", "--nproc-per-node", "2", arguments=["fail"]))
-    assert code != 0
-    assert "the root cause" in text
 
 
 def dilabench(node, port, folder, *arguments):
@@ -105,22 +102,12 @@ def two_nodes():
             yield [([*enter, name], "10.77.0.1", "eth0", number) for number, name in enumerate(names)]
 
 
+ASKED = ("ring", "--budget", "60s", "--set", "seq_len=128", "--set", "pattern=dense", "--mode", "both", "-i", "ring")
+
+
 def test_the_command_on_two_nodes_is_planned_printed_and_written_by_rank_0(two_nodes, tmp_path):
-    asked = (
-        "ring",
-        "--budget",
-        "60s",
-        "--set",
-        "seq_len=128",
-        "--set",
-        "pattern=dense",
-        "--mode",
-        "both",
-        "-i",
-        "ring",
-    )
     port = free_port()
-    texts = [ended(node) for node in [dilabench(node, port, tmp_path, *asked) for node in two_nodes]]
+    texts = [ended(node) for node in [dilabench(node, port, tmp_path, *ASKED) for node in two_nodes]]
     assert [code for _, code in texts] == [0, 0], texts
     assert "verdict: ok" in texts[0][0]
     assert "verdict" not in texts[1][0]
@@ -131,6 +118,41 @@ def test_the_command_on_two_nodes_is_planned_printed_and_written_by_rank_0(two_n
         assert row.outcome.status == "measured", row.outcome
         assert row.outcome.verification.passed
         assert row.outcome.counters["received_keys_bytes"] > 0
+
+
+def listening(process):
+    """(process, port) of all TCP sockets on which it and its descendants listen."""
+    with contextlib.suppress(psutil.Error):
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                for connection in one.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        yield one, connection.laddr
+
+
+def test_only_torch_listens_and_silent_clients_hold_nothing_up(tmp_path):
+    port = free_port()
+    nodes = [dilabench(([], "127.0.0.1", "lo", number), port, tmp_path, *ASKED) for number in range(2)]
+    texts, clients, command_lines = [], {}, {}
+    waiting = threading.Thread(target=lambda: texts.extend(ended(node) for node in nodes))
+    waiting.start()
+    while waiting.is_alive():
+        for process, address in (found for node in nodes for found in listening(psutil.Process(node.pid))):
+            if address not in clients:
+                with contextlib.suppress(psutil.Error):
+                    command_lines[address] = " ".join(process.cmdline())
+                with contextlib.suppress(OSError):
+                    clients[address] = socket.create_connection(address[:2], timeout=5)
+        time.sleep(0.05)
+    for client in clients.values():
+        client.close()
+    assert [code for _, code in texts] == [0, 0], texts
+    assert "verdict: ok" in texts[0][0]
+    assert int(port) in {address.port for address in clients}
+    for address, command in command_lines.items():
+        # torchrun's store, and in workers gloo, which computes the collectives.
+        store = address.port == int(port) and "torch.distributed.run" in command
+        assert store or "multiprocessing.forkserver" in command, (address, command)
 
 
 def test_a_request_that_rank_0_refuses_ends_every_node(two_nodes, tmp_path):

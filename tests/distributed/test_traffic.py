@@ -2,41 +2,38 @@
 
 import pytest
 
-from dilabench.distributed.launch import launch
-
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 B, N, D, ITEM = 1, 96, 6, 8
 
 
-def bytes_of(ranks, name, kind="keys", **fields):
+@pytest.fixture
+def bytes_of(launch):
     """(forward, backward) bytes of a kind that each rank received; sent and received agree over all ranks."""
     import ring_cases
 
-    one = ring_cases.workload(batch_size=B, seq_len=N, head_dim=D, **fields)
-    found = launch(ring_cases.counted, ranks, [name, one])
-    for step in (0, 1):
-        sent = sum(rank[step].get(f"sent_{kind}_bytes", 0) for rank in found)
-        assert sent == sum(rank[step].get(f"received_{kind}_bytes", 0) for rank in found)
-    return [[rank[step].get(f"received_{kind}_bytes", 0) for rank in found] for step in (0, 1)]
+    def of(ranks, name, kind="keys", **fields):
+        one = ring_cases.workload(batch_size=B, seq_len=N, head_dim=D, **fields)
+        found = launch(ring_cases.counted, ranks, [name, one])
+        for step in (0, 1):
+            sent = sum(rank[step].get(f"sent_{kind}_bytes", 0) for rank in found)
+            assert sent == sum(rank[step].get(f"received_{kind}_bytes", 0) for rank in found)
+        return [[rank[step].get(f"received_{kind}_bytes", 0) for rank in found] for step in (0, 1)]
+
+    return of
 
 
-def test_dense_ring_forward_moves_every_other_shard_once():
-    forward, _ = bytes_of(4, "ring", causal=False)
-    assert forward == [2 * 3 * (N // 4) * 2 * D * ITEM] * 4
-
-
-def test_dense_ring_backward_moves_keys_again_and_every_partial_gradient_once():
-    _, keys = bytes_of(4, "ring", causal=False)
+def test_dense_ring_moves_every_other_shard_and_again_backward_with_every_partial_gradient(bytes_of):
+    forward, keys = bytes_of(4, "ring", causal=False)
     _, gradients = bytes_of(4, "ring", "gradients", causal=False)
-    assert keys == gradients == [2 * 3 * (N // 4) * 2 * D * ITEM] * 4
+    assert forward == keys == gradients == [2 * 3 * (N // 4) * 2 * D * ITEM] * 4
 
 
-def test_a_causal_ring_sends_nothing_ahead():
+def test_a_causal_ring_sends_nothing_ahead(bytes_of):
     forward, _ = bytes_of(4, "ring")
     assert forward == [2 * rank * (N // 4) * 2 * D * ITEM for rank in range(4)]
 
 
-def test_zigzag_needs_half_of_earlier_ranks_and_all_of_later_ones():
+def test_zigzag_needs_half_of_earlier_ranks_and_all_of_later_ones(bytes_of):
     forward, backward = bytes_of(4, "zigzag-ring")
     shard = 2 * (N // 4) * 2 * D * ITEM
     assert forward == [shard * rank // 2 + shard * (3 - rank) for rank in range(4)]
@@ -45,20 +42,20 @@ def test_zigzag_needs_half_of_earlier_ranks_and_all_of_later_ones():
     assert backward == [keys - last for keys, last in zip(forward, kept, strict=True)]
 
 
-def test_two_ranks_that_overlap_move_no_keys_in_the_backward_pass():
+def test_two_ranks_that_overlap_move_no_keys_in_the_backward_pass(bytes_of):
     forward, backward = bytes_of(2, "zigzag-ring")
     shard = 2 * (N // 2) * 2 * D * ITEM
     assert forward == [shard, shard // 2]
     assert backward == [0, 0]
 
 
-def test_a_window_keeps_hops_out_of_reach_at_home():
+def test_a_window_keeps_hops_out_of_reach_at_home(bytes_of):
     forward, _ = bytes_of(4, "ring-overlap", window=(5, 0))
     assert forward == [0, *[2 * 5 * 2 * D * ITEM] * 3]
 
 
 @pytest.mark.parametrize("offset_by", ["head", "kv_head"])
-def test_gathered_bytes_of_separate_branches(offset_by):
+def test_gathered_bytes_of_separate_branches(offset_by, bytes_of):
     """V = 2·K·D·b·max(0, w - l)/r; with offsets by query head, a key head goes out on both of its residues."""
     import ring_cases
 
@@ -70,7 +67,7 @@ def test_gathered_bytes_of_separate_branches(offset_by):
     assert backward == [0] * 4
 
 
-def test_nested_branches_are_gathered_once():
+def test_nested_branches_are_gathered_once(bytes_of):
     """rows = sum of (w_i - max(w_{i-1}, l)) / r_i when r_i divides r_{i+1}."""
     import ring_cases
 
@@ -81,7 +78,7 @@ def test_nested_branches_are_gathered_once():
     assert forward == backward == [2 * 2 * D * ITEM * rows] * 4
 
 
-def test_ulysses_moves_each_tensor_but_its_own_part():
+def test_ulysses_moves_each_tensor_but_its_own_part(bytes_of):
     forward, backward = bytes_of(2, "ulysses", "heads")
     lse = 4 * (N // 2) * ITEM // 2
     own = (2 * 4 + 2 * 2) * (N // 2) * D * ITEM // 2

@@ -17,7 +17,6 @@ from dilabench.stats.decisions.paired import estimate_many
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.stats.samples.derive import (
-    geometric_mean,
     gigabytes_per_second,
     speedup,
     tflops_per_second,
@@ -78,17 +77,6 @@ def test_rates():
     assert speedup(200, 100) == 2
     with pytest.raises(ConfigError):
         tokens_per_second(1, 0)
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
-def test_geometric_mean_is_scipys_and_inverts(ratios):
-    assert geometric_mean(ratios) == pytest.approx(scipy.stats.gmean(ratios))
-    assert geometric_mean(1 / r for r in ratios) == pytest.approx(1 / geometric_mean(ratios))
-
-
-def test_geometric_mean_of_nothing_is_refused():
-    with pytest.raises(ConfigError):
-        geometric_mean([])
 
 
 def test_verdict_types_cost_no_numpy_and_nothing_imports_torch():

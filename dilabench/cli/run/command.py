@@ -28,7 +28,7 @@ from dilabench.units import parse_count, parse_duration
 from dilabench.workload.ranges import CUSTOM, range_lengths
 
 if TYPE_CHECKING:
-    from dilabench.engine.worker.remote_nodes import Nodes
+    from dilabench.engine.worker.nodes import Nodes
 
 DEFAULT_FOLDER = Path("benchmark_results")
 PATTERN_CACHE_ENTRIES = 64

@@ -10,7 +10,7 @@ from dilabench.errors import ConfigError, ExitCode
 from dilabench.request import RunRequest
 
 if TYPE_CHECKING:
-    from dilabench.engine.worker.remote_nodes import Nodes
+    from dilabench.engine.worker.nodes import Nodes
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -33,7 +33,7 @@ def on_ranks(work: Callable[["Nodes | None"], ExitCode]) -> ExitCode:
         for one in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(one, signal.SIG_DFL)
         return serve(rank)
-    from dilabench.engine.worker.remote_nodes import gathered
+    from dilabench.engine.worker.nodes import gathered
 
     with gathered(rank) as nodes:
         return work(nodes)

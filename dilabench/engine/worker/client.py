@@ -5,15 +5,14 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from multiprocessing.connection import wait
+from typing import Any
 
 from dilabench.engine.worker.main import serve
-from dilabench.engine.worker.process import Child, Ending, worker_context
+from dilabench.engine.worker.process import Child, worker_context
 from dilabench.engine.worker.protocol import Command, CommandName, Hello, Reply, TroubleCode, WorkerSettings
 
 START_TIMEOUT_S = 180.0
-CLOSE_TIMEOUT_S = 2.0
 
 
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
@@ -27,88 +26,23 @@ class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row te
         self.traceback = traceback
 
 
-class Host(Protocol):
-    """A worker's process, wherever it runs.
-
-    sentinels: ready to `wait` when it has ended, where that can be waited for. lost: why it cannot be reached any more.
-    """
-
-    @property
-    def connection(self) -> Connection: ...
-    @property
-    def sentinels(self) -> list[int]: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def lost(self) -> str | None: ...
-    def output(self) -> str: ...
-    def ending(self) -> Ending: ...
-    def wait(self, timeout_s: float) -> None: ...
-    def kill(self) -> None: ...
-
-
-class LocalHost:
-    """A process on this machine, at the other end of a pipe."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.connection, theirs = worker_context().Pipe()
-        self._child = Child(serve, theirs, settings.model_dump_json())
-        try:
-            self._child.start()
-        except BaseException:
-            self.kill()
-            raise
-        finally:
-            theirs.close()
-
-    @property
-    def sentinels(self) -> list[int]:
-        """The sentinel of the process, ready when it has ended."""
-        return [self._child.sentinel]
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._child.alive
-
-    @property
-    def lost(self) -> str | None:
-        """None: a process of this machine can always be reached."""
-        return None
-
-    def output(self) -> str:
-        """The last lines that the process printed."""
-        return self._child.output
-
-    def ending(self) -> Ending:
-        """How the process ended."""
-        return self._child.ending()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended, at most `timeout_s` seconds."""
-        self._child.wait(timeout_s)
-
-    def kill(self) -> None:
-        """End the process and close the pipe."""
-        self._child.kill()
-        self.connection.close()
-
-
 class Worker:
     """One process that prepares cases and answers commands about them, one at a time.
 
     `start_s`: how long it took until it was ready for the first, once the process was there.
     """
 
-    def __init__(self, key: str, settings: WorkerSettings, start: Callable[[WorkerSettings], Host] = LocalHost) -> None:
+    def __init__(self, key: str, settings: WorkerSettings) -> None:
         self.key = key
-        self.handles: set[str] = set()
         # One thread asks and another may end the whole group; the file descriptor must be closed only once.
         self._ending = threading.Lock()
-        self._host = start(settings)
-        # Before that, the first worker waits for the server of all to load torch.
-        started = time.monotonic()
+        self._connection, theirs = worker_context().Pipe()
+        self._child = Child(serve, theirs, settings.model_dump_json())
         try:
+            self._child.start()
+            theirs.close()
+            # Before that, the first worker waits for the server of all to load torch.
+            started = time.monotonic()
             hello = self._receive("start", START_TIMEOUT_S).hello
         except BaseException:
             self.kill()
@@ -120,7 +54,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether the process exists and its pipe is open."""
-        return not self._host.connection.closed and self._host.alive
+        return not self._connection.closed and self._child.alive
 
     def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
         """Send a command and wait for its answer.
@@ -129,39 +63,30 @@ class Worker:
         """
         command = Command(name=name, handle=handle, arguments=arguments)
         try:
-            self._host.connection.send_bytes(command.model_dump_json().encode())
+            self._connection.send_bytes(command.model_dump_json().encode())
         except (OSError, ValueError):
             raise self._death(name) from None
         reply = self._receive(name, timeout_s)
         if reply.trouble is not None:
             trouble = reply.trouble
-            traceback = _joined(trouble.traceback, self._host.output())
+            traceback = _joined(trouble.traceback, self._child.output)
             if trouble.fatal:
                 self.kill()
             raise WorkerFailure(trouble.code, trouble.why, died=trouble.fatal, traceback=traceback)
         return reply
 
-    def close(self) -> None:
-        """Let the process end by itself, or end it."""
-        with contextlib.suppress(OSError):
-            self._host.connection.close()
-        self._host.wait(CLOSE_TIMEOUT_S)
-        self.kill()
-
     def kill(self) -> None:
         """End the process and everything it started, at once."""
         with self._ending:
-            self._host.kill()
+            self._child.kill()
+            self._connection.close()
 
     def _receive(self, doing: str, timeout_s: float) -> Reply:
-        connection = self._host.connection
-        ready = wait([connection, *self._host.sentinels], timeout=max(0.0, timeout_s))
+        connection = self._connection
+        ready = wait([connection, self._child.sentinel], timeout=max(0.0, timeout_s))
         if not ready:
-            output = self._host.output()
-            lost = self._host.lost
+            output = self._child.output
             self.kill()
-            if lost is not None:
-                raise WorkerFailure("crash", lost, died=True)
             why = f"no answer to {doing!r} within {timeout_s:.3g} s (a hang, or far too slow); the worker was ended"
             raise WorkerFailure("timeout", why, died=True, traceback=_joined(None, output))
         try:
@@ -173,7 +98,7 @@ class Worker:
             raise self._death(doing) from None
 
     def _death(self, doing: str) -> WorkerFailure:
-        ending = self._host.ending()
+        ending = self._child.ending()
         self.kill()
         traceback = _joined(None, ending.output)
         if ending.out_of_memory:

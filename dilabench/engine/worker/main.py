@@ -9,10 +9,8 @@ import json
 import os
 import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 
-from dilabench.engine.worker.listener import connect
 from dilabench.engine.worker.protocol import Command, Reply, WorkerSettings
 
 LOG_LIMIT_BYTES = 1 << 20
@@ -22,28 +20,6 @@ PR_SET_PDEATHSIG = 1
 def serve(connection: Connection, settings_json: str, log_path: str) -> None:
     """Answer commands until the pipe closes. What the process prints goes to the log, never to the user's terminal."""
     _detach(log_path)
-    _answer(connection, settings_json)
-
-
-def serve_at(
-    address: tuple[str, int], key: bytes, name: str, lifeline: Connection, settings_json: str, log_path: str
-) -> None:
-    """`serve` for a runner on another machine, which knows this worker by its name.
-
-    lifeline: a pipe without data. It closes when the process that started this one ends; then this one ends, too.
-    """
-    _detach(log_path)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    _answer(connect(address, key, name), settings_json)
-
-
-def _end_with(lifeline: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        lifeline.recv_bytes()
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def _answer(connection: Connection, settings_json: str) -> None:
     from dilabench.engine.worker.handlers import Handlers
 
     handlers = Handlers(WorkerSettings.model_validate_json(settings_json))

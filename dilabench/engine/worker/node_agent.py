@@ -1,61 +1,57 @@
-"""A rank that torchrun started, other than rank 0: it runs worker processes for rank 0 and nothing else. No torch.
+"""A rank that torchrun started, other than rank 0: it runs worker processes for rank 0 and nothing else.
 
-It connects to rank 0's listener, describes its machine, and then carries out requests: start a worker, say how one
-ended, end one. The workers themselves talk to rank 0 directly. When the connection to rank 0 closes, they end.
+It describes its machine, and then carries out rank 0's requests: start a worker, pass a command on to it, end it. When
+rank 0 is gone, they end.
 """
 
 import contextlib
-import json
+import queue
 import signal
 import socket
 import sys
-from dataclasses import asdict
+import threading
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from typing import Any
 
 import dilabench
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
-from dilabench.engine.worker.listener import connect
-from dilabench.engine.worker.main import serve_at
-from dilabench.engine.worker.process import Child, warm_server, worker_context
-from dilabench.engine.worker.torchrun import MEETING_TIMEOUT_S, Meeting, Rank, machine_id
-from dilabench.errors import EnvironmentNotReady, ExitCode
+from dilabench.engine.worker.client import Worker, WorkerFailure
+from dilabench.engine.worker.process import warm_server
+from dilabench.engine.worker.protocol import CommandName, WorkerSettings
+from dilabench.engine.worker.store_channel import BEAT_S, StoreChannel
+from dilabench.engine.worker.torchrun import Rank, machine_id
+from dilabench.errors import ExitCode
 from dilabench.machine import Machine, detect
 
 
 def serve(rank: Rank) -> ExitCode:
-    """Connect to rank 0 and serve it. Raises EnvironmentNotReady when it cannot be found."""
-    from dilabench.distributed.launch import store_from_environment
-
-    store = store_from_environment(rank.rank, rank.size, MEETING_TIMEOUT_S)
-    return serve_listening(rank, Meeting.find(rank, store))
-
-
-def serve_listening(rank: Rank, meeting: Meeting) -> ExitCode:
-    """Serve rank 0 until it ends the run or its connection closes."""
+    """Serve rank 0 until it ends the run or is gone. Raises EnvironmentNotReady when the store cannot be reached."""
     # Ctrl-C reaches every rank; rank 0 says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm_server()
     machine = detect()
-    control = connect(meeting.address, meeting.key, agent_name(rank.rank))
+    requests: queue.Queue[dict[str, Any]] = queue.Queue()
     with contextlib.ExitStack() as held:
-        agent = _Agent(rank, meeting, machine, held)
-        held.callback(agent.end_workers)
-        try:
-            _send(control, facts_of(rank, machine))
-            while agent.answer(control):
-                pass
-        except (EOFError, OSError):
-            print(f"rank {rank.rank}: rank 0 is gone; its workers here were ended", file=sys.stderr)  # noqa: T201
-            return ExitCode.INTERRUPTED
-    return ExitCode.OK
+        channel = StoreChannel(rank, lambda _, asked: requests.put(asked), peers=[0])
+        held.callback(channel.close)
+        agent = Agent(rank, machine, held)
+        held.callback(agent.end)
+        channel.send(0, {"number": 0, "answer": facts_of(rank, machine)})
 
+        def carry_out(number: int, do: str, arguments: dict[str, Any]) -> None:
+            channel.send(0, {"number": number, "answer": agent.answer(do, arguments)})
 
-def agent_name(rank: int) -> str:
-    """The name that the agent of a rank gives at the listener."""
-    return f"rank {rank}"
+        while (lost := channel.lost(0)) is None:
+            with contextlib.suppress(queue.Empty):
+                asked = requests.get(timeout=BEAT_S)
+                if asked["do"] == "end":
+                    carry_out(**asked)
+                    return ExitCode.OK
+                # In a thread, for a worker may have to be ended while it works.
+                threading.Thread(target=carry_out, kwargs=asked, daemon=True).start()
+    print(f"rank {rank.rank}: rank 0 is gone ({lost}); its workers here were ended", file=sys.stderr)  # noqa: T201
+    return ExitCode.INTERRUPTED
 
 
 def facts_of(rank: Rank, machine: Machine) -> dict[str, Any]:
@@ -71,59 +67,51 @@ def facts_of(rank: Rank, machine: Machine) -> dict[str, Any]:
     }
 
 
-class _Agent:
-    """The workers that rank 0 has asked for, by name."""
+class Agent:
+    """The workers that rank 0 has asked for, by name, and what it may ask: the public methods."""
 
-    def __init__(self, rank: Rank, meeting: Meeting, machine: Machine, held: contextlib.ExitStack) -> None:
-        self._rank, self._meeting, self._machine, self._held = rank, meeting, machine, held
-        self._children: dict[str, tuple[Child, Connection]] = {}
+    def __init__(self, rank: Rank, machine: Machine, held: contextlib.ExitStack) -> None:
+        self._rank, self._machine, self._held = rank, machine, held
+        self._workers: dict[str, Worker] = {}
 
-    def answer(self, control: Connection) -> bool:
-        """Carry out the next request; False when the run is over."""
-        asked = json.loads(control.recv_bytes())
+    def answer(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Carry a request out; whatever it raises becomes the answer."""
         try:
-            found = getattr(self, f"_{asked['do']}")(**asked["arguments"])
-        except (OSError, EnvironmentNotReady) as error:
-            found = {"error": str(error)}
-        _send(control, found or {})
-        return asked["do"] != "end"
+            return getattr(self, do)(**arguments) or {}
+        except WorkerFailure as failure:
+            told = {"code": failure.code, "why": failure.why, "died": failure.died, "traceback": failure.traceback}
+            return {"failure": told}
+        # The boundary of the process: rank 0 is waiting for an answer.
+        except Exception as error:  # noqa: BLE001
+            return {"failure": {"code": "crash", "why": f"on {socket.gethostname()}: {error}", "died": True}}
 
-    def end_workers(self) -> None:
-        """End all workers."""
-        while self._children:
-            self._kill(next(iter(self._children)))
+    def start(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Start a worker on this rank's GPU."""
+        own = WorkerSettings.model_validate({**settings, "gpu": self._rank.local_rank})
+        worker = self._workers[name] = Worker(name, own)
+        return {"hello": worker.hello.model_dump(mode="json"), "start_s": worker.start_s}
 
-    def _start(self, name: str, settings: dict[str, Any]) -> None:
-        own = json.dumps({**settings, "gpu": self._rank.local_rank})
-        # The pipe closes when this process ends, however it ends.
-        ours, theirs = worker_context().Pipe()
-        child = Child(serve_at, self._meeting.address, self._meeting.key, name, theirs, own)
-        self._children[name] = child, ours
-        child.start()
-        theirs.close()
+    def ask(
+        self, name: str, own_timeout_s: float, command: CommandName, handle: str, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Pass a command on to a worker, which has so many seconds for it."""
+        reply = self._workers[name].ask(command, handle, timeout_s=own_timeout_s, **arguments)
+        return {"reply": reply.model_dump(mode="json")}
 
-    def _alive(self, name: str) -> dict[str, Any]:
-        return {"alive": name in self._children and self._children[name][0].alive}
+    def alive(self, name: str) -> dict[str, Any]:
+        """Whether a worker still runs."""
+        return {"alive": name in self._workers and self._workers[name].alive}
 
-    def _output(self, name: str) -> dict[str, Any]:
-        return {"output": self._children[name][0].output if name in self._children else ""}
+    def kill(self, name: str) -> None:
+        """End a worker, whatever it is doing."""
+        if name in self._workers:
+            self._workers[name].kill()
 
-    def _ending(self, name: str) -> dict[str, Any]:
-        return asdict(self._children[name][0].ending()) if name in self._children else {}
-
-    def _kill(self, name: str) -> None:
-        if name in self._children:
-            child, lifeline = self._children.pop(name)
-            child.kill()
-            lifeline.close()
-
-    def _lock(self, run: str, gpus: list[int]) -> None:
+    def lock(self, run: str, gpus: list[int]) -> None:
         """Hold the locks of all ranks on this machine until the run is over."""
         self._held.enter_context(device_lock(self._machine, run, Silent(), gpus=gpus))
 
-    def _end(self) -> None:
-        self.end_workers()
-
-
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+    def end(self) -> None:
+        """End all workers."""
+        for worker in list(self._workers.values()):
+            worker.kill()

@@ -30,7 +30,6 @@ class GroupWorker(Worker):
 
     def __init__(self, key: str, settings: WorkerSettings, size: int, launcher: Launcher) -> None:
         self.key = key
-        self.handles: set[str] = set()
         self._launcher = launcher
         self._store = launcher.open_store()
         self._ranks: list[Worker] = []
@@ -65,10 +64,6 @@ class GroupWorker(Worker):
         if failures:
             raise _first_cause(failures, everyone=len(self._ranks) == len(failures))
         return _merged([answer.result() for answer in answers])
-
-    def close(self) -> None:
-        """End all ranks at once: a single rank cannot leave the process group by itself."""
-        self.kill()
 
     def kill(self) -> None:
         """End all ranks and everything they started, at once."""

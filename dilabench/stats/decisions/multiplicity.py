@@ -1,13 +1,12 @@
 """Correction for many comparisons at once: without it 132 pairs give six false alarms at 5 %.
 
-Holm controls the chance of any false claim in a gate, Benjamini-Hochberg the share of false claims in an exploratory
-report. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
+Holm controls the chance of any false claim. Slow-downs and speed-ups are two families, so that exchanging the sides
+mirrors every verdict.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,37 +15,26 @@ from scipy.special import ndtri
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.verdicts import Cause, Code, Verdict
 
-Correction = Literal["holm", "bh"]
-
 
 def holm(p_values: ArrayLike) -> NDArray[np.float64]:
     """Holm's step-down adjusted p-values, in the given order. Raises ConfigError for a p outside [0, 1]."""
-    p, order = _checked(p_values)
-    m = len(p)
+    p = np.asarray(p_values, np.float64)
+    if not np.all((p >= 0) & (p <= 1)):
+        raise ConfigError(f"p-values must lie in [0, 1], got {p[~((p >= 0) & (p <= 1))][0]}; pass raw p-values")
+    order, m = np.argsort(p, kind="stable"), len(p)
     adjusted = np.empty(m)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * (m - np.arange(m))))
     return adjusted
 
 
-def benjamini_hochberg(p_values: ArrayLike) -> NDArray[np.float64]:
-    """Benjamini and Hochberg's step-up adjusted p-values, in the given order. Raises ConfigError outside [0, 1]."""
-    p, order = _checked(p_values)
-    m = len(p)
-    scaled = p[order] * m / np.arange(1, m + 1)
-    adjusted = np.empty(m)
-    adjusted[order] = np.minimum(1.0, np.minimum.accumulate(scaled[::-1])[::-1])
-    return adjusted
-
-
-def control_family(verdicts: Sequence[Verdict], *, method: Correction = "holm", alpha: float = 0.025) -> list[Verdict]:
+def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list[Verdict]:
     """The verdicts with adjusted p-values; a SLOWER or FASTER that does not survive becomes INCONCLUSIVE.
 
     `alpha` is one-sided and by default fits intervals of 95 %, so that one pair alone is judged as its interval says.
     A pair without p-value counts as p = 1. SAME needs no correction: it makes no claim of a change.
     """
-    adjust = {"holm": holm, "bh": benjamini_hochberg}[method]
-    slower = adjust([_or_one(verdict.numbers.p_slower) for verdict in verdicts])
-    faster = adjust([_or_one(verdict.numbers.p_faster) for verdict in verdicts])
+    slower = holm([_or_one(verdict.numbers.p_slower) for verdict in verdicts])
+    faster = holm([_or_one(verdict.numbers.p_faster) for verdict in verdicts])
     controlled = []
     for verdict, p_slower, p_faster in zip(verdicts, slower.tolist(), faster.tolist(), strict=True):
         faster_claimed = verdict.code is Code.FASTER
@@ -77,10 +65,3 @@ def _rounds_needed(rounds: int, p: float, p_needed: float) -> int:
 
 def _or_one(p: float | None) -> float:
     return 1.0 if p is None else p
-
-
-def _checked(p_values: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    p = np.asarray(p_values, np.float64)
-    if not np.all((p >= 0) & (p <= 1)):
-        raise ConfigError(f"p-values must lie in [0, 1], got {p[~((p >= 0) & (p <= 1))][0]}; pass raw p-values")
-    return p, np.argsort(p, kind="stable")

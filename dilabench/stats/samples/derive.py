@@ -1,7 +1,4 @@
-"""Figures derived from raw integers when a report is made: rates, speed-ups, geometric means."""
-
-from collections.abc import Iterable
-from math import exp, fsum, log
+"""Figures derived from raw integers when a report is made: rates and speed-ups."""
 
 from dilabench.errors import ConfigError
 
@@ -24,14 +21,6 @@ def gigabytes_per_second(traffic_bytes: float, time_ns: float) -> float:
 def speedup(baseline_ns: float, candidate_ns: float) -> float:
     """Baseline time / candidate time: above one the candidate is faster."""
     return _positive(baseline_ns) / _positive(candidate_ns)
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    """The only mean of ratios that does not depend on which side is the baseline. Raises ConfigError when empty."""
-    logs = [log(_positive(ratio)) for ratio in ratios]
-    if not logs:
-        raise ConfigError("no ratios to average; leave the summary line out when nothing was measured on both sides")
-    return exp(fsum(logs) / len(logs))
 
 
 def _positive(value: float) -> float:

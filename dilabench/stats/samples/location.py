@@ -1,4 +1,4 @@
-"""Where samples of times lie: quantiles, the median with its interval, the spread, and which of two lies higher (A12).
+"""Where samples of times lie: quantiles, the median with its interval, and which of two lies higher (A12).
 
 Times have a long right tail, so no mean is ever used. Quantiles are median-unbiased: whatever the distribution, the
 k-th of n samples lies as often above as below the level (k - 1/3) / (n + 1/3) (type 8 of Hyndman and Fan, "Sample
@@ -26,11 +26,8 @@ class Location:
     """Quantiles of one sample in ns; `interval` belongs to the median and is None below `MIN_SAMPLES`."""
 
     n: int
-    min_ns: float
     p25_ns: float
     median_ns: float
-    p75_ns: float
-    mad_ns: float
     interval: Interval | None
 
 
@@ -58,12 +55,6 @@ def quantiles(samples_ns: ArrayLike, levels: Sequence[float]) -> list[float]:
     """Quantiles of an unordered sample at several levels."""
     ordered = np.sort(checked_samples(samples_ns))
     return [quantile(ordered, level) for level in levels]
-
-
-def mad(samples_ns: ArrayLike) -> float:
-    """Median absolute deviation from the median, unscaled (times 1.4826 it estimates a normal's sd)."""
-    values = checked_samples(samples_ns)
-    return float(np.median(np.abs(values - np.median(values))))
 
 
 @lru_cache(maxsize=4096)
@@ -94,10 +85,9 @@ def _interval_of_sorted(ordered: NDArray[np.float64], confidence: float) -> Inte
 def locate(samples_ns: ArrayLike, confidence: float = 0.95) -> Location:
     """Summary of one sample for a report. Raises ConfigError for an empty or impossible sample."""
     ordered = np.sort(checked_samples(samples_ns))
-    p25, median, p75 = (quantile(ordered, level) for level in (0.25, 0.5, 0.75))
-    spread = float(np.median(np.abs(ordered - median)))
-    interval = _interval_of_sorted(ordered, confidence)
-    return Location(ordered.size, float(ordered[0]), p25, median, p75, spread, interval)
+    return Location(
+        ordered.size, quantile(ordered, 0.25), quantile(ordered, 0.5), _interval_of_sorted(ordered, confidence)
+    )
 
 
 def a12(baseline_ns: ArrayLike, candidate_ns: ArrayLike) -> float:

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from dilabench.distributed.ablation import MuteWorld
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.impls.ring import rings
 
 
@@ -31,7 +31,7 @@ def build_wrong(workload, context):
 
 
 def build_brittle(workload, context):
-    return build_killed(workload, context) if isinstance(context.world, MuteWorld) else rings.build(workload, context)
+    return build_killed(workload, context) if isinstance(context.world, SingleRank) else rings.build(workload, context)
 
 
 def _broken(workload, context, breakdown):

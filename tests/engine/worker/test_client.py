@@ -30,8 +30,8 @@ def test_a_worker_says_who_it_is(pool):
 
 def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
     worker = pool.resident("x")
-    host, ending, overlaps = worker._host, threading.Lock(), []
-    kill = host.kill
+    child, ending, overlaps = worker._child, threading.Lock(), []
+    kill = child.kill
 
     def watched():
         if not ending.acquire(blocking=False):
@@ -41,7 +41,7 @@ def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
         kill()
         ending.release()
 
-    host.kill = watched
+    child.kill = watched
     threads = [threading.Thread(target=worker.kill) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -6,8 +6,6 @@ import importlib.util
 
 import pytest
 
-from dilabench.distributed.launch import launch
-
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 INSTALLED = importlib.util.find_spec("ring_flash_attn") is not None
 
@@ -17,7 +15,7 @@ def passed(verdict):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ring_flash_attn_as_recorded_passes_the_oracle(recorded, ranks):
+def test_ring_flash_attn_as_recorded_passes_the_oracle(recorded, ranks, launch):
     import peer_cases
 
     for verdicts in launch(peer_cases.ring_flash_attn_verdicts, ranks):
@@ -26,14 +24,14 @@ def test_ring_flash_attn_as_recorded_passes_the_oracle(recorded, ranks):
 
 @pytest.mark.skipif(not INSTALLED, reason="ring_flash_attn is not installed (extra peers)")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ring_flash_attn_itself_passes_the_oracle(ranks):
+def test_ring_flash_attn_itself_passes_the_oracle(ranks, launch):
     import peer_cases
 
     for verdicts in launch(peer_cases.ring_flash_attn_verdicts, ranks):
         assert list(map(passed, verdicts)) == [True] * 4, verdicts
 
 
-def test_a_peer_without_gradients_of_keys_is_caught(recorded):
+def test_a_peer_without_gradients_of_keys_is_caught(recorded, launch):
     import peer_cases
 
     for verdict in launch(peer_cases.without_keys_gradient, 2):
@@ -41,7 +39,7 @@ def test_a_peer_without_gradients_of_keys_is_caught(recorded):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_context_parallel_passes_the_oracle(ranks):
+def test_context_parallel_passes_the_oracle(ranks, launch):
     import peer_cases
 
     for verdicts, ran in launch(peer_cases.context_parallel_verdicts, ranks):
@@ -49,14 +47,14 @@ def test_context_parallel_passes_the_oracle(ranks):
         assert list(map(passed, verdicts)) == [True] * 4, verdicts
 
 
-def test_each_pass_runs_under_its_own_rotation():
+def test_each_pass_runs_under_its_own_rotation(launch):
     import peer_cases
 
     for seen in launch(peer_cases.rotations_of_interleaved_passes, 2):
         assert seen == ["ALL_GATHER"] * 2 + ["ALL_TO_ALL"] * 2
 
 
-def test_lse_is_offered_where_the_project_gives_one(recorded):
+def test_lse_is_offered_where_the_project_gives_one(recorded, launch):
     import peer_cases
 
     assert launch(peer_cases.has_lse, 2) == [[True, False]] * 2

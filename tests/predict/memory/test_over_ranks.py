@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from dilabench.distributed.launch import launch
 from dilabench.distributed.sharding import contiguous, zigzag
 from dilabench.impls.ring.schedule import sums as ring_sums
 from dilabench.impls.ring.schedule.parcels import parcel_for
@@ -165,7 +164,7 @@ def test_ranks_without_rows_need_nothing_impossible(implementation, peaks):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["ring", "ring-overlap", "ring-allgather", "ulysses", "ring-multihead"])
-def test_a_lone_rank_allocates_what_a_real_one_does(implementation, peaks):
+def test_a_lone_rank_allocates_what_a_real_one_does(implementation, peaks, launch):
     pattern = {"kind": "dilated", **BRANCHES["all_across"]}
     case = peaks.case_of(implementation, "sdpa-flash", pattern, seq_len=2048, mode="both")
     case = case.model_copy(update={"world_size": 2})
