@@ -1,0 +1,440 @@
+"""Plug-ins that raise, exit, print or answer wrongly in the main process: each costs its own thing, and says where."""
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dilabench.engine.timers import HeldTimer
+from dilabench.errors import ConfigError, EnvironmentNotReady, PluginError, said
+from dilabench.machine import Machine
+from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, hookimpl
+from dilabench.plugins.boundary import answered, guarded
+from dilabench.plugins.manager import discover
+from dilabench.predict.memory import plan_memory
+from dilabench.record import Case
+from dilabench.report.findings import Section, render, sections_of
+from dilabench.request import run_request
+from dilabench.suites.findings.exposure import sharding_of
+from dilabench.suites.planner import Planner, cases_of, expand, more_cases_of
+from dilabench.workload.spec import WorkloadRequest
+
+CPU = Machine(device="cpu", no_cuda="test")
+HOOKS = "dilabench_register_"
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
+
+
+class NobodysError(BaseException):
+    pass
+
+
+def raises(*_: Any) -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+def exits(*_: Any) -> Any:
+    sys.exit("enough")
+
+
+def unprintable(*_: Any) -> Any:
+    raise UnprintableError
+
+
+def beyond(*_: Any) -> Any:
+    raise NobodysError("outside of Exception")
+
+
+def nothing(*_: Any) -> Any:
+    return None
+
+
+def true(*_: Any) -> Any:
+    return True
+
+
+def zero(*_: Any) -> Any:
+    return 0
+
+
+def text(*_: Any) -> Any:
+    return "a text"
+
+
+def no_argument() -> Any:
+    return None
+
+
+def halfway(*_: Any) -> Any:
+    yield Section(title="first", sentence="whole")
+    raise OSError("gone")
+
+
+def numbers(*_: Any) -> Any:
+    return [3]
+
+
+def wrong_rows(*_: Any) -> Any:
+    return [Section(title="rows", sentence="of numbers", columns=("n",), rows=((3,),))]  # type: ignore[arg-type]
+
+
+def too_few_cells(*_: Any) -> Any:
+    return [Section(title="rows", sentence="too short", columns=("n", "m"), rows=(("3",),))]
+
+
+def chatty(*_: Any) -> Any:
+    print("I am not JSON")  # noqa: T201
+    return "rendered"
+
+
+FAILING = {
+    raises: "ZeroDivisionError: division by zero",
+    exits: "SystemExit: enough",
+    unprintable: "UnprintableError: (its text cannot be printed)",
+    beyond: "NobodysError: outside of Exception",
+}
+HERE = Path(__file__).name
+
+
+def target(function: Callable[..., Any]) -> str:
+    return f"adversaries_under_test:{function.__name__}"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adversaries_under_test", sys.modules[__name__])
+
+
+def found_with(shelf: str, *descriptors: Any, strict: bool = False) -> Any:
+    plugin = SimpleNamespace(**{HOOKS + shelf: hookimpl(lambda: list(descriptors))}, __name__="theirs")
+    return discover(strict, extra=[plugin])
+
+
+# Registration: whatever is wrong with a descriptor, its plug-in is left out.
+
+DESCRIPTORS: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "requires None": ("implementations", lambda: _mine(requires=None), "requires None must be tuple[str, ...]"),
+    "requires a text": ("implementations", lambda: _mine(requires="triton"), "requires 'triton' must be tuple"),
+    "requires half a version": (
+        "implementations",
+        lambda: _mine(requires=("cuda>=new",)),
+        "'cuda>=new' cannot be read",
+    ),
+    "supports None": ("implementations", lambda: _mine(supports=None), "supports None must be Capabilities"),
+    "supports the class": ("implementations", lambda: _mine(supports=Capabilities), "must be Capabilities"),
+    "a class for an instance": ("implementations", lambda: Implementation, "which is no Implementation"),
+    "causal True": ("implementations", lambda: _mine(supports=Capabilities(causal=True)), "causal True must be"),  # type: ignore[arg-type]
+    "modes a text": ("implementations", lambda: _mine(supports=Capabilities(modes="forward")), "modes 'forward' must"),  # type: ignore[arg-type]
+    "named all": ("implementations", lambda: _mine("all"), "'all' stands for several names"),
+    "named auto": ("backends", lambda: Backend("auto", "", "m:f"), "'auto' stands for several names"),
+    "also called all": ("implementations", lambda: _mine(aliases=("all",)), "'all' stands for several names"),
+    "half an expression": ("backends", lambda: Backend("mine", "", "m:f", kernels=("(",)), "no regular expression"),
+    "a suite with a number": ("suites", lambda: Suite("mine", "", "m:f", budget_s="1"), "budget_s '1' must be"),  # type: ignore[arg-type]
+    "no name": ("reporters", lambda: Reporter(None, "", "m:f"), "name None must be str"),  # type: ignore[arg-type]
+}
+
+
+def _mine(name: str = "mine", **fields: Any) -> Implementation:
+    return Implementation(name, "for a test", "m:f", **fields)
+
+
+@pytest.mark.parametrize("case", DESCRIPTORS)
+def test_a_wrong_descriptor_is_left_out_with_field_and_place(case: str) -> None:
+    shelf, make, reason = DESCRIPTORS[case]
+    (problem,) = found_with(shelf, make()).problems
+    assert problem.plugin == "theirs"
+    assert reason in problem.why
+    assert f"{HERE}:" in problem.why
+    with pytest.raises(PluginError, match="plug-in 'theirs'"):
+        found_with(shelf, make(), strict=True)
+
+
+@pytest.mark.parametrize("hook", FAILING, ids=lambda one: one.__name__)
+def test_a_hook_that_fails_is_named_with_its_line(hook: Callable[..., Any]) -> None:
+    plugin = SimpleNamespace(dilabench_register_timers=hookimpl(lambda: hook()), __name__="theirs")
+    (problem,) = discover(extra=[plugin]).problems
+    assert FAILING[hook] in problem.why
+    assert f"{HERE}:" in problem.why
+
+
+def test_an_unknown_name_tells_of_plugins_that_were_left_out() -> None:
+    catalogue = found_with("implementations", _mine(requires=None)).catalogue
+    with pytest.raises(ConfigError, match=r"unknown implementation 'mine'.*left out, .*: plug-in 'theirs'"):
+        catalogue.implementations.get("mine")
+
+
+# Rules of its own.
+
+
+@pytest.mark.parametrize("field", ["check", "check_ranks"])
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        *FAILING.items(),
+        (true, "true ("),
+        (zero, "returned 0; it must return a reason against, or None"),
+        (no_argument, "TypeError: no_argument() takes 0 positional arguments"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_check_that_fails_is_the_reason_against_its_case(field: str, rule: Any, reason: str) -> None:
+    found = found_with("implementations", _mine(supports=Capabilities(**{field: rule})))
+    request = run_request(found.catalogue, suite="implementations", run={"implementations": ["mine", "gather"]})
+    theirs, ours = expand(found.catalogue, CPU, request)
+    assert theirs.skip is not None
+    assert "plug-in 'theirs': what 'mine' supports: " in theirs.skip.why
+    assert reason in theirs.skip.why
+    assert ours.skip is None
+
+
+# Suites.
+
+
+@pytest.mark.parametrize("ask", ["cases", "follow-up", "within all"])
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        *FAILING.items(),
+        (nothing, "returned None; it must return a sequence of PlannedCase"),
+        (numbers, "planned 3, which is no PlannedCase"),
+        (zero, "returned 0; it must return a sequence of PlannedCase"),
+        (text, "returned 'a text'; it must return a sequence of PlannedCase"),
+        (halfway, "OSError: gone"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_suite_that_fails_is_named(ask: str, function: Any, reason: str) -> None:
+    suite = Suite("mine", "for a test", target(function), follow_up=target(function))
+    found = found_with("suites", suite)
+    planner = Planner(found.catalogue, CPU, run_request(found.catalogue, suite="mine"))
+    if ask == "within all":
+        request = run_request(found.catalogue, suite="all")
+        assert len(expand(found.catalogue, CPU, request)) > 50, "the other suites are asked all the same"
+        assert any(reason in problem.why and problem.plugin == "theirs" for problem in found.problems)
+        return
+    with pytest.raises(PluginError, match=r"plug-in 'theirs': .*suite 'mine': ") as caught:
+        cases_of(suite, planner) if ask == "cases" else more_cases_of(suite, planner, ())
+    assert reason in str(caught.value)
+
+
+# Analyses and reporters.
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        *FAILING.items(),
+        (nothing, "returned None; it must return a sequence of Section"),
+        (zero, "returned 0; it must return a sequence of Section"),
+        (halfway, "OSError: gone"),
+        (wrong_rows, "rows.0.0: Input should be a valid string"),
+        (too_few_cells, "needs a text per column"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_an_analysis_that_fails_is_a_section_that_says_so(
+    function: Any, reason: str, make_record: Any, make_row: Any
+) -> None:
+    found = found_with("suites", Suite("mine", "for a test", "m:f", analysis=target(function)))
+    record = make_record([make_row()], suite="mine")
+    (section,) = sections_of(record, found.catalogue)
+    assert section.title == "Analysis failed"
+    assert "Plug-in 'theirs'" in section.sentence or "plug-in 'theirs'" in section.sentence
+    assert reason in section.sentence
+    assert [problem.plugin for problem in found.problems] == ["theirs"]
+    assert "Analysis failed" in str(
+        render(found.catalogue.reporters.get("markdown"), record, None, [section], found.catalogue)
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [*FAILING.items(), (zero, "returned 0; it must return str or None"), (true, "returned True; it must return str")],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_reporter_that_fails_is_named(function: Any, reason: str, make_record: Any) -> None:
+    reporter = Reporter("mine", "for a test", target(function))
+    found = found_with("reporters", reporter)
+    with pytest.raises(PluginError, match="plug-in 'theirs': reporter 'mine': ") as caught:
+        render(reporter, make_record([]), None, (), found.catalogue)
+    assert reason in str(caught.value)
+
+
+def test_what_a_plugin_prints_goes_to_stderr(make_record: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter("mine", "for a test", target(chatty))
+    assert render(reporter, make_record([]), None, (), found_with("reporters", reporter).catalogue) == "rendered"
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "I am not JSON\n")
+
+
+# Targets of shardings and memory.
+
+
+class Balance:
+    def load_balance(self, *_: Any) -> Any:
+        return "even"
+
+    def overlapping_share(self, *_: Any) -> Any:
+        raise KeyError("ranks")
+
+    def received_bytes(self, *_: Any) -> Any:
+        sys.exit(3)
+
+
+balance = Balance()
+
+
+def case_of(catalogue: Any, implementation: str) -> Case:
+    workload = WorkloadRequest(seq_len=96).resolve("float32")
+    return Case(implementation=implementation, backend="math", workload=workload)
+
+
+def test_a_sharding_that_fails_leaves_its_figures_unknown() -> None:
+    found = found_with("implementations", _mine(sharding="adversaries_under_test:balance"))
+    case = case_of(found.catalogue, "mine")
+    sharding = sharding_of(case, found.catalogue)
+    assert sharding is not None
+    facts = case.workload, 2
+    assert (sharding.load_balance(*facts), sharding.overlapping_share(*facts), sharding.received_bytes(*facts)) == (
+        None,
+        None,
+        None,
+    )
+    assert {problem.plugin for problem in found.problems} == {"theirs"}
+    assert sharding_of(case, found_with("implementations", _mine(sharding="no_such:thing")).catalogue) is None
+
+
+@pytest.mark.parametrize("function", [raises, exits, zero], ids=lambda one: one.__name__)
+def test_a_formula_of_memory_that_fails_is_none(function: Any) -> None:
+    found = found_with("implementations", _mine(memory=target(function), uses_backend=True))
+    assert plan_memory(case_of(found.catalogue, "mine"), "cpu", found.catalogue) is None
+    (problem,) = found.problems
+    assert (problem.plugin, "memory of 'mine'" in problem.why) == ("theirs", True)
+
+
+# Timers, inside a worker.
+
+
+class AnsweringTimer:
+    answer: Any = None
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def take(self, count: int) -> Any:
+        from dilabench.engine.timers import Samples
+
+        return {"nothing": None, "zero": 0}.get(self.call) if self.call in ("nothing", "zero") else Samples(self.call)
+
+    def notes(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    "answer", ["nothing", "zero", (0, 5), (5,), (5, -1), (5, 2.5), (5, True, 3), [5, 5], (5, 2**70)]
+)
+def test_samples_that_are_none_are_the_timers_error(answer: Any) -> None:
+    timer = HeldTimer("adversaries_under_test:AnsweringTimer", answer)
+    with pytest.raises(PluginError, match="timer adversaries_under_test:AnsweringTimer"):
+        timer.take(2)
+    assert HeldTimer("adversaries_under_test:AnsweringTimer", (5, 6)).take(2).samples_ns == (5, 6)
+
+
+# Patterns.
+
+PATTERN = """
+from typing import Literal
+from pydantic import field_validator
+from dilabench.patterns.pattern import Pattern
+from dilabench.plugins import PatternKind, hookimpl
+
+class Mine(Pattern):
+    kind: Literal["{name}"] = "{name}"
+    size_of_{name}: int = 1
+
+    def counts(self, shape, head, rows):
+        raise KeyError("lost")
+        yield
+
+{body}
+
+@hookimpl
+def dilabench_register_patterns():
+    return [PatternKind("{name}", "for a test", "{name}:Mine")]
+"""
+
+
+@pytest.fixture
+def pattern_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("dilabench.patterns.registry._types", dict(sys.modules["dilabench.patterns.registry"]._types))
+
+    def make(name: str, body: str) -> Any:
+        import importlib
+
+        (tmp_path / f"{name}.py").write_text(PATTERN.format(name=name, body=textwrap.indent(body, "    ")))
+        return discover(extra=[importlib.import_module(name)])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "reason"),
+    [
+        ("label_raises", "def label(self): return 1 / 0", "Mine.label: ZeroDivisionError"),
+        ("label_none", "def label(self): return None", "Mine.label ("),
+        ("example_exits", "@classmethod\ndef examples(cls): raise SystemExit(2)", "SystemExit: 2"),
+        ("no_model", "@classmethod\ndef request_model(cls): return 3", "returned 3; it must return type"),
+        ("no_trials", "@classmethod\ndef trials(cls): return None", "must return Mapping"),
+        ("parts_text", "@property\ndef parts(self): return 'two'", "returned 'two'; it must return int"),
+    ],
+)
+def test_a_pattern_that_cannot_be_asked_is_left_out(pattern_plugin: Any, name: str, body: str, reason: str) -> None:
+    found = pattern_plugin(name, body)
+    (problem,) = found.problems
+    assert problem.plugin == name
+    assert reason in problem.why
+    assert f"{name}.py:" in problem.why
+    assert name not in found.catalogue.patterns
+
+
+def test_a_pattern_that_fails_later_is_named_with_its_line(pattern_plugin: Any) -> None:
+    check = "@field_validator('size_of_later')\n@classmethod\ndef _size(cls, value): return 1 // (value - 7)"
+    found = pattern_plugin("later", check)
+    assert not found.problems
+    workload = WorkloadRequest(pattern="later", seq_len=16).resolve("float32")
+    from dilabench.workload.work import flops
+
+    with pytest.raises(PluginError, match=r"plug-in 'later': pattern Mine.counts: KeyError: 'lost' \(.*later.py:\d+\)"):
+        flops(workload)
+    with pytest.raises(PluginError, match=r"plug-in 'later': .*ZeroDivisionError.*later.py:\d+"):
+        workload.pattern.model_validate({"size_of_later": 7})
+    with pytest.raises(ValueError, match="valid integer"):
+        workload.pattern.model_validate({"size_of_later": "x"})
+
+
+# The boundary itself.
+
+
+def test_refusals_for_the_user_and_ctrl_c_pass() -> None:
+    for error in (ConfigError("no"), EnvironmentNotReady("no"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), guarded("theirs", "a test"):
+            raise error
+
+
+def test_an_answer_of_another_kind_names_the_function() -> None:
+    with pytest.raises(PluginError, match=rf"plug-in 'theirs': a test: true \(.*{HERE}:\d+\) returned True; it must"):
+        answered("theirs", "a test", true, kind=int)
+
+
+def test_any_exception_has_a_text() -> None:
+    assert said(UnprintableError()) == "UnprintableError: (its text cannot be printed)"
+    assert json.dumps(said(ValueError("two\nlines"))) == '"ValueError: two lines"'
