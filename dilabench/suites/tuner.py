@@ -6,7 +6,7 @@ from pathlib import Path
 from dilabench.atomic_file import write_text
 from dilabench.machine import Machine
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.stats.samples.location import quantiles
+from dilabench.stats.samples.location import locate
 from dilabench.store.run_files import read_record
 from dilabench.suites.choice import TunedCell, TuneFile, device_name, package_versions, read_tune_file
 
@@ -55,4 +55,4 @@ def fastest(record: RunRecord) -> list[TunedCell]:
 
 def _median_ns(row: Row) -> int:
     assert isinstance(row.outcome, Measured)
-    return round(float(quantiles(row.outcome.timings[0].samples_ns, [0.5])[0]))
+    return round(locate(row.outcome.timings[0].samples_ns).median_ns)

@@ -6,7 +6,11 @@ import pytest
 from dilabench.distributed.shardings import BLOCKS
 from dilabench.patterns.block_masks import block_mask
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
+
+
+def slow(ranks):
+    return pytest.param(ranks, marks=pytest.mark.slow)
 
 
 def any_masks(folder, count):
@@ -29,7 +33,7 @@ def any_masks(folder, count):
     return cases
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [slow(1), 2, 3, slow(4)])
 def test_out_lse_and_gradients_are_those_of_one_device(ranks, tmp_path, launch):
     import block_ring_cases
 
@@ -60,7 +64,7 @@ def rows_to_move(one, parts):
     return rows
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [slow(2), 3, slow(4)])
 def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path, launch):
     import block_ring_cases
 

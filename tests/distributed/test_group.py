@@ -11,7 +11,7 @@ from dilabench.record import Case, Measured, PlannedCase, RunHeader, Skipped
 from dilabench.request import RunRequest
 from dilabench.workload.spec import Workload
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 CPU = Machine(device="cpu", no_cuda="test")
 ANY = Capabilities(patterns=frozenset({"dense", "dilated"}), max_world_size=None)
 SHAPE = {"batch_size": 1, "seq_len": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "float32"}

@@ -28,7 +28,7 @@ from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
 from dilabench.workload.spec import Workload
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 SETTINGS = WorkerSettings(device="cpu")
 AGENT = """

@@ -6,7 +6,7 @@ from dilabench.distributed.model import joined_bytes
 from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("name", ["ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ulysses"])
@@ -21,7 +21,7 @@ def test_a_part_alone_does_that_part_and_nothing_else(name, launch):
         assert communication == (0, whole[1])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_received_bytes_are_those_of_the_formulas(ranks, launch):
     import part_cases
     import ring_cases

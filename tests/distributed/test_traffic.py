@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 B, N, D, ITEM = 1, 96, 6, 8
 
 

@@ -33,7 +33,6 @@ def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str,
     return interpreted("interpreted_block_cases.py", "-W", "ignore::RuntimeWarning")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: str) -> None:
     found = errors[case]
@@ -42,12 +41,10 @@ def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: st
     assert max(found.values()) < 2e-6, found
 
 
-@pytest.mark.slow
 def test_a_single_block(errors: dict[str, dict[str, float]]) -> None:
     assert max(errors["one block"].values()) < 2e-6, errors["one block"]
 
 
-@pytest.mark.slow
 def test_half_precision_stays_within_twice_its_rounding(errors: dict[str, dict[str, float]]) -> None:
     found = errors["half"]
     assert found["empty rows"] == 0

@@ -20,7 +20,6 @@ def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str,
     return interpreted("interpreted_part_cases.py")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", range(1, 7))
 @pytest.mark.parametrize("dtype", ROUNDED)
 def test_kernels_equal_their_plain_form(errors: dict[str, dict[str, float]], dtype: str, count: int) -> None:

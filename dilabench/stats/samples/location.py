@@ -51,12 +51,6 @@ def quantile(ordered: Sequence[float] | NDArray[np.float64], level: float) -> fl
     return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
 
 
-def quantiles(samples_ns: ArrayLike, levels: Sequence[float]) -> list[float]:
-    """Quantiles of an unordered sample at several levels."""
-    ordered = np.sort(checked_samples(samples_ns))
-    return [quantile(ordered, level) for level in levels]
-
-
 @lru_cache(maxsize=4096)
 def _median_rank(n: int, confidence: float) -> tuple[int, float]:
     """Rank k such that [x_(k), x_(n+1-k)] covers the median, and the coverage attained; k = 1 when none suffices."""

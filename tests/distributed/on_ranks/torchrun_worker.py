@@ -20,9 +20,8 @@ def say(line):
 
 def main():
     with world_from_environment(timeout_s=40) as world:
-        for case in set(ring_cases.PADDED) - set(FEW):
-            del ring_cases.PADDED[case]
-        wrong = ring_cases.exact(world, ["zigzag-ring", "ring-allgather"])
+        cases = {case: ring_cases.PADDED[case] for case in FEW}
+        wrong = ring_cases.exact(world, ["zigzag-ring", "ring-allgather"], cases)
     say(f"rank {world.rank} of {world.size}: {wrong}")
     return 5 if wrong else 0
 

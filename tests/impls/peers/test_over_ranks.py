@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 INSTALLED = importlib.util.find_spec("ring_flash_attn") is not None
 
 
