@@ -28,7 +28,7 @@ def parse_count(text: str | int, what: str = "value") -> int:
     Raises ConfigError when it is no number, zero, negative, fractional or above 2^48.
     """
     if isinstance(text, bool):
-        raise ConfigError(f"{what} {text!r} is not a number; write a whole number such as 4096 or 4K")
+        raise ConfigError(f"{what} {text!r:.80} is not a number; write a whole number such as 4096 or 4K")
     if isinstance(text, int):
         if abs(text) > 2**128:
             raise ConfigError(f"{what} is a number of {text.bit_length()} bits; it {_ABOVE}")
@@ -37,18 +37,18 @@ def parse_count(text: str | int, what: str = "value") -> int:
         match = _COUNT.match(text)
         if match is None:
             rule = "must be at least 1" if text.strip().startswith("-") else "is not a number"
-            raise ConfigError(f"{what} {text!r} {rule}; write a whole number such as 4096, 4K or 1M (1K = 1024)")
+            raise ConfigError(f"{what} {text!r:.80} {rule}; write a whole number such as 4096, 4K or 1M (1K = 1024)")
         digits = match["digits"].replace("_", "").replace(",", "")
         if len(digits) > MAX_DIGITS:
             raise ConfigError(f"{what} '{digits[:20]}…' ({len(digits)} digits) {_ABOVE}")
         count = float(digits) if "." in digits else int(digits)
         count = count * 10 ** int(match["exp"] or 0) * _SUFFIX[match["suffix"].lower()]
     if count != int(count):
-        raise ConfigError(f"{what} {text!r} is not a whole number; {int(count)} or {int(count) + 1} would be")
+        raise ConfigError(f"{what} {text!r:.80} is not a whole number; {int(count)} or {int(count) + 1} would be")
     if count < 1:
-        raise ConfigError(f"{what} {text!r} must be at least 1")
+        raise ConfigError(f"{what} {text!r:.80} must be at least 1")
     if count > MAX_COUNT:
-        raise ConfigError(f"{what} {text!r} {_ABOVE}")
+        raise ConfigError(f"{what} {text!r:.80} {_ABOVE}")
     return int(count)
 
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import typer
 
 from dilabench.cli.terminal import output_lost, say
-from dilabench.errors import DilabenchError, ExitCode, said
+from dilabench.errors import DilabenchError, EnvironmentNotReady, ExitCode, said
 
 P = ParamSpec("P")
 
@@ -33,6 +33,7 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
         code = ExitCode.OK
         try:
             with _ended_by_signals():
+                _require_working_folder()
                 command(*args, **kwargs)
         except typer.Exit as end:
             code = ExitCode(end.exit_code)
@@ -56,6 +57,14 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
             raise typer.Exit(code)
 
     return run
+
+
+def _require_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        where = os.environ.get("PWD", ".")
+        raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
 
 
 @contextlib.contextmanager

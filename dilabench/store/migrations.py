@@ -113,6 +113,7 @@ def _plugins(key: str, known: Mapping[str, object]) -> str:
     return key if key in known or ":" in key else f"plugin:{key}"
 
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
 # From each version to the next one, row by row.
 STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType({"1.0": (_to_1_1, "1.1")})
 
@@ -155,7 +156,7 @@ def _way(version: str, path: Path, steps: Mapping[str, tuple[Step, str]], curren
             newer = _key(version) > _key(current)
             way_out = "update dilabench" if newer else "it is not a version that was ever released"
             raise ConfigError(
-                f"{str(path)!r} has schema version {version!r}, this dilabench reads up to {current}; {way_out}"
+                f"{str(path)!r} has schema version {version!r:.40}, this dilabench reads up to {current}; {way_out}"
             )
         step, version = steps[version]
         way.append(step)
@@ -163,4 +164,4 @@ def _way(version: str, path: Path, steps: Mapping[str, tuple[Step, str]], curren
 
 
 def _key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
+    return tuple(int(part) for part in version.split(".") if _NUMBER.fullmatch(part))

@@ -132,6 +132,7 @@ def test_a_last_line_that_was_cut_short_is_left_out_and_resumed_over(folder, los
     folder.start(header())
     folder.row(measured(512))
     folder.row(measured(1024))
+    folder.close()
     path = folder.path / ROWS_NAME
     path.write_bytes(path.read_bytes()[:-lost])
     kept = read_rows(folder.path)[1]

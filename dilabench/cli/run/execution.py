@@ -107,10 +107,11 @@ class Execution:
             with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
                 render(reporter, record, self.folder.path, sections, catalogue)
         for reporter in self.formats:
+            text = None
             with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
                 text = render(reporter, record, None, sections, catalogue) if reporter.prints else None
-                if text is not None:
-                    say(text, styled=True)
+            if text is not None:
+                say(text, styled=True)
         paths = [self.folder.path / str(one.filename) for one in written]
         self._say("\n" + "\n".join(str(path) for path in paths if path.exists()))
 

@@ -34,14 +34,17 @@ def report(
         raise ConfigError(f"{run!r} stands for {len(records)} runs; name one of them (see `dilabench baseline list`)")
     known = len(catalogue.problems)
     sections = sections_of(records[0], catalogue)
+    written: list[tuple[str | None, Path | None]] = []
     for reporter in reporters:
         folder = output if output is not None or reporter.prints else _own_folder(store.path_of(run), run, reporter)
         with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
             text = render(reporter, records[0], folder, sections, catalogue)
-            if text is not None:
-                say(text, styled=True)
-            if folder is not None and reporter.filename:
-                say(str(folder / reporter.filename), err=True)
+            written.append((text, folder / reporter.filename if folder and reporter.filename else None))
+    for text, path in written:
+        if text is not None:
+            say(text, styled=True)
+        if path is not None:
+            say(str(path), err=True)
     tell_of(catalogue.problems[known:])
     if catalogue.problems[known:]:
         raise typer.Exit(ExitCode.ENVIRONMENT)

@@ -1,0 +1,367 @@
+"""Files, numbers, streams and signals that are not as they should be: a sentence and an exit code, and nothing lost."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dilabench
+from dilabench.engine.device.lock import device_lock
+from dilabench.engine.progress import Silent
+from dilabench.errors import ConfigError, EnvironmentNotReady, printable
+from dilabench.machine import Machine, detect
+from dilabench.patterns.mask_files import mask_digest, read_mask_file
+from dilabench.store.archive import Archive
+from dilabench.store.baselines import Baselines
+from dilabench.store.run_files import RunFolder, read_record
+from dilabench.temporary_folder import PREFIX, remove_left_over, temporary_folder
+
+MANY = "9" * 5000
+DEEP = "[" * 5000 + "]" * 5000
+
+
+def refused(result, code=2):
+    assert result.exit_code == code, result.output
+    assert "internal error" not in result.stderr
+    assert "Traceback" not in result.output
+    return " ".join(result.stderr.split())
+
+
+# Absurd values.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--seq-length", MANY),
+        ("--set", f"seq_len={MANY}"),
+        ("--set", f"seq_len=0x{'f' * 5000}"),
+        ("--set", f"window={MANY},0"),
+        ("--set", f"window={10**30},0"),
+        ("--set", f"scale={MANY}"),
+        ("--set", f"seq_len={DEEP}"),
+        ("--set", f"segment_lengths={DEEP}"),
+        ("--lengths", f"{'9' * 400}.5K"),
+        ("--budget", "9" * 400 + "s"),
+        ("--seed", str(2**64)),
+        ("--nproc", MANY),
+    ],
+    ids=lambda arguments: " ".join(arguments)[:24],
+)
+def test_an_absurd_value_is_refused(cli, arguments):
+    text = refused(cli("run", "quick", "--dry-run", *arguments))
+    assert len(text) < 6000
+
+
+@pytest.mark.parametrize(
+    "content", [f"[workload]\nseq_len = {MANY}\n", f"[workload]\nseq_len = {DEEP}\n", "[run]\nbudget_s = inf\n"]
+)
+def test_an_absurd_file_is_refused(cli, tmp_path, content):
+    file = tmp_path / "absurd.toml"
+    file.write_text(content)
+    assert "absurd.toml" in refused(cli("run", "quick", "--dry-run", "--config", str(file)))
+
+
+@pytest.mark.parametrize("width", ["²", "0", "1e12", MANY])
+def test_an_absurd_width_is_refused(cli, monkeypatch, width):
+    monkeypatch.setenv("TERMINAL_WIDTH", width)
+    assert "TERMINAL_WIDTH" in refused(cli("list", "suites"))
+
+
+@pytest.mark.parametrize("visible", ["²", "٣", MANY, "-1", "0x1"])
+def test_absurd_visible_devices_hide_all_as_for_cuda(cli, monkeypatch, visible):
+    from dilabench.record import GpuInfo
+
+    monkeypatch.setattr("dilabench.machine._nvml_gpus", lambda: (GpuInfo(name="H200", compute_capability="9.0"),))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert detect().device == "cpu"
+    text = refused(cli("run", "quick", "--device", "cuda"), code=3)
+    assert f"CUDA_VISIBLE_DEVICES='{visible[:20]}" in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "99999"), ("MASTER_PORT", "²"), ("LOCAL_RANK", "-1")])
+def test_an_absurd_launch_is_refused(cli, monkeypatch, name, value):
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for variable, usual in {**launch, name: value}.items():
+        monkeypatch.setenv(variable, usual)
+    text = refused(cli("run", "quick"), code=3)
+    assert name in text
+    assert value in text
+
+
+# Mask files.
+
+
+def npy(path, shape):
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|b1", "fortran_order": False, "shape": shape})
+        file.write(bytes(16))
+
+
+def several(path):
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.savez(file, a=np.ones((4, 4), bool))
+
+
+NONSENSE = b"\x93NUMPY\x01\x00\xff\xff{" + b"[" * 70000
+MASKS = {
+    "npz": ("mask.npy", several, "holds several arrays"),
+    "header of a petabyte": ("mask.npy", lambda path: npy(path, (2**25, 2**25)), "not a valid .npy file"),
+    "header of nonsense": (
+        "mask.npy",
+        lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{" + b"[" * 70000),
+        "not",
+    ),
+    "deep": ("mask.json", lambda path: path.write_text(DEEP), "not a valid .json file: RecursionError"),
+    "many digits": ("mask.json", lambda path: path.write_text(f"[[{MANY}]]"), "not a valid .json file"),
+    "mixed": ("mask.json", lambda path: path.write_text("[[[0]], 3]"), "some heads are lists of rows"),
+    "empty": ("mask.npy", lambda path: path.write_bytes(b""), "not a valid .npy file"),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_a_file_that_is_no_mask_is_refused(tmp_path, case):
+    name, write, reason = MASKS[case]
+    write(tmp_path / name)
+    with pytest.raises(ConfigError, match=reason):
+        read_mask_file(tmp_path / name, 4)
+
+
+def test_a_pipe_is_no_mask_and_not_waited_for(cli, tmp_path):
+    os.mkfifo(tmp_path / "mask.npy")
+    with pytest.raises(ConfigError, match="it is not a plain file"):
+        mask_digest(tmp_path / "mask.npy")
+
+
+# Locks.
+
+
+def test_a_pipe_is_no_lock_and_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    os.mkfifo(tmp_path / "dilabench-cpu.lock")
+    with (
+        pytest.raises(EnvironmentNotReady, match="it is not a plain file"),
+        device_lock(Machine(device="cpu"), "run", Silent()),
+    ):
+        pass
+    os.mkfifo(tmp_path / ".baselines.toml.lock")
+    with pytest.raises(EnvironmentNotReady, match="it is not a plain file"):
+        Baselines(tmp_path).save("main", ["a"], "now")
+
+
+# The store.
+
+
+def damage(folder: Path, record: dict[str, object]) -> None:
+    """One file of every kind that is no run, all of them newer than what is."""
+    deep = json.dumps(record).replace('"config": {', f'"config": {{"deep": {DEEP}, ')
+    huge = json.dumps(record).replace('"seed": 0', f'"seed": {MANY}')
+    for index, text in enumerate(("", "{}", DEEP, f"[{MANY}]", deep, huge)):
+        (folder / f"2099010{index}T000000Z-bad{index}.json.gz").write_bytes(gzip.compress(text.encode()))
+    (folder / "20990107T000000Z-cut.json.gz").write_bytes(b"\x1f\x8b")
+    (folder / "20990108T000000Z-folder.json.gz").mkdir()
+    os.mkfifo(folder / "20990109T000000Z-pipe.json.gz")
+    for name in ("²0990101.json.gz", "bad+².json.gz", f"bad+{'9' * 200}.json.gz", "a\nb.json.gz", "\x1b[2J.json.gz"):
+        (folder / name).write_bytes(b"")
+    (folder / os.fsdecode(b"9\xff\xfe.json.gz")).write_bytes(b"")
+
+
+@pytest.fixture
+def archive(make_row, make_record):
+    archive = Archive()
+    record = make_record([make_row()], run_id="good")
+    archive.add(record)
+    damage(archive.folder, record.model_dump(mode="json"))
+    return archive
+
+
+@pytest.mark.usefixtures("archive")
+def test_damaged_and_odd_files_of_the_store_hide_no_run(cli):
+    listed = cli("history", "--json")
+    assert [run["run_id"] for run in json.loads(listed.stdout)] == ["good"], listed.stderr
+    latest = cli("report", "latest", "-f", "json")
+    assert json.loads(latest.stdout)["run_id"] == "good"
+    assert "left out of 'latest'" in latest.stderr
+    assert cli("baseline", "save", "main", "good").exit_code == 0
+    assert cli("compare", "main", "latest").exit_code == 0
+    Path("benchmark_results/store/baselines.toml").write_text("[main")
+    assert cli("report", "latest").exit_code == 0
+    assert cli("report", "good").exit_code == 0
+    assert "cannot be understood" in refused(cli("report", "main"))
+
+
+@pytest.mark.parametrize("text", [DEEP, f'{{"rows": [{MANY}]}}', "3", '{"schema_version": "' + MANY + '"}'])
+def test_a_record_that_is_none_is_refused(cli, tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    assert "run.json" in refused(cli("report", str(tmp_path / "run.json")))
+
+
+def test_a_folder_hides_no_baseline(cli, archive):
+    assert cli("baseline", "save", "main", "good").exit_code == 0
+    for name in ("main", "latest"):
+        Path(name).mkdir()
+        assert cli("report", name).exit_code == 0
+    refused(cli("report", "./main"))
+
+
+# What is printed.
+
+
+def test_escape_sequences_of_a_record_are_spelt_out(cli, make_row, make_record, tmp_path):
+    from dilabench.record import Failed
+
+    nasty = "\x1b[2J\x1b]0;title\x07\x9b31m\u202etxt"
+    row = make_row(outcome=Failed(stage="verify", code="exception", why=nasty, traceback=nasty))
+    record = make_record([row, make_row("gather")], suite=nasty, run_id="nasty")
+    (tmp_path / "run.json").write_text(record.model_dump_json())
+    Archive().add(record)
+    for command in (
+        ("report", "run.json"),
+        ("report", "run.json", "-f", "markdown"),
+        ("report", "run.json", "-f", "json"),
+        ("history",),
+        ("history", "strided"),
+        ("compare", "run.json", "run.json"),
+        ("report", nasty),
+    ):
+        result = cli(*command)
+        assert not [letter for letter in result.output if letter != printable(letter)], command
+    assert "\\u001b[2J" in cli("report", "run.json").stdout
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "text"),
+    [
+        (">/dev/full", 3, "standard output cannot be written: No space left on device"),
+        (">&-", 3, "standard output cannot be written: it is closed"),
+        ("| true", 0, ""),
+        (">/dev/null 2>&-", 0, ""),
+        (">/dev/null 2>/dev/full", 0, ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["list --json", "plan --lengths 4K --device cpu"])
+def test_an_output_that_cannot_be_written(redirection, code, text, command):
+    line = f"set -o pipefail; {sys.executable} -m dilabench {command} {redirection}"
+    done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def environment(**variables):
+    return {**os.environ, "PYTHONPATH": str(Path(dilabench.__file__).parents[1]), "OMP_NUM_THREADS": "1", **variables}
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
+def test_letters_that_the_encoding_lacks(fresh, encoding):
+    assert fresh("-m", "dilabench", "list", PYTHONIOENCODING=encoding).returncode == 0
+    listed = fresh("-m", "dilabench", "list", "--json", PYTHONIOENCODING=encoding)
+    assert listed.returncode == 0, listed.stderr
+    assert json.loads(listed.stdout)["suites"]
+
+
+@pytest.mark.slow
+def test_what_a_plugin_writes_by_itself_is_not_in_the_json(tmp_path, monkeypatch):
+    info = tmp_path / "loud-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dilabench]\nloud = loud\n")
+    (tmp_path / "loud.py").write_text(
+        "import os\nprint('by print')\nos.system('echo by a shell')\nos.write(1, b'raw')\n"
+    )
+    monkeypatch.delenv("DILABENCH_DISABLE_PLUGINS")
+    paths = os.pathsep.join((environment()["PYTHONPATH"], str(tmp_path)))
+    command = [sys.executable, "-m", "dilabench", "list", "suites", "--json"]
+    done = subprocess.run(command, env=environment(PYTHONPATH=paths), capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["problems"][0]["plugin"] == "loud"
+    assert all(text in done.stderr for text in ("by print", "by a shell", "raw"))
+
+
+# Ends.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_run_with_its_record_and_a_second_one_loses_nothing(tmp_path, name):
+    settings = ("--seq-length", "96", "--set", "segment_lengths=40,96", "--timing", "simple", "--device", "cpu")
+    command = [sys.executable, "-m", "dilabench", "run", "implementations", *settings, "-o", str(tmp_path / "out")]
+    variables = {"DILABENCH_LOCK_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and not rows_of(tmp_path / "out"):
+            time.sleep(0.05)
+        for _ in range(2):
+            run.send_signal(signal.Signals[name])
+            time.sleep(0.1)
+        out, error = run.communicate(timeout=60)
+    assert run.returncode == 130, error
+    assert "INTERRUPTED, results so far are saved" in out
+    (folder,) = (tmp_path / "out").iterdir()
+    record = read_record(folder / "run.json")
+    assert record.status == "interrupted"
+    assert record.rows
+    assert (folder / "report.md").exists()
+
+
+def rows_of(output):
+    return [line for file in output.glob("*/rows.jsonl") for line in file.read_text().splitlines()[1:]]
+
+
+def test_a_run_that_still_goes_is_waited_for(tmp_path, make_row):
+    from threading import Thread
+
+    from dilabench.engine.device.environment import snapshot
+    from dilabench.record import RunHeader
+
+    header = RunHeader(
+        tool_version="0", run_id="r", suite="quick", started_at="now", environment=snapshot(Machine(device="cpu"))
+    )
+    first = RunFolder.create(tmp_path, "quick", "r")
+    first.start(header)
+    told: list[str] = []
+    resumed: list[RunFolder] = []
+    waiting = Thread(target=lambda: resumed.append(RunFolder.resume(first.path, told.append)))
+    waiting.start()
+    waiting.join(0.3)
+    assert not resumed
+    assert "still goes; waiting for its end" in told[0]
+    first.row(make_row())
+    first.close()
+    waiting.join(20)
+    resumed[0].close()
+
+
+def test_a_removed_working_folder_is_told(tmp_path, fresh):
+    gone = tmp_path / "gone"
+    line = f"mkdir {gone}; cd {gone}; rmdir {gone}; {sys.executable} -m dilabench run quick --device cpu"
+    done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert f"working folder '{gone}' cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_temporary_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed, young = tmp_path / f"{PREFIX}ranks-killed", tmp_path / f"{PREFIX}ranks-young"
+    for folder in (killed, young):
+        folder.mkdir()
+        (folder / "store").write_text("left over")
+    with temporary_folder("worker") as living:
+        for folder in (killed, living):
+            os.utime(folder, (0, 0))
+        remove_left_over()
+        assert living.is_dir()
+    assert sorted(tmp_path.iterdir()) == [young]
