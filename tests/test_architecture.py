@@ -126,7 +126,6 @@ def test_every_folder_says_what_it_is_for(folder: Path) -> None:
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
-@pytest.mark.slow
 def test_import_contracts_hold() -> None:
     pytest.importorskip("importlinter", reason="import-linter is part of the dev extra")
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]

@@ -104,7 +104,6 @@ def test_continuous_integration_runs_what_the_readme_says() -> None:
     assert project["license-files"] == ["LICENSE"]
 
 
-@pytest.mark.slow
 def test_generated_pages_are_current() -> None:
     done = subprocess.run([sys.executable, "scripts/docs", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,6 @@ def test_reference_by_name_runs_every_odd_workload() -> None:
     assert len(check_implementation("reference")) == len(odd_workloads())
 
 
-@pytest.mark.slow
 def test_a_build_function_runs_what_it_supports() -> None:
     workloads = [one for one in odd_workloads() if isinstance(one.pattern, DilatedPattern)][:3]
     assert len(check_implementation(reference.build, workloads, deterministic=True)) == 3

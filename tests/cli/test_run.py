@@ -14,8 +14,6 @@ import dilabench
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import read_record
 
-pytestmark = pytest.mark.slow
-
 SMALL = ("--seq-length", "96", "--set", "segment_lengths=40,96", "--timing", "simple", "--device", "cpu")
 THEIRS = """
 import torch
@@ -112,6 +110,7 @@ def test_a_dtype_that_the_backend_lacks_is_a_skip_with_its_reason(fresh):
     assert "backend sdpa-cudnn: dtype float64 is not supported (has bfloat16, float16)" in row.outcome.why
 
 
+@pytest.mark.slow
 def test_json_goes_to_stdout_alone(fresh):
     result = fresh("-m", "dilabench", "run", "quick", "-i", "gather", "-f", "json", "-o", "mine/record.json", *SMALL)
     assert result.returncode == 0, result.stderr
@@ -129,6 +128,7 @@ print(process.wait())
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_is_measured_and_kept_all_the_same(fresh):
     result = fresh("-c", CLOSED_PIPE, "run", "quick", "-i", "gather", *SMALL)
     assert (result.stdout, result.stderr) == ("0\n", "")
@@ -136,6 +136,7 @@ def test_a_run_whose_output_nobody_reads_is_measured_and_kept_all_the_same(fresh
     assert len(Archive().names()) == 1
 
 
+@pytest.mark.slow
 def test_report_renders_without_torch(fresh):
     assert fresh("-m", "dilabench", "run", "quick", "-i", "gather", *SMALL).returncode == 0
     folder = str(run_folder("benchmark_results"))
@@ -178,6 +179,7 @@ def interrupted_run(arguments):
     return process.returncode, stdout + stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_results_and_resume_goes_on(fresh):
     lengths = ["--lengths", "40,60,80,96", "-i", "gather", "--set", "segment_lengths=40", "--device", "cpu"]
     code, said = interrupted_run(["run", "quick", *lengths])
@@ -201,6 +203,7 @@ def test_ctrl_c_saves_the_results_and_resume_goes_on(fresh):
     assert run_folder("benchmark_results") == folder
 
 
+@pytest.mark.slow
 def test_verify_says_what_is_right_and_what_is_wrong(fresh, cli, with_plugin):
     small = ("--seq-length", "96", "--set", "segment_lengths=40,96", "--set", "dilation_rates=1,3", "--device", "cpu")
     result = fresh("-m", "dilabench", "verify", "gather", "zeros", "nowhere", "raising", *small)

@@ -111,7 +111,7 @@ def test_sharding_inside_a_call_gives_whole_tensors():
     assert outcome.counters["received_whole_bytes"] == 48 * (2 * 4 + 2 * 2) * 8 * 4
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_around_a_function_of_shards_keeps_them(inside):
     """Recomputation wraps the function; its shards and parameters are asked for all the same."""
     switched = {"gradient_checkpointing": True, "sharding_inside": inside}
@@ -121,6 +121,7 @@ def test_what_is_around_a_function_of_shards_keeps_them(inside):
         assert ("d q_proj.weight" in {check.name for check in outcome.verification.checks}) == (name != "ring")
 
 
+@pytest.mark.slow
 def test_what_torch_cannot_compile_over_ranks_is_skipped_with_its_reason():
     """Whether it can is torch's matter, and differs by version and device; a failure it never is."""
     (outcome,) = rows_of(["ring"], optimizations={"compile": True}).values()

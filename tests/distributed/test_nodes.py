@@ -35,7 +35,7 @@ AGENT = """
 import sys
 from dilabench.cli.run.ranks import on_ranks
 from dilabench.engine.worker import store_channel
-store_channel.SILENT_S = 3.0
+store_channel.SILENT_S = float(sys.argv[1])
 sys.exit(on_ranks(None))
 """
 ONE = Workload.model_validate(
@@ -55,7 +55,7 @@ ONE = Workload.model_validate(
 class Torchrun:
     """What torchrun sets up for two ranks: this process is rank 0, `agent` is rank 1."""
 
-    def __init__(self, monkeypatch, folder):
+    def __init__(self, monkeypatch, folder, silent_s=60.0):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -64,21 +64,29 @@ class Torchrun:
             monkeypatch.setenv(name, value)
         path = f"{ROOT}:{Path(__file__).parent / 'on_ranks'}"
         environment = {**os.environ, **shared, "RANK": "1", "PYTHONPATH": path}
-        self.agent = subprocess.Popen([sys.executable, "-c", AGENT], env=environment, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", AGENT, str(silent_s)]
+        self.agent = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def end(self):
+        self.agent.kill()
+        self.agent.communicate()
 
 
 @pytest.fixture
-def torchrun(monkeypatch, tmp_path):
-    started = Torchrun(monkeypatch, tmp_path)
+def torchrun(request, monkeypatch, tmp_path):
+    started = Torchrun(monkeypatch, tmp_path, getattr(request, "param", 60.0))
     yield started
-    started.agent.kill()
-    started.agent.communicate()
+    started.end()
 
 
-@pytest.fixture
-def nodes(torchrun):
-    with gathered(Rank.from_environment()) as found:
-        yield found
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """One agent for all tests that leave it alive."""
+    with pytest.MonkeyPatch.context() as patch:
+        started = Torchrun(patch, tmp_path_factory.mktemp("locks"))
+        with gathered(Rank.from_environment()) as found:
+            yield found
+        started.end()
 
 
 @pytest.fixture(params=["this machine", "torchrun"])
@@ -145,8 +153,9 @@ def test_a_rank_that_does_not_answer_is_ended(launcher):
         assert not group.alive
 
 
-def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_later_group(torchrun, nodes, monkeypatch):
-    with group_at(nodes) as group:
+@pytest.mark.slow
+def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_later_group(torchrun, monkeypatch):
+    with gathered(Rank.from_environment()) as nodes, group_at(nodes) as group:
         monkeypatch.setattr(store_channel, "SILENT_S", 3.0)
         # Its next sign of life is the first that counts so.
         time.sleep(2 * store_channel.BEAT_S)
@@ -157,10 +166,12 @@ def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_lat
             time.sleep(0.05)
         with pytest.raises(WorkerFailure, match="rank 1: the "):
             prepared(group, "dilabench.impls.ring.rings:build")
-    with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone: no sign"):
-        start_worker("tests@2", SETTINGS, nodes)
+        with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone: no sign"):
+            start_worker("tests@2", SETTINGS, nodes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [3.0], indirect=True)
 def test_agents_end_when_rank_0_shows_no_sign_of_life(torchrun):
     """As when its machine is gone, while the store of torchrun is another's and stays."""
     nodes = Nodes(Rank.from_environment())
@@ -174,6 +185,7 @@ def test_agents_end_when_rank_0_shows_no_sign_of_life(torchrun):
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_agents_end_with_the_store(torchrun):
     nodes = Nodes(Rank.from_environment())
     nodes.meet()
@@ -196,11 +208,11 @@ def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):
             os.kill(pid, 0)
 
 
-def test_ranks_without_a_gpu_or_of_another_version_are_refused(nodes):
+def test_ranks_without_a_gpu_or_of_another_version_are_refused(nodes, monkeypatch):
     assert nodes.machine(Machine(device="cpu")).device == "cpu"
     with pytest.raises(EnvironmentNotReady, match=r"rank 0 on .* needs GPU 0, 0 visible"):
         nodes.machine(Machine(device="cuda"))
-    nodes._agents[1].facts["versions"] = {"dilabench": "0.0.1", "torch": "2.0"}
+    monkeypatch.setitem(nodes._agents[1].facts, "versions", {"dilabench": "0.0.1", "torch": "2.0"})
     with pytest.raises(EnvironmentNotReady, match=r"rank 1 on .* has .*0\.0\.1.*; install the same on every machine"):
         nodes.machine(Machine(device="cpu"))
 
@@ -256,6 +268,7 @@ def test_rank_0_holds_its_own_machine_and_asks_one_agent_of_each_other(nodes, mo
 
     agents = {1: nodes._agents[1], 2: Elsewhere("y", 0), 3: Elsewhere("y", 1), 4: Elsewhere("x", 0)}
     monkeypatch.setattr(nodes, "_agents", agents)
+    monkeypatch.setattr(nodes, "_locked", False)
     assert [list(nodes.gpus_here(ranks)) for ranks in (1, 2, 5)] == [[0], [0, 1], [0, 1]]
     for _ in range(2):
         nodes._lock_machines()

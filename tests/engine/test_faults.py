@@ -36,7 +36,6 @@ def test_a_fault_ends_one_case_with_its_reason(engine, name, stage, why):
         assert found[neighbour].memory is not None
 
 
-@pytest.mark.slow
 def test_a_hang_ends_one_case(engine):
     found = outcomes(engine("late_hang", "honest", patience_s=3.0))
     assert isinstance(found["late_hang"], Failed)

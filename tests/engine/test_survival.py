@@ -80,7 +80,6 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.slow
 def test_kill_9_of_the_tool_then_resume_gives_the_same_cells(engine, dense_case, tmp_path, monkeypatch):
     impls = str(Path(__file__).parent / "impls_under_test")
     pids = tmp_path / "pids"
@@ -144,7 +143,6 @@ def test_ctrl_c_keeps_the_rows_so_far_and_says_so(engine, dense_case, tmp_path):
     assert rest.status == "complete"
 
 
-@pytest.mark.slow
 def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, dense_case, tmp_path):
     class Interrupting(Silent):
         def row_done(self, row):

@@ -2,8 +2,6 @@
 
 import multiprocessing
 
-import pytest
-
 from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
 from dilabench.store.index import HistoryIndex
@@ -21,7 +19,6 @@ def write(root, record, number):
         assert any(run.run_id == record.run_id for run in index.runs())
 
 
-@pytest.mark.slow
 def test_nothing_is_lost(tmp_path, make_row, make_record):
     context = multiprocessing.get_context("fork")
     records = [make_record([make_row(seed=number)], run_id=f"run{number}") for number in range(WRITERS)]
@@ -37,7 +34,6 @@ def test_nothing_is_lost(tmp_path, make_row, make_record):
     assert sorted(known["shared"].runs) == archive.names()
 
 
-@pytest.mark.slow
 def test_one_run_written_twice_at_once_is_two_whole_files(tmp_path, make_row, make_record):
     """Two parts of one run that end at the same moment take different names."""
     context = multiprocessing.get_context("fork")

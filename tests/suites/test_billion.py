@@ -125,7 +125,6 @@ def recorded(catalogue, request, tmp_path, monkeypatch):
     return run(expand(catalogue, CPU, request), request, catalogue, CPU, header, Sink())
 
 
-@pytest.mark.slow
 def test_a_small_stream_processes_every_token_and_verifies_some_pieces(catalogue, tmp_path, monkeypatch):
     request = asked(catalogue, tokens="15K", form="streamed", memory_limit="8M")
     record = recorded(catalogue, request, tmp_path, monkeypatch)
@@ -149,7 +148,6 @@ def test_a_small_stream_processes_every_token_and_verifies_some_pieces(catalogue
     assert projection["seconds"] == pytest.approx(calls_s * BILLION / computed_tokens(row))
 
 
-@pytest.mark.slow
 def test_a_small_resident_sequence_is_one_sequence_and_has_no_projection(catalogue, tmp_path, monkeypatch):
     record = recorded(catalogue, asked(catalogue, tokens="4000", form="resident"), tmp_path, monkeypatch)
     (row,) = record.rows
@@ -159,7 +157,6 @@ def test_a_small_resident_sequence_is_one_sequence_and_has_no_projection(catalog
     assert project(record) == ()
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_sequence_over_two_ranks_is_measured_weighed_by_formula_and_verified(catalogue, tmp_path, monkeypatch):
     request = asked(catalogue, (), tokens="50K", nproc=2)
@@ -176,7 +173,6 @@ def test_a_sequence_over_two_ranks_is_measured_weighed_by_formula_and_verified(c
     assert project(record) == ()
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_sequence_that_fits_on_no_rank_is_skipped_with_what_each_needs(catalogue, tmp_path, monkeypatch):
     request = asked(catalogue, (), tokens="64K", nproc=2, form="ranks", memory_limit="4M")

@@ -131,7 +131,6 @@ def test_a_dx_that_is_wrong_in_the_fourth_digit_fails(make_workload: MakeWorkloa
     assert failing(wrong) == {"dx"}
 
 
-@pytest.mark.slow
 def test_rounding_of_dx_is_measured_beside_all_that_cancels_in_it() -> None:
     """Beside its row alone, one seed of thirty was beyond twice the plain error, in a row where the parts cancel."""
     pattern = {"kind": "block_sparse", "mask": "strided", "block_size": 128, "sparsity": 0.5}
