@@ -48,7 +48,7 @@ def test_hidden_gpus_are_not_used(monkeypatch, hidden):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert detect().device == "cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert detect().no_cuda == "CUDA_VISIBLE_DEVICES hides every GPU"
+    assert detect().no_cuda == f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,61 @@ def test_a_case_that_raises_is_exit_4_and_the_others_go_on(fresh, with_plugin):
     assert [row.outcome.status for row in read_record(run_folder("benchmark_results")).rows] == ["failed", "measured"]
 
 
+BROKEN_PARTS = """
+import sys
+from dilabench.plugins import Reporter, Suite, hookimpl
+from dilabench.suites.overview.quick import expand
+
+def raises(*facts):
+    raise KeyError("lost")
+
+def exits(*facts):
+    print("I leave")
+    sys.exit(9)
+
+def nothing(*facts):
+    return None
+
+@hookimpl
+def dilabench_register_suites():
+    return [Suite("broken", "", "parts:expand", follow_up="parts:raises", analysis="parts:exits",
+                  projections="parts:nothing")]
+
+@hookimpl
+def dilabench_register_reporters():
+    return [Reporter("mine", "", "parts:exits", filename="mine.txt")]
+"""
+
+
+def test_a_suite_whose_every_part_fails_keeps_its_run(fresh, with_plugin, tmp_path):
+    site = tmp_path / "site"
+    (site / "parts.py").write_text(BROKEN_PARTS)
+    (site / "theirs-1.0.dist-info" / "entry_points.txt").write_text(
+        "[dilabench]\nparts = parts\ngone = no_such_module\n"
+    )
+    command = ("-m", "dilabench", "run", "broken", "-i", "gather", "-f", "table", "-f", "json", "-f", "mine", *SMALL)
+    result = fresh(*command)
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert "I leave" not in result.stdout
+    (folder,) = Path("benchmark_results").glob("*-broken-*")
+    record = read_record(folder / "run.json")
+    assert (record.status, [row.outcome.status for row in record.rows]) == ("complete", ["measured"])
+    assert "Analysis failed" in (folder / "report.md").read_text()
+    assert "verdict: A PLUG-IN FAILED (1 measured, 0 skipped, 0 failed; exit code 3)" in result.stderr
+    for reason in (
+        "left out, plug-in 'gone': ModuleNotFoundError: No module named 'no_such_module'",
+        "left out, plug-in 'parts': follow-up of suite 'broken': KeyError: 'lost' (",
+        "left out, plug-in 'parts': analysis parts:exits: SystemExit: 9 (",
+        "left out, plug-in 'parts': projections of suite 'broken': nothing (",
+        "left out, plug-in 'parts': reporter 'mine': SystemExit: 9 (",
+        f"{site}/parts.py:",
+    ):
+        assert reason in result.stderr
+    strict = fresh(*command, "--strict-plugins")
+    assert strict.returncode == 3
+    assert "error: plug-in 'gone'" in strict.stderr
+
+
 def test_nothing_measured_is_exit_8(fresh, with_plugin):
     result = fresh("-m", "dilabench", "run", "quick", "-i", "nowhere", *SMALL)
     assert result.returncode == 8, result.stdout + result.stderr
