@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,6 @@ def settings_kept(changed: dict[str, str]) -> Iterator[None]:
                 setting.write(was)
 
 
-def as_text(changed: dict[str, str]) -> str:
+def as_text(changed: Mapping[str, str]) -> str:
     """'default dtype (torch.float64, was torch.float32) and threads (1, was 2)'."""
     return " and ".join(f"{name} ({change})" for name, change in changed.items())

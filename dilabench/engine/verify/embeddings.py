@@ -115,6 +115,12 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
     return expected
 
 
+def plain_embeddings(module: nn.Module, oracle: Oracle) -> tuple[Tensor, Tensor]:
+    """out on the sampled rows by the module around the plain computation, in the workload's dtype, and its size."""
+    value = _Yardstick(module, oracle, oracle.dtype, backward=False).results([])["out"].double()
+    return value, _row_size(value)
+
+
 class _Yardstick:
     """The module with the oracle for its attention, run once on the sampled batches in `dtype`."""
 

@@ -76,7 +76,9 @@ class _Part:
         self.workload = oracle.workload
         batches = min(BATCHES, len(oracle.sample.batches))
         rows = oracle.sample.rows
-        self.chosen = torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()
+        # Not the first and the last, which have no neighbours to be taken for.
+        inner = torch.arange(len(rows))[1:-1] if len(rows) > 4 else torch.arange(len(rows))
+        self.chosen = inner[torch.linspace(0, len(inner) - 1, min(ROWS, len(inner))).long()]
         self.rows = rows[self.chosen]
         self.q, self.k, self.v = (x[:batches] for x in oracle._heads)
         self._oracle, self._batches = oracle, batches
@@ -136,7 +138,6 @@ def _wrong_outs(part: _Part) -> Iterator[tuple[str, Tensor]]:
     q, k, v, rows = part.q, part.k, part.v, part.rows
     for step, side in ((1, "earlier"), (-1, "later")):
         moved = (rows - step).clamp(0, workload.seq_len - 1)
-        # Rows at the ends are no neighbours of another.
         positions, place = moved.unique(return_inverse=True)
         yield f"the position one {side} (shifted by one)", part.attended(workload, positions)[0][:, place]
         keys = attend_rows(q, k.roll(step, 1), v.roll(step, 1), workload, rows)[0]

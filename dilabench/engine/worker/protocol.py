@@ -13,7 +13,18 @@ from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Ve
 from dilabench.validation import Model, content_hash
 
 CommandName = Literal[
-    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "isolated", "stream"
+    "prepare",
+    "verify",
+    "kernels",
+    "warm_up",
+    "slot",
+    "confirm",
+    "diagnose",
+    "memory",
+    "ceilings",
+    "release",
+    "isolated",
+    "stream",
 ]
 # Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
 TroubleCode = Literal["exception", "crash", "timeout", "out_of_memory", "peer_lost", "unusable_optimization"]
@@ -177,7 +188,8 @@ def case_spec(case: Case, catalogue: Catalogue, seed: int, machine: Machine | No
 def _seconds(case: Case, catalogue: Catalogue, machine: Machine) -> Iterator[SecondSpec]:
     for implementation, backend in second_implementations(case, catalogue, machine):
         over = None if backend is None else BackendSpec.model_validate(backend, from_attributes=True)
-        name = implementation.name if backend is None else f"{implementation.name} over {backend.name}"
+        same = implementation.name == case.implementation and backend is not None
+        name = f"{implementation.name} over {backend.name}" if backend and same else implementation.name
         yield SecondSpec(name=name, target=implementation.target, backend=over)
 
 
