@@ -66,13 +66,18 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def said(error: BaseException) -> str:
-    """Type and text of an exception, on one line; the type alone where the text cannot be had."""
+def text_of(error: BaseException) -> str:
+    """What an exception says, also of one whose text cannot be had."""
     try:
-        text = " ".join(str(error).split())
+        return str(error)
     # Its `__str__` is code of whoever raised it.
-    except Exception:  # noqa: BLE001
-        text = "(its text cannot be printed)"
+    except Exception as second:  # noqa: BLE001
+        return f"(its text cannot be printed: its __str__ raised {type(second).__name__})"
+
+
+def said(error: BaseException) -> str:
+    """Type and text of an exception, on one line; the type alone where there is no text."""
+    text = " ".join(text_of(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

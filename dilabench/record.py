@@ -26,9 +26,18 @@ MemorySource = Literal["allocator", "resident_set", "process_peak"]
 # fits is looked for. budget: no time was left. unusable_optimization: it cannot be switched on for this function.
 SkipCode = Literal["unsupported", "not_applicable", "does_not_fit", "out_of_memory", "budget", "unusable_optimization"]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
-# code raised. crash: its process died. peer_lost: a rank missed another. no_samples: its timer cannot time it.
+# code raised. crash: its process died. verification_timeout: verification took too long, so that nothing is known of
+# its output. peer_lost: a rank missed another. no_samples: its timer cannot time it.
 FailureCode = Literal[
-    "wrong_output", "backend_not_proven", "exception", "crash", "timeout", "out_of_memory", "peer_lost", "no_samples"
+    "wrong_output",
+    "backend_not_proven",
+    "exception",
+    "crash",
+    "timeout",
+    "verification_timeout",
+    "out_of_memory",
+    "peer_lost",
+    "no_samples",
 ]
 
 
@@ -122,10 +131,18 @@ class Check(Model):
 
 
 class Verification(Model):
-    """What was checked before timing. `sampled_rows` is None when every row was compared."""
+    """What was checked before timing. `sampled_rows`: rows held to the oracle, None when every row was.
+
+    `against`: the built-in that every row was compared with beside those sampled, which the oracle had confirmed on its
+    own sampled rows. `timed_calls`: calls of the timed sequence whose outputs were held to the oracle as well.
+    `diagnosis`: the mistake whose result a wrong output is.
+    """
 
     checks: tuple[Check, ...]
     sampled_rows: int | None = None
+    against: str | None = None
+    timed_calls: int = 0
+    diagnosis: str | None = None
     duration_ns: int = 0
 
     @property

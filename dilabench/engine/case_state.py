@@ -1,5 +1,6 @@
 """The state of one case during a run: what has been measured so far, and the row made of it. No torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dilabench.engine.warmup import lower_quartile
@@ -85,6 +86,10 @@ class CaseState:
     def running(self) -> bool:
         """Whether the case has no outcome yet."""
         return self.outcome is None
+
+    def add_notes(self, notes: Iterable[Note]) -> None:
+        """Keep notes that are not there yet."""
+        self.notes += [note for note in notes if note not in self.notes]
 
     def run_of(self, timer: TimerSpec) -> TimerRun:
         """The record of a timer, empty at first."""

@@ -12,12 +12,15 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
+from dilabench.machine import Machine
 from dilabench.metadata import TIMER_UNUSABLE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Diagnostic, Failed, Skipped, Stage
 from dilabench.units import format_seconds
 
 MAX_TIMEOUT_S = 600.0
+# Taken once more at the end: the first with other inputs, the second with only some rows of them changed.
+CONFIRMED_SAMPLES = 2
 # On a GPU a first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
 MIN_TIMEOUT_S = {"cpu": 20.0, "cuda": 60.0}
 SHARES_PER_COMMAND = 4.0
@@ -28,7 +31,8 @@ OVERRUN_S = 1.0
 class Driver:
     """What the groups of a run share: method, budget, progress and the workers.
 
-    `next_round` numbers the rounds of the whole run: slots with the same number took turns with each other.
+    `next_round` numbers the rounds of the whole run: slots with the same number took turns with each other. `machine`:
+    what chooses the built-ins that all rows are compared with; without one there are none.
     """
 
     catalogue: Catalogue
@@ -41,6 +45,7 @@ class Driver:
     timeout_s: float = MAX_TIMEOUT_S
     sleep: Callable[[float], None] = time.sleep
     next_round: int = 0
+    machine: Machine | None = None
 
     def prepare(self, state: CaseState) -> bool:
         """Have the case built in a living worker; False when that ended it."""
@@ -71,6 +76,8 @@ class Driver:
     def prepare_in(self, worker: Worker, state: CaseState, stage: Stage) -> Prepared | None:
         """Have the case built in a given worker; None when that ended it."""
         reply = self.ask_worker(worker, state, stage, "prepare", spec=state.spec.model_dump(mode="json"))
+        if reply is not None:
+            state.add_notes(reply.notes)
         return reply.prepared if reply else None
 
     def warm_up(self, state: CaseState, timer: TimerSpec) -> bool:
@@ -98,6 +105,29 @@ class Driver:
         if warmed.samples_ns:
             state.call_ns = max(1, min(warmed.samples_ns[-3:]))
         return True
+
+    def confirm(self, state: CaseState, timer: TimerSpec) -> None:
+        """Check the output of a call of the timed sequence, now that it is over."""
+        ready = state.home is not None and state.home.alive and timer.name in state.warm
+        # Where its worker has died with another case, and no time is left for a new one, its samples stand as they are.
+        if not ready and (self.budget.exhausted or not self.warm_up(state, timer)):
+            return
+        reply = self.ask(state, "verify", "confirm", timer=timer.name, count=CONFIRMED_SAMPLES)
+        if reply is not None:
+            self.judge(state, reply)
+
+    def judge(self, state: CaseState, reply: Reply) -> None:
+        """Take over what was found of a timed call; a wrong output ends the case."""
+        found = reply.verification
+        if found is None or state.verification is None:
+            return
+        if found.passed:
+            timed = state.verification.timed_calls + found.timed_calls
+            state.verification = state.verification.model_copy(update={"timed_calls": timed})
+        else:
+            why = f"wrong once it is timed: {reply.why}"
+            state.outcome = Failed(stage="verify", code="wrong_output", why=why, verification=found)
+            self.release(state)
 
     def ask(self, state: CaseState, stage: Stage, name: CommandName, **arguments: object) -> Reply | None:
         """A command to the worker that has the case; None when that ended the case."""
@@ -166,7 +196,15 @@ class Driver:
             state.outcome = Skipped(code=code, why=why)
         elif code == "timeout" and stage == "build" and state.case.optimizations.compile:
             state.outcome = Skipped(code="unusable_optimization", why=f"torch.compile: {why}")
+        elif code == "timeout" and stage == "verify":
+            state.outcome = unverified_in_time(why, failure.traceback)
         else:
             state.outcome = Failed(
                 stage=stage, code=code, why=why, verification=state.verification, traceback=failure.traceback
             )
+
+
+def unverified_in_time(why: str, traceback: str | None) -> Failed:
+    """The outcome of a case whose verification took too long: nothing is known of its output."""
+    text = f"verification was not finished, so that its output is neither right nor wrong: {why}"
+    return Failed(stage="verify", code="verification_timeout", why=text, traceback=traceback)

@@ -41,7 +41,10 @@ class Rounds:
             self._driver.next_round += 1
             running = [one for one in running if one.running]
             if not running or self._enough(running, timer, taken, clock() - started, share_s):
-                return
+                break
+        for one in running:
+            if one.run_of(timer).slots:
+                self._driver.confirm(one, timer)
 
     def slot_samples(self, state: CaseState, share_s: float) -> int:
         """Samples per turn: about 10 ms of them, 5 to 20; fewer where `min_rounds` of such turns exceed the share."""
@@ -65,6 +68,7 @@ class Rounds:
         run.slots.append(reply.slot.model_copy(update=place))
         run.notes, state.counters = reply.notes, reply.counters
         self._driver.progress.slot_done(state.case, round_index)
+        self._driver.judge(state, reply)
         self._cool_down(reply.slot)
 
     def _enough(

@@ -88,6 +88,7 @@ def run(
         trace_folder=trace_folder if method.trace else None,
         timeout_s=patience_s,
         next_round=1 + max(_rounds_of(completed), default=-1),
+        machine=machine,
     )
     ranks = max((one.case.world_size for one in waiting if one.skip is None), default=1)
     gpus = (launcher or ThisMachine()).gpus_here(ranks)

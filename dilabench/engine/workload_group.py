@@ -42,7 +42,7 @@ class WorkloadGroupRun:
         self.states = [
             CaseState(
                 planned=one,
-                spec=case_spec(one.case, driver.catalogue, driver.seed),
+                spec=case_spec(one.case, driver.catalogue, driver.seed, driver.machine),
                 key=worker_key(one.case, driver.catalogue),
             )
             for one in planned
@@ -185,6 +185,9 @@ class WorkloadGroupRun:
         for _ in range(ISOLATED_SLOTS):
             reply = driver.ask(chosen, "time", "slot", timer=timer.name, count=count)
             if reply is None or reply.slot is None:
+                return
+            driver.judge(chosen, reply)
+            if not chosen.running:
                 return
             isolated.append(reply.slot)
         note = interference(chosen.run_of(timer).locations_ns, isolated)

@@ -257,6 +257,27 @@ class DilatedPattern(Pattern):
         """One per branch that a head takes part in."""
         return 1 if self.heads == "grouped" else len(self.segment_lengths)
 
+    def near_misses(self) -> Mapping[str, Pattern]:
+        """The other value of every option, and what public projects were found to compute (semantics.md §3)."""
+        others: dict[str, tuple[str, ...]] = {
+            "offset": ("modulo", "blocked"),
+            "offset_by": ("head", "kv_head"),
+            "heads": ("all", "grouped"),
+            "merge_grad": ("exact", "detached"),
+        }
+        found: dict[str, Pattern] = {
+            f"{name}={value}": self.model_copy(update={name: value})
+            for name, values in others.items()
+            for value in values
+            if value != getattr(self, name)
+        }
+        fields = self.model_dump()
+        return {
+            **found,
+            "padding=zero_key": _ZeroPadded.model_validate(fields),
+            "offset=0 in every head": _WithoutOffset.model_validate(fields),
+        }
+
     @property
     def is_detached(self) -> bool:
         """As `merge_grad` says."""
@@ -266,6 +287,30 @@ class DilatedPattern(Pattern):
     def has_grouped_heads(self) -> bool:
         """As `heads` says."""
         return self.heads == "grouped"
+
+
+class _ZeroPadded(DilatedPattern):
+    """Segments filled up with zero vectors to a multiple of the rate, which are attended (torchscale)."""
+
+    def zero_keys(self, shape: SequenceShape, head: int, rows: Positions) -> Positions | None:
+        """Those past the end of the row's segment on the head's residue, none when causal."""
+        import numpy as np
+
+        added = np.zeros(len(rows), dtype=np.int64)
+        for w, r, offset in () if shape.causal else self.strided_segments(shape, head):
+            real = np.minimum((rows // w + 1) * w, shape.length) - rows // w * w
+            padded = -(-w // r) * r
+            on = rows % w % r == offset
+            added += np.where(on, rows_kept(padded, r, offset) - np.maximum(-((offset - real) // r), 0), 0)
+        return added
+
+
+class _WithoutOffset(DilatedPattern):
+    """Every head on the first position of each step."""
+
+    def head_offset(self, head: int, rate: int, num_heads: int, num_kv_heads: int) -> int:  # noqa: ARG002
+        """None."""
+        return 0
 
 
 def rows_kept(length: int, rate: int, offset: int) -> int:

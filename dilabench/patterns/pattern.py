@@ -283,6 +283,20 @@ class Pattern(Model, ABC):
         """Files that it is read from, each with the digest of its content; records keep copies of them."""
         return ()
 
+    def zero_keys(self, shape: SequenceShape, head: int, rows: Positions) -> Positions | None:  # noqa: ARG002
+        """[R]: how many keys of score 0 and value 0 each row attends besides those counted; None where none ever.
+
+        They only add to the denominator (semantics.md §2): exp(lse) grows by their number.
+        """
+        return None
+
+    def near_misses(self) -> Mapping[str, Pattern]:
+        """What it may be taken for by mistake, by a name that says the difference: 'offset=blocked'.
+
+        A result that fails verification is compared with each, so that the message can name the mistake.
+        """
+        return {}
+
     # How it looks.
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:

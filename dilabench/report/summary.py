@@ -34,8 +34,11 @@ def headline(record: RunRecord) -> str:
     parts = [f"{statuses['measured']} of {len(record.rows)} rows verified and measured"]
     if statuses["skipped"]:
         parts.append(f"{statuses['skipped']} skipped")
+    late = sum(isinstance(row.outcome, Failed) and row.outcome.code == "verification_timeout" for row in record.rows)
     if statuses["failed"]:
-        parts.append(f"{statuses['failed']} FAILED" + (f" ({wrong} did not pass verification)" if wrong else ""))
+        unproven = [f"{wrong} did not pass verification"] * bool(wrong)
+        unproven += [f"{late} could not be verified in time"] * bool(late)
+        parts.append(f"{statuses['failed']} FAILED" + (f" ({', '.join(unproven)})" if unproven else ""))
     ended = "" if record.status == "complete" else f" The run was {record.status}; these are the results so far."
     return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}{_fastest(record)}"
 

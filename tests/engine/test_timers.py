@@ -207,6 +207,9 @@ class Captured:
 
         return call
 
+    def capturable(self):
+        return self.fresh(), None
+
 
 WAITS = RuntimeError("operation not permitted when stream is capturing\nmore")
 

@@ -94,6 +94,7 @@ class FakeWorker:
             "verify": Reply(verification=right),
             "kernels": Reply(),
             "warm_up": Reply(warmed_up=WarmedUp(samples_ns=(self.lab.call_ns,) * 3, settled=True)),
+            "confirm": Reply(verification=right.model_copy(update={"timed_calls": 1})),
             "memory": Reply(memory=Memory(peak_bytes=1, isolated=True)),
             "release": Reply(),
         }[command]
@@ -137,7 +138,7 @@ def test_the_stages_come_in_order(measure):
     lab = Lab()
     measure(["a"], lab)
     stages = list(dict.fromkeys(command for _, command, _, _ in lab.asked))
-    assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "release", "memory"]
+    assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "confirm", "release", "memory"]
 
 
 def test_rounds_interleave_all_of_the_cell_in_random_order(measure):

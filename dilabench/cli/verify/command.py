@@ -139,8 +139,10 @@ def _result(outcome: Outcome) -> tuple[Result, str]:
         return outcome.status, outcome.why
     if outcome.passed:
         rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
-        return "right", f"{len(outcome.checks)} checks, {rows}"
-    return "wrong", "; ".join(_check(check) for check in outcome.checks if not check.passed) or "nothing was checked"
+        against = f", all rows against {outcome.against}" if outcome.against else ""
+        return "right", f"{len(outcome.checks)} checks, {rows}{against}"
+    failed = [_check(check) for check in outcome.checks if not check.passed] or ["nothing was checked"]
+    return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
 
 
 def _check(check: Check) -> str:

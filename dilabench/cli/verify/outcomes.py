@@ -56,7 +56,7 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
             # A worker that is started now would outlive the pool.
             if over.is_set():
                 return Failed(stage="worker", code="crash", why="the command was ended")
-            return plan.skip or _checked(plan, pool, catalogue, seed)
+            return plan.skip or _checked(plan, pool, catalogue, machine, seed)
         finally:
             free.put(pool)
 
@@ -74,11 +74,12 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
             pool.close()
 
 
-def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, seed: int) -> Outcome:
+def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, machine: Machine, seed: int) -> Outcome:
+    from dilabench.engine.driver import unverified_in_time
     from dilabench.engine.worker.client import WorkerFailure
     from dilabench.engine.worker.protocol import case_spec, worker_key
 
-    spec = case_spec(plan.case, catalogue, seed)
+    spec = case_spec(plan.case, catalogue, seed, machine)
     try:
         worker = pool.resident(worker_key(plan.case, catalogue))
         worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
@@ -87,6 +88,8 @@ def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, seed: in
     except WorkerFailure as failure:
         if failure.code == "unusable_optimization":
             return Skipped(code=failure.code, why=failure.why)
+        if failure.code == "timeout":
+            return unverified_in_time(failure.why, failure.traceback)
         return Failed(stage="verify", code=failure.code, why=failure.why, traceback=failure.traceback)
     assert reply.verification is not None
     return reply.verification

@@ -17,6 +17,9 @@ from dilabench.engine.call.buffer_pool import SizedBufferPool
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.compile_and_graph import OptimizedShards, compiled, compiling, graphed
 from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed
+from dilabench.engine.call.returned import UnusableFunctionError, no_gradient, not_callable, not_plain
+from dilabench.engine.call.timed_calls import KeptCall, TimedCalls
+from dilabench.engine.call.torch_settings import settings_kept
 from dilabench.engine.device.device import cache_bytes, synchronize
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.metadata import BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES, PATTERN_CACHE_BYTES, refuse_unknown
@@ -55,6 +58,7 @@ class PreparedCall:
         self._dout: Tensor | None = None
         self._out_shape = torch.Size()
         self.setup_ns: dict[str, int] = {}
+        self.changed_settings: dict[str, str] = {}
         self._optimized_counters: dict[str, int] = {}
         options = spec.case.optimizations
         self.patterns = PatternCache(options.pattern_cache_entries)
@@ -69,9 +73,12 @@ class PreparedCall:
         self.module = built if isinstance(built, torch.nn.Module) else None
         self._timed("inputs", lambda: self.inputs(0))
         self._sharded = self._timed("optimize", lambda: self._optimized(built))
-        self.function = self.whole if self._takes_whole else self._sharded
+        self.function = self.whole if self.takes_whole else self._sharded
+        local_row = None if world is None else self._local_row
+        self.timed_calls = TimedCalls(spec.seed, self.workload.seq_len, self.row_dim, local_row)
         self._timed("first_call", self._call_once)
-        self.call_ns = self._estimate_ns()
+        with settings_kept(self.changed_settings):
+            self.call_ns = self._estimate_ns()
 
     def fresh(self) -> Callable[[], object]:
         """The next call to time, on the next input set, with all that is not part of it done.
@@ -81,23 +88,65 @@ class PreparedCall:
         """
         inputs = self.inputs(self._next)
         self._next = (self._next + 1) % self._sets
+        kept = self.timed_calls.before(inputs) if self.timed_calls.active else None
+        return self._call_of(inputs, kept)
+
+    def capturable(self) -> tuple[Callable[[], object], KeptCall]:
+        """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed."""
+        kept = KeptCall(self.inputs(self._next), position=self.workload.seq_len - 1)
+        return self._call_of(kept.inputs, kept), kept
+
+    def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
+        """The next replay of a captured call, with all that is not part of it done."""
+        kept = self.timed_calls.before(captured.inputs) if self.timed_calls.active else None
+        self._together()
+        if kept is None:
+            return replay
+
+        def kept_replay() -> object:
+            replay()
+            return kept.keep(captured.out, captured.gradients)
+
+        return kept_replay
+
+    def _call_of(self, inputs: InputSet, kept: KeptCall | None) -> Callable[[], object]:
+        """The call on these inputs; `kept` gets its results."""
         function = self.function
         if self.workload.mode == "forward":
             self._together()
-            return lambda: self._forward(inputs)
+            if kept is None:
+                return lambda: self._forward(inputs)
+            return lambda: kept.keep(self._forward(inputs))
         targets = [*inputs.distinct, *self.parameters()]
         dout = self.output_gradient()
         if self.workload.mode == "backward":
-            out = function(inputs.q, inputs.k, inputs.v)
+            made = function(inputs.q, inputs.k, inputs.v)
             self._together()
-            return lambda: torch.autograd.grad(out, targets, dout, allow_unused=True)
+
+            def backward() -> object:
+                gradients = torch.autograd.grad(made, targets, dout, allow_unused=True)
+                return gradients if kept is None else kept.keep(made, gradients)
+
+            return backward
 
         def both() -> object:
             out = function(inputs.q, inputs.k, inputs.v)
-            return torch.autograd.grad(out, targets, dout, allow_unused=True)
+            gradients = torch.autograd.grad(out, targets, dout, allow_unused=True)
+            return gradients if kept is None else kept.keep(out, gradients)
 
         self._together()
         return both
+
+    @property
+    def row_dim(self) -> int:
+        """The axis of positions."""
+        return 0 if self.workload.layout == "packed" else 1
+
+    def _local_row(self, position: int) -> int | None:
+        if self.takes_whole or self.world is None:
+            return position
+        _, rows = self.shards.held(torch.tensor([position]), self.world.rank)
+        return int(rows[0]) if len(rows) else None
 
     def _together(self) -> None:
         if self.world is not None:
@@ -109,7 +158,7 @@ class PreparedCall:
         With several ranks each draws its own shards, because the whole sequence may fit into no rank's memory. With
         sharding inside the call all have the same whole tensors.
         """
-        if self.world is not None and not self._takes_whole:
+        if self.world is not None and not self.takes_whole:
             return self._shard(index, self.world)
         return self._input_store.get(self.workload, self.spec.takes, self.spec.seed + index)
 
@@ -135,7 +184,7 @@ class PreparedCall:
         return Whole(sharded, self.workload.layout == "packed")
 
     @property
-    def _takes_whole(self) -> bool:
+    def takes_whole(self) -> bool:
         return self.world is not None and self.spec.case.optimizations.sharding_inside
 
     def ablated(self, ablation: Ablation) -> "PreparedCall":
@@ -175,7 +224,7 @@ class PreparedCall:
         """A random gradient of the output, made once."""
         if self._dout is None:
             query = self.inputs(0).q
-            rank = self.world.rank if self.world and not self._takes_whole else 0
+            rank = self.world.rank if self.world and not self.takes_whole else 0
             seed = rank_seed(self.spec.seed + 2**31, rank)
             generator = torch.Generator(query.device).manual_seed(seed)
             self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=query.dtype)
@@ -207,7 +256,10 @@ class PreparedCall:
         options = self.spec.case.optimizations
         if options.query_chunk or options.offload_inputs:
             return build_in_chunks(build, self.workload, self.context, options.query_chunk or self.workload.seq_len)
-        return build(self.workload, self.context)
+        built = build(self.workload, self.context)
+        if (why := not_callable(built)) is not None:
+            raise UnusableFunctionError(why)
+        return built
 
     def _optimized(self, function: AttentionFn) -> AttentionFn:
         options = self.spec.case.optimizations
@@ -236,9 +288,22 @@ class PreparedCall:
         inputs = self.inputs(0)
         options = self.spec.case.optimizations
         with self._compiling(options.compile and not options.cuda_graph):
-            self._out_shape = self._forward(inputs).shape
+            out = self._forward(inputs)
+            if (why := not_plain(out)) is not None:
+                raise UnusableFunctionError(f"the first call {why}")
+            self._out_shape = out.shape
+            del out
             if self.workload.mode != "forward":
-                self.fresh()()
+                try:
+                    self.fresh()()
+                except RuntimeError:
+                    self._refuse_without_gradient(inputs)
+                    raise
+
+    def _refuse_without_gradient(self, inputs: InputSet) -> None:
+        out = self.function(inputs.q, inputs.k, inputs.v)
+        if (why := no_gradient(out)) is not None:
+            raise UnusableFunctionError(why)
 
     def _estimate_ns(self) -> int:
         """What a call takes: a second one tells, unless the first was so long that its own set-up hardly counts."""
@@ -267,7 +332,8 @@ class PreparedCall:
 
     def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter_ns()
-        result = work()
+        with settings_kept(self.changed_settings):
+            result = work()
         synchronize(self.device)
         self.setup_ns[stage] = max(0, time.perf_counter_ns() - started)
         return result

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.errors import PluginError
 from dilabench.plugins.boundary import shown
@@ -43,6 +44,14 @@ class Call(Protocol):
 
     def fresh(self) -> Callable[[], object]:
         """Do what belongs before one call and is not timed; returns that call, good for one use."""
+        ...
+
+    def capturable(self) -> tuple[Callable[[], object], KeptCall]:
+        """A call whose results stay in the object beside it, to be captured in a graph."""
+        ...
+
+    def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
+        """As `fresh`, for a replay of a captured call."""
         ...
 
     def rotate(self) -> int:

@@ -2,6 +2,7 @@
 
 import torch
 
+from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.engine.timers import Call, Samples, TimerUnusableError
 from dilabench.engine.timers.cuda_events import ColdStage
 from dilabench.metadata import NO_FLUSH
@@ -20,11 +21,11 @@ class Graph:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._stage = ColdStage(call.device, call.working_set_bytes)
-        self._graph, self._keep = self._capture()
+        self._graph, self._captured = self._capture()
 
     def take(self, count: int) -> Samples:
         """GPU time per replay."""
-        gpu_ns, enqueue_ns = self._stage.run(lambda: self._graph.replay, count)
+        gpu_ns, enqueue_ns = self._stage.run(lambda: self._call.replayed(self._captured, self._graph.replay), count)
         return Samples(tuple(gpu_ns), tuple(enqueue_ns))
 
     def notes(self) -> tuple[Note, ...]:
@@ -34,7 +35,7 @@ class Graph:
         message = "the inputs are over four times the L2 cache and push each other out, so it was not flushed"
         return (NO_FLUSH.note(message, observed=self._call.working_set_bytes),)
 
-    def _capture(self) -> tuple[torch.cuda.CUDAGraph, object]:
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, KeptCall]:
         graph = torch.cuda.CUDAGraph()
         stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(before)
@@ -43,10 +44,10 @@ class Graph:
                 for _ in range(WARM_CALLS):
                     self._call.fresh()()
                 # The graph of a backward pass is made before the capture; autograd then runs it on this stream.
-                call = self._call.fresh()
+                call, captured = self._call.capturable()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=stream):
-                result = call()
+                call()
         except RuntimeError as error:
             torch.cuda.synchronize()
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -55,4 +56,4 @@ class Graph:
             # A capture that cannot be begun or ended leaves its own stream as the current one.
             torch.cuda.set_stream(before)
         torch.cuda.synchronize()
-        return graph, (call, result)
+        return graph, captured

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilabench.engine.call.returned import not_plain
+from dilabench.engine.call.torch_settings import as_text, settings_kept
 from dilabench.engine.verify.compare import agreement
 from dilabench.record import Check
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd, so that multiplying by its powers loses no bit of a word; the golden ratio's spreads over all of them.
+STEP = 0x1E3779B97F4A7C15
 # Values looked at together: masks and widened copies of all at once could take more memory than the call itself.
 PIECE = 2**24
 # Allocations of Python code that leave memory uninitialised, as (owner, attribute).
@@ -45,13 +49,14 @@ class Call:
         self._function = function
         self._parameters = tuple(parameters)
         self.changed: list[str] = []
+        self.settings: dict[str, str] = {}
 
     def __call__(self, inputs: Sequence[Tensor], dout: Tensor | None = None) -> Result:
         """Call with the inputs (one tensor stands for all three), and with its gradients for `dout` if given."""
         before = [digest(tensor) for tensor in inputs]
         leaves = [tensor.detach().requires_grad_(dout is not None) for tensor in inputs]
         arguments = leaves if len(leaves) == 3 else leaves * 3
-        with poisoned(inputs), torch.set_grad_enabled(dout is not None):
+        with poisoned(inputs), torch.set_grad_enabled(dout is not None), settings_kept(self.settings):
             out = self._function(*arguments)
             gradients: tuple[Tensor | None, ...] = ()
             if dout is not None and isinstance(out, Tensor) and out.requires_grad and out.shape == dout.shape:
@@ -62,33 +67,45 @@ class Call:
         for name, tensor, old in zip(names, inputs, before, strict=True):
             if not torch.equal(digest(tensor), old) and name not in self.changed:
                 self.changed.append(name)
-        return Result(out.detach() if isinstance(out, Tensor) else out, gradients)
+        return Result(out.detach() if type(out) is Tensor else out, gradients)
 
     def unwatched(self, inputs: Sequence[Tensor]) -> Tensor:
         """Call without autograd, without poisoned memory and without waiting for the device."""
-        with torch.no_grad():
+        with torch.no_grad(), settings_kept(self.settings):
             return self._function(*(inputs if len(inputs) == 3 else list(inputs) * 3))
 
-    def unchanged(self) -> Check:
-        """The check that no call changed its inputs."""
+    def unchanged(self) -> Iterator[Check]:
+        """The checks that no call changed its inputs, or torch's settings."""
         detail = f"the function changed {' and '.join(self.changed)} in place" if self.changed else None
-        return Check(name="inputs", passed=not self.changed, detail=detail)
+        yield Check(name="inputs", passed=not self.changed, detail=detail)
+        if self.settings:
+            detail = f"a call changed settings of all of torch: {as_text(self.settings)}; they were put back"
+            yield Check(name="settings", passed=False, detail=detail)
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A checksum per row: the integer sum of the bits along the last axis. A row of zeros and a moved row both show."""
-    bits = tensor.detach().view(INTEGER[tensor.element_size()])
+    """A checksum per row, of what stands where: rows or values that changed places show, and so does a row of zeros.
+
+    The bits of a row are words, each multiplied by an odd number of its own and summed modulo 2^64.
+    """
+    tensor = tensor.detach()
+    wide = tensor.shape[-1] * tensor.element_size() % 8 == 0 and tensor.stride(-1) == 1
+    aligned = wide and all(stride * tensor.element_size() % 8 == 0 for stride in tensor.stride()[:-1])
+    aligned = aligned and tensor.storage_offset() * tensor.element_size() % 8 == 0
+    bits = tensor.view(torch.int64 if aligned and tensor.ndim else INTEGER[tensor.element_size()])
+    factors = torch.arange(1, bits.shape[-1] + 1, device=bits.device).mul_(STEP).bitwise_or_(1)
     if bits.dim() < 2:
-        return bits.sum(-1, dtype=torch.int64)
-    # CUDA widens what it sums.
+        return (bits * factors).sum(-1)
+    # A product is as wide as a word of 8 bytes, whatever the values are.
     pieces = bits.flatten(0, -2).split(max(1, PIECE // bits.shape[-1]))
-    return torch.cat([piece.sum(-1, dtype=torch.int64) for piece in pieces]).view(bits.shape[:-1])
+    return torch.cat([(piece * factors).sum(-1) for piece in pieces]).view(bits.shape[:-1])
 
 
 def form_checks(out: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Check]:
     """shape, dtype, device and finite, in this order; after the first that fails the rest would say nothing."""
-    if not isinstance(out, Tensor):
-        return [Check(name="shape", passed=False, detail=f"returned a {type(out).__name__}, not one tensor")]
+    if (why := not_plain(out)) is not None:
+        return [Check(name="shape", passed=False, detail=why)]
+    assert isinstance(out, Tensor)
     found = (
         ("shape", list(out.shape), list(shape)),
         ("dtype", out.dtype, dtype),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from dilabench.engine.verify.tolerance import Expected, errors
+from dilabench.engine.verify.slope import slope, slope_limit
+from dilabench.engine.verify.tolerance import Expected, errors, rows_last
 from dilabench.record import Check
 
 # (name, positions) of each axis of a compared tensor; None: the index itself is the position.
@@ -47,6 +48,25 @@ def compare(name: str, actual: Tensor, expected: Expected, axes: Axes, detail: s
         tolerance=expected.tolerance,
         where=locate(place, error.shape, axes),
         detail=detail,
+    )
+
+
+def compare_both_ways(
+    name: str, actual: Tensor, expected: Expected, axes: Axes, detail: str | None = None
+) -> Iterator[Check]:
+    """`compare`, and where that passes, the bias rule: `name`_slope (slope.py). Too few rows have no slope."""
+    check = compare(name, actual, expected, axes, detail)
+    yield check
+    if not check.passed or not actual.numel():
+        return
+    found = slope(*rows_last(actual, expected.value, expected.size))
+    limit = slope_limit(found, expected.plain, expected.slope_floor)
+    if limit == float("inf"):
+        return
+    off = abs(found.deviation)
+    text = f"the regression on the oracle has slope {1 + found.deviation:.6g}, not 1"
+    yield Check(
+        name=f"{name}_slope", passed=off <= limit, error=off, tolerance=limit, detail=None if off <= limit else text
     )
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import compare, locate
-from dilabench.engine.verify.heads import NO_GRADIENT, how_many, kept_check, repeat_checks
+from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
+from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.engine.verify.rounding import gradient_sizes
 from dilabench.engine.verify.tolerance import (
@@ -80,11 +81,11 @@ def embeddings_checks(
     if backward:
         yield from _gradient_checks(oracle, first, names, expected)
     yield _dependency(call, oracle, first.out)
-    yield kept_check(first.out, kept)
+    yield kept_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected["out"].tolerance)
     if oracle.device.type == "cuda":
         yield stream_check(call, oracle.inputs, first.out, 2 * expected["out"].tolerance)
-    yield call.unchanged()
+    yield from call.unchanged()
     if call.changed:
         oracle.restore()
 
@@ -112,6 +113,12 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
         tolerance = max(expected[name].tolerance for name in alike)
         expected.update({name: replace(expected[name], tolerance=tolerance) for name in alike})
     return expected
+
+
+def plain_embeddings(module: nn.Module, oracle: Oracle) -> tuple[Tensor, Tensor]:
+    """out on the sampled rows by the module around the plain computation, in the workload's dtype, and its size."""
+    value = _Yardstick(module, oracle, oracle.dtype, backward=False).results([])["out"].double()
+    return value, _row_size(value)
 
 
 class _Yardstick:

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
-from dilabench.engine.verify.compare import Axes, agreement, compare
+from dilabench.engine.verify.compare import Axes, agreement, compare, compare_both_ways
+from dilabench.engine.verify.confirmed import Confirmed
+from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.engine.verify.probes import probe_checks
 from dilabench.engine.verify.tolerance import Expected
 from dilabench.record import Check
 
 NO_GRADIENT = "out carries no gradient for it, but the workload's mode needs one"
+GRADIENTS = ("dq", "dk", "dv")
 
 
-def heads_checks(function: Callable[..., Tensor], oracle: Oracle, deterministic: bool) -> Iterator[Check]:
-    """Checks 1 to 5 of semantics.md §4, in an order in which the first that fails says most."""
+@dataclass(slots=True)
+class Seen:
+    """What the function gave for the oracle's inputs; None what it did not come to. lse: on the sampled rows.
+
+    against: the confirmed implementation that every row was compared with.
+    """
+
+    first: Result | None = None
+    lse: Tensor | None = None
+    against: str | None = None
+
+
+def heads_checks(
+    function: Callable[..., Tensor], oracle: Oracle, deterministic: bool, confirmed: Confirmed | None, seen: Seen
+) -> Iterator[Check]:
+    """Checks 1 to 8 of semantics.md §4, in an order in which the first that fails says most.
+
+    `confirmed`: what every row is compared with where the oracle has a sample only. `seen` gets what a diagnosis needs.
+    """
     backward = oracle.workload.mode != "forward"
     # Expectations come before any call: a function may change its inputs.
     expected_out, _ = oracle.expected
     gradients = oracle.gradients if backward else ()
     second = [oracle.second_inputs(index) for index in range(oracle.planes.calls)]
     assert len(oracle.second_expected) == len(second)
+    assert oracle.ones_error >= 0
+    every_row = confirmed.results(oracle) if confirmed is not None and not oracle.sample.complete else None
 
     call = Call(function)
     first = call(oracle.inputs, oracle.sampled_dout if backward else None)
@@ -32,20 +55,24 @@ def heads_checks(function: Callable[..., Tensor], oracle: Oracle, deterministic:
     yield from form
     if not all(check.passed for check in form):
         return
+    seen.first = first
     kept = digest(first.out)
-    yield compare("out", oracle.sampled(first.out), expected_out, row_axes(oracle), how_many(oracle))
-    for index, (name, expected) in enumerate(zip(("dq", "dk", "dv"), gradients, strict=False)):
-        yield _gradient_check(oracle, first, index, name, expected)
+    yield from compare_both_ways("out", oracle.sampled(first.out), expected_out, row_axes(oracle), how_many(oracle))
+    for index, (name, expected) in enumerate(zip(GRADIENTS, gradients, strict=False)):
+        yield from _gradient_checks(oracle, first, index, name, expected)
+    if every_row is not None and confirmed is not None:
+        seen.against = confirmed.name
+        yield from confirmed.checks(call, oracle, first)
     results = [call(inputs, oracle.full_dout if backward else None) for inputs in second]
     yield from probe_checks(oracle, first.out, results)
     del results, second
-    yield kept_check(first.out, kept)
+    yield kept_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected_out.tolerance)
     if hasattr(function, "with_lse"):
-        yield _lse_check(function, oracle)
+        yield from _lse_checks(function, oracle, seen)
     if oracle.device.type == "cuda":
         yield stream_check(call, oracle.inputs, first.out, 2 * expected_out.tolerance)
-    yield call.unchanged()
+    yield from call.unchanged()
     if call.changed:
         oracle.restore()
 
@@ -61,13 +88,6 @@ def repeat_checks(call: Call, oracle: Oracle, first: Result, deterministic: bool
     yield next((check for check in checks if not check.passed), checks[0])
 
 
-def kept_check(out: Tensor, kept: Tensor) -> Check:
-    """The first result still holds what it held when it was returned."""
-    same = torch.equal(digest(out), kept)
-    detail = None if same else "a later call wrote into the result of an earlier one: out must be a fresh tensor"
-    return Check(name="result_kept", passed=same, detail=detail)
-
-
 def row_axes(oracle: Oracle) -> Axes:
     """Names of the axes of sampled rows."""
     return (("batch", oracle.sample.batches), ("position", oracle.sample.rows), ("head", None), ("dim", None))
@@ -79,28 +99,45 @@ def how_many(oracle: Oracle) -> str:
     return "every row" if count is None else f"{count} sampled rows of {oracle.workload.tokens}"
 
 
-def _gradient_check(oracle: Oracle, result: Result, index: int, name: str, expected: Expected) -> Check:
+def _gradient_checks(oracle: Oracle, result: Result, index: int, name: str, expected: Expected) -> Iterator[Check]:
     gradient = result.gradients[index] if result.gradients else None
     if gradient is None:
-        return Check(name=name, passed=False, detail=NO_GRADIENT)
+        yield Check(name=name, passed=False, detail=NO_GRADIENT)
+        return
     dout = "random dout" if oracle.sample.complete else f"dout random on {how_many(oracle)}, zero elsewhere"
     if name == "dq":
-        return compare(name, oracle.sampled(gradient), expected, row_axes(oracle), dout)
+        yield from compare_both_ways(name, oracle.sampled(gradient), expected, row_axes(oracle), dout)
+        return
     axes = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
     keys = "every key" if oracle.sample.keys is None else f"{len(oracle.sample.keys)} keys"
-    return compare(name, oracle.sampled_keys(gradient), expected, axes, f"{dout}; {keys}")
+    yield from compare_both_ways(name, oracle.sampled_keys(gradient), expected, axes, f"{dout}; {keys}")
 
 
-def _lse_check(function: Callable[..., Tensor], oracle: Oracle) -> Check:
+def _lse_checks(function: Callable[..., Tensor], oracle: Oracle, seen: Seen) -> Iterator[Check]:
+    """lse, and the out that is returned with it."""
     with torch.no_grad():
-        _, lse = function.with_lse(*oracle.inputs)  # type: ignore[attr-defined]
+        both = function.with_lse(*oracle.inputs)  # type: ignore[attr-defined]
+    if not isinstance(both, tuple) or len(both) != 2 or not all(isinstance(one, Tensor) for one in both):
+        kinds = ", ".join(type(one).__name__ for one in both) if isinstance(both, tuple) else type(both).__name__
+        yield Check(name="lse", passed=False, detail=f"with_lse returned ({kinds}), not the two tensors out and lse")
+        return
+    out, lse = both
     if lse.dtype not in (torch.float32, torch.float64):
-        return Check(name="lse", passed=False, detail=f"lse has dtype {lse.dtype}, not float32 or float64")
+        yield Check(name="lse", passed=False, detail=f"lse has dtype {lse.dtype}, not float32 or float64")
+        return
     lse = lse[None] if lse.ndim == 2 else lse
     sample = oracle.sample
     shape = [oracle.workload.batch_size, oracle.workload.num_heads, oracle.workload.seq_len]
     if list(lse.shape) != shape:
-        return Check(name="lse", passed=False, detail=f"lse has shape {list(lse.shape)}, not {shape}")
+        yield Check(name="lse", passed=False, detail=f"lse has shape {list(lse.shape)}, not {shape}")
+        return
     rows = lse[sample.batches.to(oracle.device)][:, :, sample.rows.to(oracle.device)]
     axes = (("batch", sample.batches), ("head", None), ("position", sample.rows))
-    return compare("lse", rows, oracle.expected[1], axes, how_many(oracle))
+    seen.lse = rows
+    yield from compare_both_ways("lse", rows, oracle.expected[1], axes, how_many(oracle))
+    form = form_checks(out, oracle.out_shape, oracle.dtype, oracle.device)
+    broken = next((check for check in form if not check.passed), None)
+    if broken is not None:
+        yield Check(name="out_with_lse", passed=False, detail=f"of with_lse: {broken.detail}")
+    else:
+        yield compare("out_with_lse", oracle.sampled(out), oracle.expected[0], row_axes(oracle), how_many(oracle))

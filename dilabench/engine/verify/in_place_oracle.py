@@ -7,16 +7,24 @@ from functools import cached_property
 from torch import Tensor
 
 from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.sample import Sample
 from dilabench.workload.spec import Workload
 
 
 class InPlaceOracle(Oracle):
     """The oracle over a call's own q, k, v (and dout), which are not copied; nothing of their size is allocated."""
 
-    def __init__(self, workload: Workload, inputs: tuple[Tensor, ...], dout: Tensor | None, seed: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        inputs: tuple[Tensor, ...],
+        dout: Tensor | None,
+        seed: int,
+        sample: Sample | None = None,
+    ) -> None:
         self._given = tuple(tensor.detach() for tensor in inputs)
         self._dout = dout
-        super().__init__(workload, seed=seed, device=inputs[0].device)
+        super().__init__(workload, seed=seed, device=inputs[0].device, sample=sample)
 
     def _draw_inputs(self) -> tuple[Tensor, ...]:
         return self._given

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
 from dilabench.engine.verify.planes import Planes, make_planes
-from dilabench.engine.verify.rounding import gradient_sizes, out_size
-from dilabench.engine.verify.sample import choose_sample
+from dilabench.engine.verify.rounding import alike_weights, gradient_sizes, out_size
+from dilabench.engine.verify.sample import Sample, choose_sample
 from dilabench.engine.verify.tolerance import (
     LSE_FLOOR_ULPS,
     Expected,
@@ -24,6 +24,8 @@ from dilabench.workload.spec import Workload
 
 # Rows on which the second call is compared; its other rows serve the dependency probe.
 SECOND_CALL_ROWS = 16
+# Rows that show how alike the weights are.
+ALIKE_ROWS = 32
 
 
 class Oracle:
@@ -31,18 +33,24 @@ class Oracle:
 
     Pass one Oracle to `verify` for all implementations of a workload. Inputs are as `takes` says
     (plugins/descriptors.py), packed ones without the batch axis; expected values always have it. `restore` draws the
-    inputs again, for when a function has changed them.
+    inputs again, for when a function has changed them. sample: the rows to compare, chosen by the seed by default.
     """
 
     def __init__(
-        self, workload: Workload, *, takes: str = "heads", seed: int = 0, device: torch.device | str = "cpu"
+        self,
+        workload: Workload,
+        *,
+        takes: str = "heads",
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        sample: Sample | None = None,
     ) -> None:
         self.workload = workload
         self.takes = takes
         self.seed = seed
         self.device = torch.device(device)
         self.dtype = TORCH_DTYPE[workload.dtype]
-        self.sample = choose_sample(workload, seed)
+        self.sample = sample or choose_sample(workload, seed)
         self.inputs: tuple[Tensor, ...] = self._draw_inputs()
 
     def restore(self) -> None:
@@ -110,13 +118,24 @@ class Oracle:
     @cached_property
     def expected(self) -> tuple[Expected, Expected]:
         """out [b, R, H, D] and lse [b, H, R] on the sampled rows."""
-        return expected_rows(self._heads, self.workload, self.sample.rows, self.dtype)
+        return expected_rows(self._heads, self.workload, self.sample.rows, self.dtype, self._alike)
+
+    @cached_property
+    def _alike(self) -> float:
+        """`alike_weights` of some rows; 0 where a rounded weight is as exact as the result can be."""
+        if eps(self.dtype) <= eps(torch.float32):
+            return 0.0
+        rows = self.sample.rows
+        rows = rows[torch.linspace(0, len(rows) - 1, min(ALIKE_ROWS, len(rows))).long()]
+        q, k, _ = self._heads
+        _, lse = attend_rows(*self._heads, self.workload, rows)
+        return alike_weights(q, k, lse, self.workload, rows)
 
     @cached_property
     def gradients(self) -> tuple[Expected, Expected, Expected]:
         """dq [b, R, H, D] on the sampled rows, dk and dv [b, S, K, D] on the sampled keys, for `sampled_dout`."""
         rows, keys = self.sample.rows, self.sample.keys
-        dout = self.sampled(self.sampled_dout)
+        dout = self.sampled(self.full_dout)
         out, lse = (expected.value for expected in self.expected)
         exact = attend_rows_backward(dout, *self._heads, out, lse, self.workload, rows, keys)
         sizes = gradient_sizes(dout, *self._heads, lse, self.workload, rows, keys, exact)
@@ -125,7 +144,8 @@ class Oracle:
         plain = attend_rows_backward(dout, *self._heads, plain_out, plain_lse, self.workload, rows, keys, dtype)
         floor = gradient_floor_ulps(self.dtype)
         dq, dk, dv = (
-            expect(*parts, self.workload, self.dtype, floor) for parts in zip(exact, sizes, plain, strict=True)
+            expect(*parts, self.workload, self.dtype, floor, self._alike)
+            for parts in zip(exact, sizes, plain, strict=True)
         )
         return dq, dk, dv
 
@@ -158,11 +178,20 @@ class Oracle:
             results.append(expected_rows((q, k, v), self.workload, self.second_rows, self.dtype)[0])
         return tuple(results)
 
+    @cached_property
+    def ones_error(self) -> float:
+        """The largest error of the plain computation where v is 1, on `second_rows`."""
+        q, k, v = (self.chosen(tensor) for tensor in self.second_inputs())
+        dtype = plain_dtype(self.dtype)
+        plain, _ = attend_rows(q, k, v[..., :1], self.workload, self.second_rows, dtype)
+        error = float((plain[..., 0].double() - self.second_expected[0].value[..., 0]).abs().max())
+        return error * (eps(self.dtype) / eps(dtype) if self.dtype == torch.float64 else 1.0)
+
 
 def expected_rows(
-    heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype
+    heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype, alike: float = 0.0
 ) -> tuple[Expected, Expected]:
-    """What out and lse must be at `rows`, from q, k, v of [B, N, ·, D]."""
+    """What out and lse must be at `rows`, from q, k, v of [B, N, ·, D]. alike: `rounding.alike_weights`."""
     out, lse = attend_rows(*heads, workload, rows)
     plain_out, plain_lse = attend_rows(*heads, workload, rows, plain_dtype(dtype))
     lse_dtype = accumulation_dtype(dtype)
@@ -170,4 +199,4 @@ def expected_rows(
     # An error of the scores goes into lse as it is: its size is that of the numbers it is made of, at least 1.
     lse_size = lse.abs().masked_fill_(lse == -torch.inf, 0.0).add_(1.0)
     lse_expected = expect(lse, lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
-    return expect(out, size, plain_out, workload, dtype), lse_expected
+    return expect(out, size, plain_out, workload, dtype, alike=alike), lse_expected

@@ -11,7 +11,7 @@ from dilabench.engine.verify.call import Result, form_checks
 from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.engine.verify.planes import VALUE
-from dilabench.engine.verify.tolerance import Expected
+from dilabench.engine.verify.tolerance import Expected, ones_tolerance
 from dilabench.record import Check
 from dilabench.workload.visibility import alike_heads, covered, seen_by
 
@@ -52,8 +52,7 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
     for heads in alike_heads(workload):
         rows[:, heads] = torch.from_numpy(covered(workload, heads[0]))[:, None]
     value = rows.to(oracle.device).double().expand(out.shape)
-    # sqrt(sum P²) + 1 lies between 1 and 2; the weights' sum is what their merge rounds most coarsely.
-    expected = Expected(value, torch.full_like(value, 2.0), oracle.second_expected[0].tolerance)
+    expected = Expected(value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.ones_error))
     return compare("ones", out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1")
 
 

@@ -43,6 +43,21 @@ def _shares(block: Block, q: Tensor, k: Tensor, lse: Tensor, workload: Workload)
     return share, doubt.square_().add_(1.0).sqrt_()
 
 
+def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> float:
+    """How alike the fractions of the weights P are, 0 to 1: |sum P² exp(2 pi i log2 P)| / sum P².
+
+    Rounding has no side on average where they differ. Where all weights are equal, as where a row sees one key several
+    times, all are rounded to the same side, in any kernel that rounds them.
+    """
+    turns, total = torch.zeros(2, dtype=torch.float64, device=q.device), 0.0
+    for block in blocks(workload, rows, q):
+        share, _ = _shares(block, q, k, lse, workload)
+        weight, angle = share.square(), share.clamp_min(torch.finfo(share.dtype).tiny).log2_().mul_(2 * torch.pi)
+        turns += torch.stack([(weight * angle.cos()).sum(), (weight * angle.sin()).sum()])
+        total += float(weight.sum())
+    return float(turns.norm()) / total if total else 0.0
+
+
 def _concentration(share: Tensor, counts: Tensor) -> Tensor:
     """max over branches of sqrt(sum_j P_b²), [B, R], P_b the branch's own softmax: 1 for one key, 1/sqrt(n) for n."""
     largest = torch.zeros_like(share[..., 0])

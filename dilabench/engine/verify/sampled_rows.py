@@ -14,13 +14,11 @@ from torch import Tensor
 
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.verify.call import form_checks
-from dilabench.engine.verify.compare import compare
-from dilabench.engine.verify.heads import NO_GRADIENT, how_many, row_axes
+from dilabench.engine.verify.compare import compare_both_ways
+from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
 from dilabench.engine.verify.in_place_oracle import InPlaceOracle
 from dilabench.engine.verify.sharded_oracle import RanksOracle
 from dilabench.record import Check, Verification
-
-GRADIENTS = ("dq", "dk", "dv")
 
 
 def verify_sampled_rows(call: PreparedCall) -> Verification:
@@ -56,11 +54,11 @@ def _checks(call: PreparedCall, oracle: InPlaceOracle) -> Iterator[Check]:
     rows = oracle.sampled(out.detach()).clone()
     # Only now is there room for the oracle's own tensors.
     del out
-    yield compare("out", rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
+    yield from compare_both_ways("out", rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
     keys = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
     for index, gradient in enumerate(gradients):
         name, axes = GRADIENTS[index], keys if index else row_axes(oracle)
         if gradient is None:
             yield Check(name=name, passed=False, detail=NO_GRADIENT)
         else:
-            yield compare(name, gradient, oracle.gradients[index], axes, f"dout on {how_many(oracle)}")
+            yield from compare_both_ways(name, gradient, oracle.gradients[index], axes, f"dout on {how_many(oracle)}")

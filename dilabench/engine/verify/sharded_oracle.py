@@ -14,6 +14,7 @@ from torch import Tensor
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.engine.verify.in_place_oracle import InPlaceOracle
+from dilabench.engine.verify.sample import Sample
 from dilabench.impls.reference import blocks
 from dilabench.workload.spec import Workload
 
@@ -57,9 +58,10 @@ class RanksOracle(InPlaceOracle):
         seed: int,
         shards: Shards,
         world: World,
+        sample: Sample | None = None,
     ) -> None:
         self._shards, self._world = shards, world
-        super().__init__(workload, inputs, dout, seed)
+        super().__init__(workload, inputs, dout, seed, sample)
 
     def together(self, passed: bool) -> bool:
         """Whether every rank has passed."""

@@ -36,6 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilabench.engine.call.inputs import TORCH_DTYPE
+from dilabench.engine.verify.slope import NO_SLOPE, Slope, slope
 from dilabench.impls.reference import accumulation_dtype
 from dilabench.workload.spec import Workload
 
@@ -49,29 +51,86 @@ GRADIENT_FLOOR_ULPS = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """value: float64. size: the natural size of each value (may broadcast). tolerance: in units of size."""
+    """value: float64. size: the natural size of each value (may broadcast). tolerance: in units of size.
+
+    plain: the slope of the plain computation on `value`. slope_floor: what a slope may be off by whatever the numbers.
+    plain_rows: the largest error of a row of the plain computation (`row_errors`).
+    """
 
     value: Tensor
     size: Tensor
     tolerance: float
+    plain: Slope = NO_SLOPE
+    slope_floor: float = 0.0
+    plain_rows: float = 0.0
 
 
 def expect(
-    value: Tensor, size: Tensor, plain: Tensor, workload: Workload, dtype: torch.dtype, floor_ulps: float = FLOOR_ULPS
+    value: Tensor,
+    size: Tensor,
+    plain: Tensor,
+    workload: Workload,
+    dtype: torch.dtype,
+    floor_ulps: float = FLOOR_ULPS,
+    alike: float = 0.0,
 ) -> Expected:
     """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`.
 
-    workload: for how many terms its sums have and how many branches are merged.
+    workload: for how many terms its sums have and how many branches are merged. alike: `rounding.alike_weights`.
     """
     # Where nothing is summed the size is zero: far below the largest, whatever is not zero is wrong.
     largest = float(size.max()) if size.numel() else 0.0
     size = size.clamp_min(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
     error = float(errors(plain, value, size).max()) if value.numel() else 0.0
     # float64 has no plain computation that differs from the oracle; rounding is linear in eps.
-    error *= eps(dtype) / eps(plain.dtype) if dtype == torch.float64 else 1.0
+    scaled = eps(dtype) / eps(plain.dtype) if dtype == torch.float64 else 1.0
+    error *= scaled
     exact = error * eps(torch.float64) / eps(dtype)
     floor = (floor_ulps + (workload.pattern.parts - 1) / 2) * eps(dtype)
-    return Expected(value, size, max(2 * error + exact, floor, _walk(workload, dtype)))
+    found = slope(*rows_last(plain, value, size))
+    rows = float(row_errors(plain, value).max()) if value.ndim == 4 and value.numel() else 0.0
+    return Expected(
+        value,
+        size,
+        max(2 * error + exact, floor, _walk(workload, dtype)),
+        plain=Slope(found.deviation * scaled, found.error * scaled, found.rows),
+        slope_floor=_slope_floor(workload, dtype, alike),
+        plain_rows=rows * scaled,
+    )
+
+
+def _slope_floor(workload: Workload, dtype: torch.dtype, alike: float) -> float:
+    """What the slope of a right result may be off by, whatever the numbers are (slope.py)."""
+    own = eps(TORCH_DTYPE[workload.dtype])
+    return max(GRADIENT_FLOOR_ULPS * eps(accumulation_dtype(dtype)), own / 16, alike * own / 2)
+
+
+def rows_last(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of out's or k's shape [b, R, H, D] as they are; of lse's shape [b, H, R] with an axis for D."""
+    return tuple(one if one.ndim > 3 else one[..., None] for one in tensors)
+
+
+def row_errors(actual: Tensor, value: Tensor, scale: Tensor | None = None) -> Tensor:
+    """|actual - value| of each row [b, R, H] over `scale`, by default `row_scale(value)`; NaN where a value is."""
+    difference = torch.linalg.vector_norm(actual.to(value.dtype) - value, dim=-1)
+    scale = row_scale(value) if scale is None else scale
+    return difference.where(difference == 0, difference / scale)
+
+
+def row_scale(value: Tensor) -> Tensor:
+    """|row| for each row of [b, R, H, D], at least the median of its head: a row may cancel by chance, not a head."""
+    norm = torch.linalg.vector_norm(value, dim=-1)
+    return torch.maximum(norm, norm.median(1, keepdim=True).values).clamp_min_(torch.finfo(norm.dtype).tiny)
+
+
+def ones_tolerance(workload: Workload, dtype: torch.dtype, plain: float) -> float:
+    """The tolerance of v = 1, in units of 2, the most that sqrt(sum P²) + 1 can be; `plain` is the plain error, of 1.
+
+    A sum of weights knows no cancellation, so that far less is allowed than of out: each weight, the result and every
+    further branch that is merged may be rounded once, by half an ulp, however many keys there are.
+    """
+    rounded = (1 + (workload.pattern.parts - 1) / 2) * eps(dtype)
+    return max(plain, rounded / 2, _walk(workload, dtype))
 
 
 def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:

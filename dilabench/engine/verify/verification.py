@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.embeddings import embeddings_checks
-from dilabench.engine.verify.heads import heads_checks
+from dilabench.engine.verify.heads import Seen, heads_checks
+from dilabench.engine.verify.near_misses import diagnose
 from dilabench.engine.verify.oracle import Oracle
 from dilabench.record import Check, Verification
 from dilabench.workload.spec import Workload
@@ -25,13 +27,15 @@ def verify(
     deterministic: bool = False,
     module: nn.Module | None = None,
     oracle: Oracle | None = None,
+    confirmed: Confirmed | None = None,
 ) -> Verification:
     """Hold a function that was built for `workload` to the oracle, at the workload's own size (semantics.md §4).
 
     takes: as in the implementation's descriptor. module: for takes = "embeddings", the module behind `function` when
     that is a wrapper of it (a compiled one, say). oracle: pass the same one for all implementations of a workload; it
     must have been made for this workload, takes and device, and then `seed` and `device` are its own. deterministic:
-    two identical calls must then agree bitwise.
+    two identical calls must then agree bitwise. confirmed: what every row is compared with where the oracle can afford
+    a sample only; it is left out where the oracle does not confirm it.
 
     Exceptions of the function pass through. A wrong result does not raise: see `Verification.passed` and `summary`.
     Raises ValueError for an oracle of another workload, or a module without an `attention` attribute.
@@ -47,22 +51,33 @@ def verify(
                 f"an implementation that takes embeddings must build an nn.Module with its core in the attribute "
                 f"'attention'; got a {type(found).__name__}"
             )
-        checks = tuple(embeddings_checks(function, found, oracle, deterministic))
+        checks, diagnosis, against = tuple(embeddings_checks(function, found, oracle, deterministic)), None, None
     else:
-        checks = tuple(heads_checks(function, oracle, deterministic))
+        seen = Seen()
+        checks = tuple(heads_checks(function, oracle, deterministic, confirmed, seen))
+        against = seen.against
+        diagnosis = diagnose(oracle, seen, checks)
     duration = max(0, time.perf_counter_ns() - started)
-    return Verification(checks=checks, sampled_rows=oracle.sample.row_count, duration_ns=duration)
+    return Verification(
+        checks=checks,
+        sampled_rows=oracle.sample.row_count,
+        against=against,
+        diagnosis=diagnosis,
+        duration_ns=duration,
+    )
 
 
 def summary(verification: Verification) -> str:
-    """One line on the first failing check, which explains the later ones:
-    'out: error 3.1e-01 > tolerance 2.0e-06 at batch 0, position 1024, head 3, dim 5 (and dq, dv)'.
+    """One line on the first failing check, which explains the later ones, after the mistake whose result it looks like:
+    'out is that of offset=blocked; out: error 3.1e-01 > tolerance 2.0e-06 at batch 0, position 1024, head 3, dim 5
+    (and dq, dv)'.
     """
     failing = [check for check in verification.checks if not check.passed]
     if not failing:
         return f"{len(verification.checks)} checks passed" if verification.checks else "nothing was checked"
     others = f" (and {', '.join(check.name for check in failing[1:])})" if failing[1:] else ""
-    return f"{_line(failing[0])}{others}"
+    named = f"{verification.diagnosis}; " if verification.diagnosis else ""
+    return f"{named}{_line(failing[0])}{others}"
 
 
 def _line(check: Check) -> str:

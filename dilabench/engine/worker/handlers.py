@@ -5,7 +5,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +21,15 @@ from dilabench.engine.call.kernel_trace import kernel_ledger
 from dilabench.engine.call.overlap_timing import time_parts
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.returned import UnusableFunctionError
+from dilabench.engine.call.torch_settings import as_text, settings_kept
 from dilabench.engine.device.clocks import clocks_of
 from dilabench.engine.device.device import describe_torch, release_cached, synchronize, torch_device
 from dilabench.engine.device.peaks import measure_ceilings
 from dilabench.engine.timers import HeldTimer, SampleTimer, TimerUnusableError
+from dilabench.engine.verify import summary
 from dilabench.engine.verify.case_verifier import CaseVerifier
+from dilabench.engine.verify.timed_outputs import TimedOutputs
 from dilabench.engine.warmup import WarmUpLimits, WarmUpResult, warm_up
 from dilabench.engine.worker.protocol import (
     CaseSpec,
@@ -39,7 +43,8 @@ from dilabench.engine.worker.protocol import (
     WarmedUp,
     WorkerSettings,
 )
-from dilabench.metadata import MESSAGES_BY_KERNELS, refuse_unknown
+from dilabench.errors import text_of
+from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.record import Note, Slot
 
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -60,6 +65,7 @@ class Handlers:
             share_cores(settings.lanes)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
+        self._checkers: dict[str, TimedOutputs] = {}
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
         self._stream: Stream | None = None
@@ -70,6 +76,7 @@ class Handlers:
             "kernels": self._kernels,
             "warm_up": self._warm_up,
             "slot": self._slot,
+            "confirm": self._slot,
             "diagnose": self._diagnose,
             "memory": self._memory,
             "ceilings": self._ceilings,
@@ -85,7 +92,8 @@ class Handlers:
     def answer(self, command: Command) -> Reply:
         """Carry out a command; whatever it raises becomes the reply's `trouble`."""
         try:
-            return self._commands[command.name](command)
+            with settings_kept({}):
+                return self._commands[command.name](command)
         # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return Reply(trouble=self._trouble(error))
@@ -95,7 +103,9 @@ class Handlers:
         self._drop(spec.handle)
         call = PreparedCall(spec, self.device, self._input_store, self._joined())
         self._calls[spec.handle] = call
-        return Reply(prepared=Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns))
+        self._checkers[spec.handle] = TimedOutputs(call)
+        prepared = Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns)
+        return Reply(prepared=prepared, notes=_settings_notes(call.changed_settings))
 
     def _joined(self) -> World | None:
         """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""
@@ -111,6 +121,7 @@ class Handlers:
 
     def _verify(self, command: Command) -> Reply:
         verification, why = self._verifier.verify(self._calls[command.handle])
+        self._checkers[command.handle].know(verification)
         release_cached(self.device)
         return Reply(verification=verification, why=why)
 
@@ -131,7 +142,7 @@ class Handlers:
             return Reply(warmed_up=WarmedUp(samples_ns=(), settled=False, unusable=str(reason)))
         self._timers[command.handle, spec.name] = timer
         gc.collect()
-        with _no_collection():
+        with _no_collection(), settings_kept(call.changed_settings), call.timed_calls.slot():
             result = self._warmed(timer, call, limits)
         return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=self._notes(timer)))
 
@@ -148,9 +159,20 @@ class Handlers:
         )
 
     def _slot(self, command: Command) -> Reply:
-        timer = self._timers[command.handle, command.arguments["timer"]]
+        """Samples, and now and then the check of what one of their calls gave. `confirm` is one more slot after the
+        last: nobody keeps its samples, and its last call is checked. A call cannot tell which of the two it is in."""
+        timer, call = self._timers[command.handle, command.arguments["timer"]], self._calls[command.handle]
+        checker = self._checkers[command.handle]
+        last = command.name == "confirm"
         with _no_collection():
-            samples = timer.take(command.arguments["count"])
+            with settings_kept(call.changed_settings):
+                call.timed_calls.begin(last)
+                started = time.perf_counter_ns()
+                try:
+                    samples = timer.take(command.arguments["count"])
+                finally:
+                    kept = call.timed_calls.end()
+                elapsed_ns = max(0, time.perf_counter_ns() - started)
             clocks = self._clocks.read()
         slot = Slot(
             samples_ns=samples.samples_ns,
@@ -160,7 +182,14 @@ class Handlers:
             temperature_c=clocks.temperature_c,
             throttle=clocks.throttle,
         )
-        return Reply(slot=slot, notes=self._notes(timer), counters=self._calls[command.handle].counters())
+        verification = checker.check(kept) if last and kept is not None else checker.offer(kept, elapsed_ns)
+        return Reply(
+            slot=slot,
+            notes=(*self._notes(timer), *_settings_notes(call.changed_settings)),
+            counters=call.counters(),
+            verification=verification,
+            why=summary(verification) if verification else "",
+        )
 
     def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
         """The timer's notes, and one when messages take a slower path. Raises PluginError for unknown codes."""
@@ -211,6 +240,7 @@ class Handlers:
     def _drop(self, handle: str) -> None:
         """Forget a case; with the last one go the shared inputs and the memory that the allocator holds."""
         call = self._calls.pop(handle, None)
+        self._checkers.pop(handle, None)
         if call is not None:
             call.forget()
         for key in [key for key in self._timers if key[0] == handle]:
@@ -224,7 +254,7 @@ class Handlers:
     def _trouble(self, error: BaseException) -> Trouble:
         text = "".join(traceback.format_exception(error))
         fatal = self._device_is_broken()
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        first_line = _first_line(error)
         if fatal:
             for call in self._calls.values():
                 call.forget()
@@ -239,6 +269,8 @@ class Handlers:
             return Trouble(code="out_of_memory", why=f"out of memory: {first_line}", traceback=text, fatal=fatal)
         name = type(error).__name__
         why = f"{name}: {first_line}" if first_line else name
+        if isinstance(error, UnusableFunctionError):
+            why = first_line
         if fatal:
             why += " (the CUDA context is lost; the worker process was ended)"
         # torch raises the same types for this rank's own faults: only the words tell them apart.
@@ -258,7 +290,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out, on the host or on the device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in OOM_PHRASES)
+    return isinstance(error, RuntimeError) and any(phrase in text_of(error).lower() for phrase in OOM_PHRASES)
+
+
+def _first_line(error: BaseException) -> str:
+    return (text_of(error).strip().splitlines() or [""])[0]
+
+
+def _settings_notes(changed: Mapping[str, str]) -> tuple[Note, ...]:
+    if not changed:
+        return ()
+    message = f"its code changed settings of all of torch: {as_text(changed)}; they were put back each time"
+    return (CHANGED_SETTINGS.note(message),)
 
 
 @contextlib.contextmanager

@@ -1,17 +1,30 @@
 """The messages between the runner and its workers: plain data, checked at both ends. No torch."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
 
-from dilabench.machine import DeviceKind
+from dilabench.engine.second_implementation import second_implementations
+from dilabench.machine import DeviceKind, Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.validation import Model, content_hash
 
 CommandName = Literal[
-    "prepare", "verify", "kernels", "warm_up", "slot", "diagnose", "memory", "ceilings", "release", "isolated", "stream"
+    "prepare",
+    "verify",
+    "kernels",
+    "warm_up",
+    "slot",
+    "confirm",
+    "diagnose",
+    "memory",
+    "ceilings",
+    "release",
+    "isolated",
+    "stream",
 ]
 # Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
 TroubleCode = Literal["exception", "crash", "timeout", "out_of_memory", "peer_lost", "unusable_optimization"]
@@ -27,14 +40,26 @@ class BackendSpec(Model):
     places_results: bool = False
 
 
+class SecondSpec(Model):
+    """Where an implementation is that computes the same as a case by other means; `name` is what the record says."""
+
+    name: str
+    target: str
+    backend: BackendSpec | None = None
+
+
 class CaseSpec(Model):
-    """What a worker needs to build and call one case. Cases of one group have the same seed, hence the same inputs."""
+    """What a worker needs to build and call one case. Cases of one group have the same seed, hence the same inputs.
+
+    seconds: what all its rows may be compared with, the first that the oracle confirms (engine/verify/confirmed.py).
+    """
 
     case: Case
     target: str
     takes: str = "heads"
     deterministic: bool = False
     backend: BackendSpec | None = None
+    seconds: tuple[SecondSpec, ...] = ()
     seed: int = 0
 
     @property
@@ -143,8 +168,8 @@ class Reply(Model):
     notes: tuple[Note, ...] = ()
 
 
-def case_spec(case: Case, catalogue: Catalogue, seed: int) -> CaseSpec:
-    """The spec of a case; inputs depend on the run's seed and the group only."""
+def case_spec(case: Case, catalogue: Catalogue, seed: int, machine: Machine | None = None) -> CaseSpec:
+    """The spec of a case; inputs depend on the run's seed and the group only. Without a machine it has no seconds."""
     implementation = catalogue.implementations.get(case.implementation)
     backend = None
     if case.backend is not None:
@@ -155,8 +180,17 @@ def case_spec(case: Case, catalogue: Catalogue, seed: int) -> CaseSpec:
         takes=implementation.takes,
         deterministic=implementation.deterministic,
         backend=backend,
+        seconds=() if machine is None else tuple(_seconds(case, catalogue, machine)),
         seed=int(content_hash([seed, case.group_id]), 16) % 2**31,
     )
+
+
+def _seconds(case: Case, catalogue: Catalogue, machine: Machine) -> Iterator[SecondSpec]:
+    for implementation, backend in second_implementations(case, catalogue, machine):
+        over = None if backend is None else BackendSpec.model_validate(backend, from_attributes=True)
+        same = implementation.name == case.implementation and backend is not None
+        name = f"{implementation.name} over {backend.name}" if backend and same else implementation.name
+        yield SecondSpec(name=name, target=implementation.target, backend=over)
 
 
 def worker_key(case: Case, catalogue: Catalogue) -> str:

@@ -56,11 +56,12 @@ def test_the_checks_of_a_forward_and_of_a_backward_workload(make_workload: MakeW
     workload = make_workload()
     names = [check.name for check in verify(right(workload), workload).checks]
     calls = ["second_call", "ones", "dependency", "result_kept", "repeat", "inputs"]
-    assert names == [*FORM, "out", *calls]
+    assert names == [*FORM, "out", "out_slope", *calls]
     workload = make_workload(mode="backward")
     names = [check.name for check in verify(right(workload), workload).checks]
     gradients = ["dk_from_every_row", "dv_from_every_row"]
-    assert names == [*FORM, "out", "dq", "dk", "dv", *calls[:3], *gradients, *calls[3:]]
+    compared = [name for tensor in ("out", "dq", "dk", "dv") for name in (tensor, f"{tensor}_slope")]
+    assert names == [*FORM, *compared, *calls[:3], *gradients, *calls[3:]]
 
 
 def test_rows_are_sampled_at_length(make_workload: MakeWorkload) -> None:

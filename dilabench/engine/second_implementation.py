@@ -1,0 +1,65 @@
+"""Which built-in computes every row of a case by other means, for verification to compare with. No torch."""
+
+from collections.abc import Iterator
+
+from dilabench.machine import DeviceKind, Machine
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation
+from dilabench.record import Case, Optimizations
+from dilabench.workload.work import flops
+
+# Work of a call that may be spent on it: about a second of two CPU cores, and ten of a GPU.
+AFFORDABLE_FLOPS: dict[DeviceKind, float] = {"cpu": 5e10, "cuda": 4e15}
+MOST = 3
+BUILTIN = "builtin"
+
+
+def second_implementations(
+    case: Case, catalogue: Catalogue, machine: Machine
+) -> Iterator[tuple[Implementation, Backend | None]]:
+    """At most three built-ins, with the dense kernel that each is built over, the best to compare with first.
+
+    Another implementation comes before another kernel below the same one, a plain method before others. None where a
+    call takes more work than is affordable, and for calls that take embeddings. Nothing that compiles at its first call
+    or brings a library of its own.
+    """
+    workload = case.workload
+    takes = catalogue.implementations.get(case.implementation).takes
+    if takes != "heads" or flops(workload) > AFFORDABLE_FLOPS[machine.device]:
+        return
+    found = [
+        (one, backend)
+        for one in catalogue.implementations
+        if _may_serve(one, catalogue)
+        for backend in _backends(one, catalogue, machine)
+        if not catalogue.reasons_against(_trial(case, one, backend), machine)
+        and (one.name, backend and backend.name) != (case.implementation, case.backend)
+        and (one.name != case.implementation or backend is not None)
+    ]
+
+    def rank(pair: tuple[Implementation, Backend | None]) -> tuple[bool, bool]:
+        one, _ = pair
+        return one.name == case.implementation, one.role != "plain"
+
+    yield from sorted(found, key=rank)[:MOST]
+
+
+def _may_serve(one: Implementation, catalogue: Catalogue) -> bool:
+    built_in = catalogue.implementations.origin(one.name) == BUILTIN
+    return built_in and one.takes == "heads" and one.role in ("plain", "method") and not one.compiles
+
+
+def _backends(one: Implementation, catalogue: Catalogue, machine: Machine) -> Iterator[Backend | None]:
+    """The built-in kernels that `auto` would choose from, the best first; None for who needs none."""
+    if not one.uses_backend:
+        yield None
+        return
+    for name in catalogue.preferred_backends(machine):
+        backend = catalogue.backends.get(name)
+        if catalogue.backends.origin(name) == BUILTIN and not backend.library and not backend.compiles:
+            yield backend
+
+
+def _trial(case: Case, one: Implementation, backend: Backend | None) -> Case:
+    changes = {"implementation": one.name, "backend": backend and backend.name, "world_size": 1}
+    return case.model_copy(update={**changes, "optimizations": Optimizations()})

@@ -1,0 +1,217 @@
+"""Which mistake is it? A wrong result is compared with what common mistakes compute, all of them by the oracle.
+
+A pattern names its own near misses (`Pattern.near_misses`); those here can be made with any pattern. Some rows of a
+small part of the batch are enough: a near miss must be much closer to the result than the truth is, in all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.verify.heads import GRADIENTS, Seen
+from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.slope import slope
+from dilabench.engine.verify.tolerance import Expected, errors, rows_last
+from dilabench.impls.reference import attend_rows, attend_rows_backward
+from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
+from dilabench.record import Check
+from dilabench.workload.spec import UNBOUNDED, Workload
+
+ROWS, BATCHES = 24, 2
+# A near miss must explain all but this share of the error, and be this far from the truth itself, in tolerances.
+UNEXPLAINED, DISTINCT = 0.25, 4.0
+FORWARD = ("out", "second_call", "ones", "dependency")
+
+
+class CountedOnce(Pattern):
+    """Another pattern whose keys count once, however many of its parts give them."""
+
+    kind: Literal["counted_once"] = "counted_once"
+    inner: Any
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """The union of the parts as one."""
+        for group in self.inner.counts(shape, head, rows):
+            yield KeyGroup(group.rows, (group.keys(),))
+
+
+def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
+    """The name of the mistake whose result the failing checks saw, None where none is known to give it."""
+    failing = {check.name for check in checks if not check.passed}
+    first = seen.first
+    if not failing or first is None:
+        return None
+    wrong_out = any(name.startswith(FORWARD) for name in failing)
+    if wrong_out and (found := _of_out(oracle, oracle.sampled(first.out))):
+        return f"out is that of {found}"
+    if wrong_out and not any(name.startswith("out") for name in failing):
+        return None
+    tensors = {"out": first.out, **dict(zip(GRADIENTS, first.gradients, strict=False))}
+    for index, name in enumerate(GRADIENTS):
+        gradient = tensors.get(name)
+        if gradient is None or not any(one == name or one.startswith(f"{name}_") for one in failing) or wrong_out:
+            continue
+        found = _of_dq(oracle, oracle.sampled(tensors["dq"])) if tensors["dq"] is not None else None
+        taken = oracle.sampled(gradient) if not index else oracle.sampled_keys(gradient)
+        scaled = found or _scaled(taken, oracle.gradients[index])
+        if scaled:
+            return f"{name} is that of {scaled}"
+    if wrong_out and (scaled := _scaled(oracle.sampled(first.out), oracle.expected[0])):
+        return f"out is that of {scaled}"
+    if failing & {"lse", "lse_slope"} and seen.lse is not None:
+        found = _of_lse(oracle, seen.lse)
+        return f"lse is that of {found}" if found else None
+    return None
+
+
+class _Part:
+    """A few rows of the sample: their inputs, and what is right for them."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.workload = oracle.workload
+        batches = min(BATCHES, len(oracle.sample.batches))
+        rows = oracle.sample.rows
+        # Not the first and the last, which have no neighbours to be taken for.
+        inner = torch.arange(len(rows))[1:-1] if len(rows) > 4 else torch.arange(len(rows))
+        self.chosen = inner[torch.linspace(0, len(inner) - 1, min(ROWS, len(inner))).long()]
+        self.rows = rows[self.chosen]
+        self.q, self.k, self.v = (x[:batches] for x in oracle._heads)
+        self._oracle, self._batches = oracle, batches
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part's rows of a tensor of the sampled rows, [b, R, ...]."""
+        return tensor[: self._batches, self.chosen.to(tensor.device)]
+
+    def matches(self, actual: Tensor, expected: Expected, wrong: Tensor) -> bool:
+        """Whether `wrong` explains the part `actual` of a result that is not what is expected."""
+        value, size = self.of(expected.value), self.of(expected.size)
+        distinct = errors(wrong, value, size).nan_to_num_(0.0)
+        left, all_of_it = errors(actual, wrong, size), errors(actual, value, size)
+        if not bool(torch.isfinite(left).all()) or float(distinct.max()) <= DISTINCT * expected.tolerance:
+            return False
+        explained = float(left.square().mean()) <= UNEXPLAINED**2 * float(all_of_it.square().mean())
+        return explained and float(left.max()) <= DISTINCT * expected.tolerance
+
+    def variants(self) -> Iterator[tuple[str, Workload]]:
+        """Workloads that this one may be taken for."""
+        workload = self.workload
+        for name, pattern in workload.pattern.near_misses().items():
+            yield name, workload.model_copy(update={"pattern": pattern})
+        if workload.pattern.parts > 1:
+            once = workload.model_copy(update={"pattern": CountedOnce(inner=workload.pattern)})
+            yield "keys that several branches give counted once", once
+        yield f"causal={str(not workload.causal).lower()}", workload.model_copy(update={"causal": not workload.causal})
+        if workload.causal and workload.window[1] < 1:
+            ahead = {"causal": False, "window": (workload.window[0], 1)}
+            yield "a causal mask shifted by one (each row sees the next position)", workload.model_copy(update=ahead)
+        if workload.window != UNBOUNDED:
+            yield "no window", workload.model_copy(update={"window": UNBOUNDED})
+        default = workload.head_dim**-0.5
+        scales = {"1 (no scale)": 1.0, "1/D": 1 / workload.head_dim, "1/sqrt(D), not the one given": default}
+        scales["the square root of the right one"] = workload.softmax_scale**0.5
+        for name, scale in scales.items():
+            if not math.isclose(scale, workload.softmax_scale):
+                yield f"scale={name}", workload.model_copy(update={"scale": scale})
+
+    def attended(self, workload: Workload, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out and lse of a variant at the part's rows."""
+        rows = self.rows if rows is None else rows
+        out, lse = attend_rows(self.q, self.k, self.v, workload, rows)
+        return with_zero_keys(out, lse, workload, rows)
+
+
+def _of_out(oracle: Oracle, out: Tensor) -> str | None:
+    part = _Part(oracle)
+    actual, expected = part.of(out), oracle.expected[0]
+    return next((name for name, wrong in _wrong_outs(part) if part.matches(actual, expected, wrong)), None)
+
+
+def _wrong_outs(part: _Part) -> Iterator[tuple[str, Tensor]]:
+    workload = part.workload
+    for name, variant in part.variants():
+        yield name, part.attended(variant)[0]
+    q, k, v, rows = part.q, part.k, part.v, part.rows
+    for step, side in ((1, "earlier"), (-1, "later")):
+        moved = (rows - step).clamp(0, workload.seq_len - 1)
+        positions, place = moved.unique(return_inverse=True)
+        yield f"the position one {side} (shifted by one)", part.attended(workload, positions)[0][:, place]
+        keys = attend_rows(q, k.roll(step, 1), v.roll(step, 1), workload, rows)[0]
+        yield f"keys and values shifted by one, to the position one {side}", keys
+    if 1 < workload.num_kv_heads < workload.num_heads:
+        heads = torch.arange(workload.num_heads, device=q.device) % workload.num_kv_heads
+        whole = workload.model_copy(update={"num_kv_heads": workload.num_heads})
+        yield (
+            "key/value head h % K for head h, not h // g",
+            attend_rows(q, k[:, :, heads], v[:, :, heads], whole, rows)[0],
+        )
+    yield "attention over heads, not positions", _over_heads(part)
+
+
+def _over_heads(part: _Part) -> Tensor:
+    place = part.rows.to(part.q.device)
+    group = part.workload.group_size
+    q, k, v = part.q[:, place].double(), part.k[:, place].double(), part.v[:, place].double()
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    return (q @ k.mT * part.workload.softmax_scale).softmax(-1) @ v
+
+
+def _of_dq(oracle: Oracle, dq: Tensor) -> str | None:
+    part = _Part(oracle)
+    actual, expected = part.of(dq), oracle.gradients[0]
+    dout = part.of(oracle.sampled(oracle.full_dout))
+    none = torch.zeros(0, dtype=torch.int64)
+    for name, variant in part.variants():
+        out, lse = part.attended(variant)
+        wrong = attend_rows_backward(dout, part.q, part.k, part.v, out, lse, variant, part.rows, none)[0]
+        if part.matches(actual, expected, wrong):
+            return name
+    return None
+
+
+def _of_lse(oracle: Oracle, lse: Tensor) -> str | None:
+    part = _Part(oracle)
+    expected = oracle.expected[1]
+
+    def turned(x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    right = Expected(turned(expected.value), turned(expected.size), expected.tolerance)
+    actual = part.of(turned(lse))
+    if part.matches(actual, right, part.of(right.value) * math.log2(math.e)):
+        return "a logarithm to base 2 (natural is wanted)"
+    for name, variant in part.variants():
+        if part.matches(actual, right, turned(part.attended(variant)[1])):
+            return name
+    return _scaled(lse, expected)
+
+
+def _scaled(actual: Tensor, expected: Expected) -> str | None:
+    """'the right one scaled by 1.01' where that is what the result is, up to rounding."""
+    found = slope(*rows_last(actual, expected.value, expected.size))
+    factor = 1 + found.deviation
+    left = errors(actual, expected.value * factor, expected.size)
+    if found.rows == 0 or not bool((left <= expected.tolerance * max(1.0, abs(factor))).all()):
+        return None
+    # In half precision a factor can be as small as rounding, and yet be certain.
+    certain = abs(found.deviation) > 6 * found.error and abs(found.deviation) > expected.slope_floor
+    return f"the right one scaled by {factor:.4g}" if certain else None
+
+
+def with_zero_keys(out: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B, R, H, D] and lse [B, H, R] as they are with the pattern's zero keys (`Pattern.zero_keys`)."""
+    added = torch.zeros(workload.num_heads, len(rows), dtype=lse.dtype)
+    for (start, end), shape in zip(workload.sequences, workload.shapes, strict=True):
+        first, stop = torch.searchsorted(rows, torch.tensor([start, end])).tolist()
+        for head in range(workload.num_heads) if first < stop else ():
+            found = workload.pattern.zero_keys(shape, head, (rows[first:stop] - start).numpy())
+            if found is not None:
+                added[head, first:stop] = torch.from_numpy(found)
+    if not bool(added.any()):
+        return out, lse
+    merged = torch.logaddexp(lse, added.log().to(lse.device))
+    return out * (lse - merged).exp_().nan_to_num_(0.0).transpose(1, 2)[..., None], merged

@@ -1,0 +1,76 @@
+"""How far the regression of a result on the oracle is from slope 1: rounding averages out, mistakes do not.
+
+Errors y = (actual - value) / size and values x = value / size are measured in natural sizes, as in tolerance.py, so
+that every element counts by how well it is known. The least squares slope of y on x is
+
+    deviation = sum(x y) / sum(x²)
+
+zero for a right result up to rounding, 0.01 for one that is 1.01 times too large. Independent rounding of relative
+size eps gives it a standard error of about eps · rms(y / eps) / (rms(x) · sqrt(n)): in bf16 at 10^5 elements a few
+1e-5, where the largest error alone is a few 1e-2. Elements of a row share what their row was divided by, so n counts
+rows, not elements: the standard error is that of row sums, sqrt(sum_rows (sum x (y - deviation x))²) / sum(x²), which
+needs no assumption about what happens inside a row.
+
+    limit = 2 · |plain deviation| + SIGMAS · max(own standard error, plain's) + floor + noise
+
+plain is the plain same-dtype computation, as in tolerance.py: where rounding has a side (scores rounded in half
+precision make lse larger on average, numbers below float16's smallest become zero), it shows that too, and right
+results have as much of it at most. Six standard errors of 64 rows or more are exceeded once in 10^7 results (Student's
+t), and errors that cancel in a row make it less.
+
+The floor is for what has a side in any kernel: exp2 and log2 and a rounded `scale · log2(e)`, six ulp of the
+accumulation dtype (tolerance.py), and an exp that is only as exact as half precision needs: torch's flash kernel on a
+CPU was seen to be off by 5e-6 on average, FlashAttention 4 takes a polynomial that is right to 1e-4. A sixteenth of
+eps of the workload's dtype, 6e-5 in float16, is more than the first and 5e-4 in bfloat16 more than the second. Where
+the weights are alike (rounding.py), they are rounded to one side, by half of eps at most: this share of it counts too.
+The noise is the oracle's own: where what is right is zero but for its rounding, x is that rounding, and no regression
+on it means anything. An error of 4 eps of float64 in x moves the slope by at most its square over the mean of x².
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SIGMAS = 6.0
+# Fewer rows of about the same weight do not tell a slope from rounding.
+MIN_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """`deviation` from 1, its standard `error`, how many rows of equal weight would tell as much, and `noise`."""
+
+    deviation: float = 0.0
+    error: float = 0.0
+    rows: float = 0.0
+    noise: float = 0.0
+
+
+NO_SLOPE = Slope()
+
+
+def slope(actual: Tensor, value: Tensor, size: Tensor) -> Slope:
+    """The regression over all elements; rows lie along the last axis. Infinite values on both sides do not count."""
+    x, y = value / size, (actual.double() - value) / size
+    ordinary = torch.isfinite(x)
+    if not bool(ordinary.all()):
+        x, y = x.where(ordinary, 0.0), y.where(ordinary, 0.0)
+    weights = (x * x).sum(-1)
+    total = float(weights.sum())
+    if total <= 0.0:
+        return NO_SLOPE
+    products = (x * y).sum(-1)
+    deviation = float(products.sum()) / total
+    spread = float((products - deviation * weights).square_().sum()) ** 0.5
+    noise = (4 * torch.finfo(torch.float64).eps) ** 2 * x.numel() / total
+    return Slope(deviation, spread / total, total**2 / float(weights.square().sum()), noise)
+
+
+def slope_limit(own: Slope, plain: Slope, floor: float) -> float:
+    """How far from 1 the slope of a right result may be; infinite where too little is known to say."""
+    if own.rows < MIN_ROWS or own.noise > 1:
+        return float("inf")
+    return 2 * abs(plain.deviation) + SIGMAS * max(own.error, plain.error) + floor + own.noise

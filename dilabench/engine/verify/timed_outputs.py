@@ -1,0 +1,186 @@
+"""Is what a timed call gave right? A few rows of it against the oracle, on the very numbers that the call had.
+
+Which rows: the one whose query was changed just before the call, and a random one. out and dq of a row follow from that
+row and the keys it sees. dk and dv are sums over all rows, which only a whole pass would give, but two identities hold
+over all of them at once and cost one pass over memory:
+
+    sum_j v[j] dv[j] = sum_i out[i] dout[i]      for each channel, over the rows of the heads that share the keys
+    sum_j k[j]·dk[j] = sum_i q[i]·dq[i]          since both are sum_ij dS[i, j] scale q[i]·k[j]
+
+Results of other inputs than the call's own miss both by about the size of the sums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.timed_calls import KeptCall
+from dilabench.engine.verify.call import form_checks
+from dilabench.engine.verify.compare import compare
+from dilabench.engine.verify.embeddings import plain_embeddings
+from dilabench.engine.verify.heads import NO_GRADIENT, row_axes
+from dilabench.engine.verify.in_place_oracle import InPlaceOracle
+from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.sample import Sample
+from dilabench.engine.verify.sharded_oracle import RanksOracle
+from dilabench.engine.verify.tolerance import Expected, eps
+from dilabench.record import Check, Verification
+
+# What all checks but the last may take of the time in which samples are taken, and what the first is expected to take.
+CHECKING_SHARE = 0.015
+FIRST_CHECK_NS, FIRST_CHECK_CALLS = 50_000_000, 2
+OF = "of a timed call"
+# Errors of sums in units of the sizes of their terms: terms of a row share the row's own error, so they add up further.
+IDENTITY_TOLERANCES = 8.0
+
+
+class TimedOutputs:
+    """Checks calls of the timed sequence of one case: now and then, as far as time allows, and after the last slot.
+
+    Over ranks only after the last slot: what a rank has time for, it would have to tell the others.
+    """
+
+    def __init__(self, call: PreparedCall) -> None:
+        self._call = call
+        self._tolerances: dict[str, float] = {}
+        self._sampled_ns = self._checked_ns = 0
+        self._check_ns = FIRST_CHECK_NS + FIRST_CHECK_CALLS * call.call_ns
+        self._checks = 0
+
+    def know(self, verification: Verification) -> None:
+        """Take over the tolerances of a verification."""
+        self._tolerances = {one.name: one.tolerance for one in verification.checks if one.tolerance is not None}
+
+    def offer(self, kept: KeptCall | None, sampled_ns: int) -> Verification | None:
+        """The check of a call that was kept while samples were taken; None where it would take too much of the time."""
+        self._sampled_ns += sampled_ns
+        affordable = self._checked_ns + self._check_ns <= CHECKING_SHARE * self._sampled_ns
+        if kept is None or self._call.world is not None or not affordable:
+            return None
+        return self.check(kept)
+
+    def check(self, kept: KeptCall) -> Verification:
+        """The check of a kept call."""
+        started = time.perf_counter_ns()
+        self._checks += 1
+        seed = self._call.spec.seed + self._checks
+        checks = tuple(timed_checks(self._call, kept, self._tolerances, seed))
+        self._check_ns = max(0, time.perf_counter_ns() - started)
+        self._checked_ns += self._check_ns
+        return Verification(checks=checks, timed_calls=1, duration_ns=self._check_ns)
+
+
+def timed_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Iterator[Check]:
+    """The checks of one kept call. `tolerances`: of out and dq as verification derived them from more rows."""
+    kept.restore_inputs()
+    inputs = kept.inputs
+    form = form_checks(kept.out, inputs.q.shape, inputs.q.dtype, inputs.q.device)
+    broken = next((check for check in form if not check.passed), None)
+    if broken is not None:
+        yield broken.model_copy(update={"name": "timed_form", "detail": f"{OF}: {broken.detail}"})
+        return
+    assert isinstance(kept.out, Tensor)
+    if kept.threads > 0:
+        text = f"{kept.threads} threads that were started since the slot began still ran when the call had returned"
+        yield Check(name="timed_threads", passed=False, detail=text)
+    if kept.rows is not None and kept.places is not None:
+        now = kept.out.detach().index_select(call.row_dim, kept.places.to(kept.out.device))
+        same = torch.equal(now, kept.rows)
+        text = "its values changed after the call had returned: it was not finished, or a later call wrote into it"
+        yield Check(name="timed_kept", passed=same, detail=None if same else text)
+    if call.spec.takes == "heads":
+        yield from _heads_checks(call, kept, tolerances, seed)
+    elif call.world is None:
+        yield _embeddings_check(call, kept, tolerances, seed)
+    else:
+        yield Check(name="timed_form", passed=True, detail=f"{OF}: its values, over ranks, were not compared")
+
+
+def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Iterator[Check]:
+    assert isinstance(kept.out, Tensor)
+    oracle = _oracle(call, kept, seed)
+    out = kept.out.detach()
+    yield _compared("out", oracle, oracle.sampled(out), oracle.expected[0], tolerances)
+    if call.workload.mode == "forward":
+        return
+    dq, dk, dv = kept.gradients[:3]
+    if dq is None or dk is None or dv is None:
+        yield Check(name="timed_gradients", passed=False, detail=f"{OF}: {NO_GRADIENT}")
+        return
+    yield _compared("dq", oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
+    q, k, v = kept.inputs.q, kept.inputs.k, kept.inputs.v
+    own = oracle.gradients[0]
+    # Where what is right is all rounding (each row sees one key, say), sums of it say nothing.
+    rounding = float(own.size.square().mean() / own.value.square().mean().clamp_min(1e-300)) ** 0.5
+    fits_v = _sums(call, v, dv), _sums(call, out, oracle.full_dout)
+    fits_k = _sums(call, k, dk).sum(-1, keepdim=True), _sums(call, q, dq).sum(-1, keepdim=True)
+    yield _identity("dv", *fits_v, tolerances.get("dv", own.tolerance), "dout and out")
+    yield _identity("dk", *fits_k, tolerances.get("dk", own.tolerance) * max(1.0, rounding), "q, k and dq")
+
+
+def _identity(name: str, left: Tensor, right: Tensor, tolerance: float, others: str) -> Check:
+    """Both sides of an identity, as `_sums` gives them."""
+    size = (left[1] + right[1]).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    error = float(((left[0] - right[0]).abs() / size).nan_to_num(torch.inf).max())
+    limit = IDENTITY_TOLERANCES * tolerance
+    passed = error <= limit
+    text = None if passed else f"{OF}: over all rows it does not fit {others}"
+    return Check(name=f"timed_{name}", passed=passed, error=error, tolerance=limit, detail=text)
+
+
+def _compared(name: str, oracle: Oracle, rows: Tensor, expected: Expected, tolerances: Mapping[str, float]) -> Check:
+    # Few rows show too little of the plain computation's error.
+    tolerance = max(expected.tolerance, tolerances.get(name, 2 * expected.tolerance))
+    return compare(f"timed_{name}", rows, replace(expected, tolerance=tolerance), row_axes(oracle), OF)
+
+
+def _oracle(call: PreparedCall, kept: KeptCall, seed: int) -> InPlaceOracle:
+    workload, inputs = call.workload, kept.inputs
+    sample = _sample(call, kept, seed)
+    dout = call.output_gradient() if workload.mode != "forward" else None
+    given = (inputs.q, inputs.k, inputs.v)
+    if call.world is None or call.takes_whole:
+        return InPlaceOracle(workload, given, dout, seed, sample)
+    return RanksOracle(workload, given, dout, seed, call.shards, call.world, sample)
+
+
+def _sample(call: PreparedCall, kept: KeptCall, seed: int) -> Sample:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = int(torch.randint(call.workload.seq_len, (1,), generator=generator))
+    batch = torch.randint(call.workload.batch_size, (1,), generator=generator)
+    rows = torch.tensor(sorted({kept.position, drawn}))
+    return Sample(batch, rows, torch.zeros(0, dtype=torch.int64), complete=False)
+
+
+def _sums(call: PreparedCall, x: Tensor, y: Tensor) -> Tensor:
+    """sum over positions of x·y and of its square, [2, K, D]; of query heads over those that share their keys."""
+    x, y = x.detach(), y.detach()
+    kv_heads = call.workload.num_kv_heads
+    found = torch.zeros(2, kv_heads, x.shape[-1], dtype=torch.float64, device=x.device)
+    group = x.shape[-2] // kv_heads
+    for head in range(kv_heads):
+        heads = slice(head * group, (head + 1) * group)
+        product = (x[..., heads, :].float() * y[..., heads, :].float()).flatten(0, -2)
+        found[0, head], found[1, head] = product.sum(0, dtype=torch.float64), product.square().sum(0)
+    if call.world is not None and not call.takes_whole:
+        call.world.sum_in_place([found])
+    return found
+
+
+def _embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Check:
+    assert isinstance(kept.out, Tensor)
+    sample = _sample(call, kept, seed)
+    module = getattr(call.module, "module", call.module)
+    assert module is not None
+    oracle = InPlaceOracle(call.workload, (kept.inputs.q,), None, seed, sample)
+    # In its own dtype, once: what verification compared with was exact, so its tolerance covers half of this.
+    value, size = plain_embeddings(module, oracle)
+    expected = Expected(value, size, 2 * tolerances.get("out", 16 * eps(oracle.dtype)))
+    axes = (("batch", sample.batches), ("position", sample.rows), ("dim", None))
+    return compare("timed_out", oracle.sampled(kept.out.detach()), expected, axes, OF)

@@ -1,0 +1,107 @@
+"""Adversaries and what becomes of them: those that would get a time that they have not earned get none."""
+
+import pytest
+import torch
+
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import Failed, Measured
+from tests.engine.conftest import DENSE
+
+TIMED = "wrong once it is timed"
+
+
+@pytest.fixture
+def outcome(engine, catalogue):
+    def of(name, *, beside=(), **workload):
+        patience_s = workload.pop("patience_s", 60.0)
+        for one in (name, *beside):
+            target = f"adversaries:{one}"
+            catalogue.implementations.add(Implementation(one, "", target, supports=DENSE), "builtin")
+        record = engine(name, *beside, workload=workload, patience_s=patience_s)
+        found = {row.case.implementation: row.outcome for row in record.rows}
+        return found if beside else found[name]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "why"),
+    [
+        ("out_1_01", {"dtype": "bfloat16"}, "out is that of the right one scaled by 1.01"),
+        ("out_1_002", {"dtype": "float16"}, "out is that of the right one scaled by 1.002"),
+        ("dk_1_06", {"dtype": "bfloat16", "mode": "both"}, "dk is that of the right one scaled by 1.06"),
+        ("dk_1_005", {"dtype": "float16", "mode": "both"}, "dk is that of the right one scaled by 1.005"),
+        ("shifted_by_one", {}, "out is that of the position one earlier (shifted by one)"),
+        ("not_causal", {}, "out is that of causal=false"),
+        ("without_scale", {}, "out is that of scale=1 (no scale)"),
+        ("over_heads", {"causal": False}, "out is that of attention over heads, not positions"),
+        ("lazy_subclass", {}, "a subclass of Tensor"),
+        ("two_buffers", {}, "result_kept: "),
+        ("eight_buffers", {}, "result_kept: "),
+        ("flips_inputs", {}, "(and inputs)"),
+        ("WrongWithLse", {}, "out_with_lse: "),
+        ("LseIsNone", {}, "lse: with_lse returned (Tensor, NoneType)"),
+        ("default_dtype_in_calls", {}, "settings: a call changed settings of all of torch: default dtype"),
+        ("wrong_after_10", {}, TIMED),
+        ("wrong_after_40", {"seq_len": 33}, TIMED),
+        ("cached_by_address", {}, TIMED),
+        ("cached_by_version", {}, TIMED),
+        ("cached_by_first_values", {}, TIMED),
+        ("cached_by_last_values", {}, TIMED),
+        ("keys_cached_by_address", {}, TIMED),
+        ("memo_of_both", {"mode": "both"}, TIMED),
+        ("lazy_when_not_poisoned", {}, TIMED),
+        ("lazy_for_strangers", {}, TIMED),
+        ("wrong_backward_when_timed", {"mode": "both"}, TIMED),
+        ("lazy_subclass_when_timed", {}, TIMED),
+        ("thread_when_timed", {}, TIMED),
+    ],
+)
+def test_a_wrong_output_gets_no_time(outcome, name, workload, why):
+    found = outcome(name, **workload)
+    assert isinstance(found, Failed), found.verification
+    assert why in found.why
+    assert (found.stage, found.code) in {("verify", "wrong_output"), ("build", "exception")}
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "why"),
+    [
+        ("returns_a_tuple", {}, "the first call returned a tuple of 2, not one tensor: return out only"),
+        ("returns_none", {}, "the first call returned None, not one tensor: is a `return` missing?"),
+        ("forgets_to_return", {}, "build returned None, not a function: is a `return` missing in build?"),
+        ("gives_no_gradient", {"mode": "both"}, "out carries no gradient, but the workload's mode needs one"),
+        ("raises_what_cannot_be_printed", {}, "Unprintable: (the exception cannot be printed: its __str__ raised"),
+    ],
+)
+def test_what_authors_forget_is_said_at_the_first_call(outcome, name, workload, why):
+    found = outcome(name, **workload)
+    assert isinstance(found, Failed)
+    assert (found.stage, found.code) == ("build", "exception")
+    assert found.why.startswith(why)
+
+
+@pytest.mark.parametrize("name", ["no_grad_mode", "double_by_default", "one_thread", "tf32", "deterministic"])
+def test_settings_are_put_back_and_the_one_who_changed_them_is_named(outcome, name):
+    found = outcome(name, beside=("honest",), mode="both")
+    for one in (name, "honest"):
+        assert isinstance(found[one], Measured), found[one].why
+    codes = {one: {note.code for note in found[one].notes} for one in found}
+    assert "changed_settings" in codes[name]
+    assert "changed_settings" not in codes["honest"]
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_an_honest_one_has_calls_of_the_timed_sequence_checked(outcome):
+    for mode in ("forward", "backward", "both"):
+        found = outcome("honest", mode=mode) if mode == "forward" else None
+        if found is not None:
+            assert isinstance(found, Measured)
+            assert found.verification.timed_calls >= 1
+
+
+def test_a_verification_that_hangs_has_its_own_code(outcome):
+    found = outcome("hangs_when_verified", patience_s=6.0)
+    assert isinstance(found, Failed)
+    assert (found.stage, found.code) == ("verify", "verification_timeout")
+    assert "neither right nor wrong" in found.why
