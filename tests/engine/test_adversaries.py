@@ -71,7 +71,7 @@ def test_a_wrong_output_gets_no_time(outcome, name, workload, why):
         ("returns_none", {}, "the first call returned None, not one tensor: is a `return` missing?"),
         ("forgets_to_return", {}, "build returned None, not a function: is a `return` missing in build?"),
         ("gives_no_gradient", {"mode": "both"}, "out carries no gradient, but the workload's mode needs one"),
-        ("raises_what_cannot_be_printed", {}, "Unprintable: (the exception cannot be printed: its __str__ raised"),
+        ("raises_what_cannot_be_printed", {}, "Unprintable: (its text cannot be printed: its __str__ raised"),
     ],
 )
 def test_what_authors_forget_is_said_at_the_first_call(outcome, name, workload, why):
