@@ -46,7 +46,8 @@ def second_implementations(
 
 def _may_serve(one: Implementation, catalogue: Catalogue) -> bool:
     built_in = catalogue.implementations.origin(one.name) == BUILTIN
-    return built_in and one.takes == "heads" and one.role in ("plain", "method") and not one.compiles
+    on_one_device = one.sharding is None and one.takes == "heads" and not one.compiles
+    return built_in and on_one_device and one.role in ("plain", "method")
 
 
 def _backends(one: Implementation, catalogue: Catalogue, machine: Machine) -> Iterator[Backend | None]:

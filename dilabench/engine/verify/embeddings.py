@@ -132,8 +132,9 @@ class _Yardstick:
         batches = oracle.sample.batches.to(oracle.device)
         x = oracle.inputs[0] if self._packed else oracle.inputs[0][batches]
         self._x = x.detach().to(dtype).requires_grad_(backward)
-        dout = oracle.sampled_dout if self._packed or not backward else oracle.sampled_dout[batches]
-        self._dout = dout.to(dtype)
+        if backward:
+            dout = oracle.sampled_dout if self._packed else oracle.sampled_dout[batches]
+            self._dout = dout.to(dtype)
         with torch.set_grad_enabled(backward):
             self._out = self._module(self._x, self._x, self._x)
 

@@ -33,7 +33,7 @@ class InPlaceOracle(Oracle):
     def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
         if len(self.sample.batches) < self.workload.batch_size:
             return super()._heads
-        q, k, v = self._given
+        q, k, v = (self.batched(tensor) for tensor in self._given)
         return q, k, v
 
     @cached_property

@@ -90,7 +90,8 @@ def test_a_right_call_passes_and_is_weighed_and_timed(mode, switched):
     found = measure_isolated(spec_of(workload_of(mode=mode), **switched), CPU, None, 0.01)
     assert found.verification.passed, found.why
     names = [check.name for check in found.verification.checks]
-    assert names == ["shape", "dtype", "device", "finite", "out", *(["dq", "dk", "dv"] if mode == "both" else [])]
+    tensors = ["out", "dq", "dk", "dv"] if mode == "both" else ["out"]
+    assert names == ["shape", "dtype", "device", "finite", *(one for x in tensors for one in (x, f"{x}_slope"))]
     assert found.memory.peak_bytes >= found.memory.inputs_bytes > 0
     assert len(found.slot.samples_ns) >= 1
 
