@@ -4,8 +4,7 @@ import contextlib
 import functools
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import typer
@@ -32,9 +31,8 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         code = ExitCode.OK
         try:
-            with _ended_by_signals():
-                _require_working_folder()
-                command(*args, **kwargs)
+            _require_working_folder()
+            command(*args, **kwargs)
         except typer.Exit as end:
             code = ExitCode(end.exit_code)
         except KeyboardInterrupt:
@@ -67,15 +65,11 @@ def _require_working_folder() -> None:
         raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have every signal that asks for an end do what Ctrl-C does.
+def end_by_signals() -> None:
+    """From now on, have every signal that asks for an end do what Ctrl-C does.
 
     What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup).
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     came = 0
 
     def end(_number: int, _frame: Any) -> None:
@@ -87,15 +81,9 @@ def _ended_by_signals() -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.write(2, SAVING)
 
-    before = {one: signal.getsignal(one) for one in ENDING}
-    taken = [one for one, handler in before.items() if handler not in (signal.SIG_IGN, None)]
-    for one in taken:
-        signal.signal(one, end)
-    try:
-        yield
-    finally:
-        for one in taken:
-            signal.signal(one, before[one])
+    for one in ENDING:
+        if signal.getsignal(one) not in (signal.SIG_IGN, None):
+            signal.signal(one, end)
 
 
 def _stop(message: str, code: ExitCode) -> typer.Exit:

@@ -145,7 +145,7 @@ def test_the_table_prints_findings_but_not_mere_plots(record: RunRecord) -> None
 def test_an_old_record_is_redrawn_by_its_suite(record: RunRecord, tmp_path: Path) -> None:
     catalogue = discover().catalogue
     sections = sections_of(record, catalogue)
-    render(catalogue.reporters.get("plots"), record, tmp_path, sections)
+    render(catalogue.reporters.get("plots"), record, tmp_path, sections, catalogue)
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {plot.name for plot in plots.plots_of(sections)}
     unknown = record.model_copy(update={"suite": "of a plug-in that is gone"})
     assert sections_of(unknown, catalogue) == ()
