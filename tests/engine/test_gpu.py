@@ -94,7 +94,16 @@ def test_memory_that_is_not_there_ends_one_case(gpu_run):
 def test_a_capture_that_fails_leaves_the_stream_and_the_device_usable():
     stream = torch.cuda.current_stream()
     x = torch.ones(1024, device="cuda")
-    call = SimpleNamespace(device=x.device, working_set_bytes=x.nbytes, fresh=lambda: lambda: float(x.sum()))
+
+    def reads_on_the_host():
+        return float(x.sum())
+
+    call = SimpleNamespace(
+        device=x.device,
+        working_set_bytes=x.nbytes,
+        fresh=lambda: reads_on_the_host,
+        capturable=lambda: (reads_on_the_host, None),
+    )
     with pytest.raises(TimerUnusableError, match="cannot be captured"):
         Graph(call)
     assert torch.cuda.current_stream() == stream

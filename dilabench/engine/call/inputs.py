@@ -37,6 +37,11 @@ class InputSet:
         """Bytes of the distinct tensors."""
         return sum(tensor.nbytes for tensor in self.distinct)
 
+    def copy(self) -> "InputSet":
+        """The same numbers in tensors of their own."""
+        copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.distinct}
+        return InputSet(copies[id(self.q)], copies[id(self.k)], copies[id(self.v)])
+
 
 def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Shapes of q, k, v: [B, N, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D].

@@ -93,12 +93,15 @@ class PreparedCall:
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
         """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed."""
-        kept = KeptCall(self.inputs(self._next), position=self.workload.seq_len - 1)
+        inputs = self.inputs(self._next)
+        # A replayed backward pass goes with the forward pass before the capture: nobody else may change its inputs.
+        kept = KeptCall(inputs.copy() if self._backward_only else inputs, position=self.workload.seq_len - 1)
         return self._call_of(kept.inputs, kept), kept
 
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
         """The next replay of a captured call, with all that is not part of it done."""
-        kept = self.timed_calls.before(captured.inputs) if self.timed_calls.active else None
+        timed, fixed = self.timed_calls, self._backward_only
+        kept = timed.before(captured.inputs, fixed=fixed) if timed.active else None
         self._together()
         if kept is None:
             return replay
@@ -119,7 +122,7 @@ class PreparedCall:
             return lambda: kept.keep(self._forward(inputs))
         targets = [*inputs.distinct, *self.parameters()]
         dout = self.output_gradient()
-        if self.workload.mode == "backward":
+        if self._backward_only:
             made = function(inputs.q, inputs.k, inputs.v)
             self._together()
 
@@ -136,6 +139,10 @@ class PreparedCall:
 
         self._together()
         return both
+
+    @property
+    def _backward_only(self) -> bool:
+        return self.workload.mode == "backward"
 
     @property
     def row_dim(self) -> int:

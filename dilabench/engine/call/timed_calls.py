@@ -88,10 +88,12 @@ class TimedCalls:
         self._threads = _thread._count()
         self.active = True
 
-    def before(self, inputs: InputSet) -> KeptCall | None:
-        """Change the inputs of the next call; where its result is to be kept, what keeps it."""
+    def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall | None:
+        """Change the inputs of the next call unless they are `fixed`; where its result is to be kept, what keeps it."""
         self._settle()
-        if id(inputs) not in self._renewed:
+        if fixed:
+            position = self._length - 1
+        elif id(inputs) not in self._renewed:
             self._renewed.add(id(inputs))
             for tensor in inputs.distinct:
                 self._renew(tensor.data)
