@@ -34,6 +34,8 @@ from dilabench.workload.visibility import alike_heads, seen_by
 
 # How much of the probed position is added to itself: its share must show above the rounding of the rows that see it.
 PROBE_GAIN = 2.0**10
+# A gradient below this share of the sizes that it is rounded in is nothing but rounding.
+CANCELLED = 1e-3
 
 
 class SampledCore(nn.Module):
@@ -97,7 +99,12 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
     sizes = {name: _size(name, value, exact) for name, value in exact.items() if name != "dx"}
     floors = dict.fromkeys(exact, FLOOR_ULPS)
     if backward:
-        sizes["dx"], floors["dx"] = yardstick.dx_size(exact["dx"]), gradient_floor_ulps(oracle.dtype)
+        sizes["dx"], moved = yardstick.dx_size(exact["dx"], names)
+        floors["dx"] = gradient_floor_ulps(oracle.dtype)
+        for name, by in moved.items():
+            floors[name] = floors["dx"]
+            # Where dq and dk cancel altogether (each row of a head sees one key, say) only rounding is left of them.
+            sizes[name] = sizes[name].where(sizes[name] >= CANCELLED * by, by)
     # Its graph holds q, k and v of all positions.
     del yardstick
     plain = _Yardstick(module, oracle, plain_dtype(oracle.dtype), backward).results(names)
@@ -149,15 +156,16 @@ class _Yardstick:
             results.update(zip(names, found[1:], strict=True))
         return results
 
-    def dx_size(self, dx: Tensor) -> Tensor:
+    def dx_size(self, dx: Tensor, names: list[str]) -> tuple[Tensor, dict[str, float]]:
         """Natural size of each row of dx: the root mean square of the row, plus that of what independent rounding of
         dq, dk and dv moves it by, which is their own natural sizes with random signs, taken back to x.
 
-        The three parts of dx may cancel, and inside each the terms of dS may; rounding knows nothing of that.
+        The three parts of dx may cancel, and inside each the terms of dS may; rounding knows nothing of that. Beside
+        it, the root mean square of what the same moves the gradient of each parameter by.
         """
         size = _row_size(dx)
         if self._core.seen is None:
-            return size
+            return size, {}
         q, k, v, out, lse = self._core.seen
         workload, rows = self._core.workload, self._oracle.sample.rows
         place = rows.to(self._oracle.device)
@@ -172,7 +180,13 @@ class _Yardstick:
             signs = torch.randint(0, 2, one.shape, generator=generator, device=one.device, dtype=torch.int8)
             one.mul_(signs.mul_(2).sub_(1))
         moved = [one.view_as(x) for one, x in zip(moved, (q, k, v), strict=True)]
-        return size + _row_size(self._batched(torch.autograd.grad([q, k, v], [self._x], moved)[0]))
+        by_name = dict(self._module.named_parameters())
+        targets = [self._x, *(by_name[name] for name in names)]
+        of_x, *of_parameters = torch.autograd.grad([q, k, v], targets, moved, allow_unused=True)
+        found = zip(names, of_parameters, strict=True)
+        return size + _row_size(self._batched(of_x)), {
+            name: float(one.square().mean()) ** 0.5 for name, one in found if one is not None
+        }
 
     def _gradients(self, out: Tensor, targets: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, targets, dout, retain_graph=True)

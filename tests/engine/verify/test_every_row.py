@@ -1,0 +1,117 @@
+"""Every row against a confirmed built-in, where the oracle has a sample only."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.engine.second_implementation import second_implementations
+from dilabench.engine.verify import Oracle, summary, verify
+from dilabench.engine.verify.confirmed import Confirmed
+from dilabench.machine import Machine
+from dilabench.plugins.manager import discover
+from dilabench.record import Case
+from dilabench.workload.spec import Workload
+
+LENGTH = 3072
+CPU = Machine(device="cpu", no_cuda="test")
+LONG = Workload.model_validate(
+    {
+        "pattern": {"kind": "dense"},
+        "batch_size": 1,
+        "seq_len": LENGTH,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "mode": "both",
+    }
+)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def second(build: Any = lambda: attend) -> Confirmed:
+    return Confirmed("another", build)
+
+
+def failing(verification: Any) -> set[str]:
+    return {check.name for check in verification.checks if not check.passed}
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(LONG)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_right_one_passes_and_the_record_says_against_what(dtype: str) -> None:
+    workload = LONG.replace(dtype=dtype)
+    verification = verify(attend, workload, confirmed=second())
+    assert verification.passed, summary(verification)
+    assert verification.against == "another"
+    assert verification.sampled_rows
+    names = {check.name for check in verification.checks}
+    assert names >= {"out_all_rows", "dq_all_rows", "dk_all_rows", "dv_all_rows"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_15_rows_that_see_one_future_token_are_found_with_every_seed(seed: int) -> None:
+    workload = LONG.replace(mode="forward")
+    rows = torch.randperm(LENGTH - 2, generator=torch.Generator().manual_seed(seed))[:15]
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[rows, rows + 1] = True
+    verification = verify(lambda q, k, v: attend(q, k, v, mask), workload, seed=seed, confirmed=second())
+    assert "out_all_rows" in failing(verification)
+
+
+class _WrongRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: int) -> Tensor:
+        ctx.row = row
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        gradient[:, ctx.row] *= 1.01
+        return gradient, None
+
+
+def test_a_wrong_dq_outside_of_the_sample_is_found(oracle: Oracle) -> None:
+    row = next(row for row in range(100, LENGTH) if row not in oracle.sample.rows.tolist())
+    wrong = verify(lambda q, k, v: attend(_WrongRow.apply(q, row), k, v), LONG, oracle=oracle, confirmed=second())
+    assert failing(wrong) == {"dq_all_rows"}
+    (check,) = [check for check in wrong.checks if not check.passed]
+    assert f"position {row}" in str(check.where)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: lambda q, k, v: attend(q, k, v) * 1.1, lambda: None, lambda: 1 / 0, lambda: lambda q, k, v: None],
+    ids=["wrong", "no function", "raises", "no result"],
+)
+def test_what_the_oracle_does_not_confirm_does_not_count(oracle: Oracle, build: Any) -> None:
+    verification = verify(attend, LONG, oracle=oracle, confirmed=second(build))
+    assert verification.passed, summary(verification)
+    assert verification.against is None
+
+
+def test_another_built_in_is_chosen_by_what_descriptors_say() -> None:
+    catalogue = discover().catalogue
+    dilated = LONG.replace(pattern={"kind": "dilated", "segment_lengths": (512,), "dilation_rates": (2,)})
+
+    def chosen(workload: Workload, name: str, backend: str | None) -> list[tuple[str, str | None]]:
+        case = Case(implementation=name, backend=backend, workload=workload)
+        return [(one.name, over and over.name) for one, over in second_implementations(case, catalogue, CPU)]
+
+    assert chosen(dilated, "gather", "sdpa-flash")[0] == ("strided", "sdpa-flash")
+    assert chosen(dilated, "strided", "sdpa-flash")[0] == ("gather", "sdpa-flash")
+    assert chosen(LONG, "dense", "sdpa-flash") == [("dense", "math")]
+    assert ("dense", "sdpa-flash") not in chosen(LONG, "dense", "sdpa-flash")
+    assert chosen(dilated, "gather-multihead", "sdpa-flash") == []
+    assert chosen(LONG.replace(seq_len=2**20), "dense", "sdpa-flash") == []

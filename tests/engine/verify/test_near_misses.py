@@ -1,0 +1,128 @@
+"""A wrong result is named after the mistake whose result it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.engine.verify import summary, verify
+from dilabench.engine.verify.near_misses import CountedOnce, with_zero_keys
+from dilabench.impls.reference import attend_rows, build
+from dilabench.workload.spec import Workload
+
+MakeWorkload = Callable[..., Workload]
+CONTEXT = BuildContext(device=torch.device("cpu"))
+
+
+def computing(workload: Workload, **pattern: Any) -> Callable[..., Tensor]:
+    """What computes the workload with other fields of its pattern."""
+    return build(workload.replace(pattern={**workload.pattern.model_dump(), **pattern}), CONTEXT)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("changes", "pattern", "name"),
+    [
+        ({}, {"offset": "blocked"}, "out is that of offset=blocked"),
+        ({"num_heads": 6, "num_kv_heads": 3}, {"offset_by": "kv_head"}, "out is that of offset_by=kv_head"),
+        ({}, {"heads": "grouped"}, "out is that of heads=grouped"),
+        ({"mode": "both"}, {"merge_grad": "detached"}, "dq is that of merge_grad=detached"),
+    ],
+)
+def test_options_of_the_pattern(
+    make_workload: MakeWorkload, dtype: str, changes: dict[str, Any], pattern: dict[str, str], name: str
+) -> None:
+    workload = make_workload(dtype=dtype, **changes)
+    verification = verify(computing(workload, **pattern), workload)
+    assert verification.diagnosis == name
+    assert summary(verification).startswith(f"{name}; ")
+
+
+def test_counted_once(make_workload: MakeWorkload) -> None:
+    workload = make_workload()
+    once = build(workload.model_copy(update={"pattern": CountedOnce(inner=workload.pattern)}), CONTEXT)
+    assert verify(once, workload).diagnosis == "out is that of keys that several branches give counted once"
+
+
+def test_zero_padded_keys(make_workload: MakeWorkload) -> None:
+    workload = make_workload(causal=False)
+    padded = workload.model_copy(update={"pattern": workload.pattern.near_misses()["padding=zero_key"]})
+    rows = torch.arange(workload.seq_len)
+
+    def attends_padding(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return with_zero_keys(*attend_rows(q, k, v, workload, rows), padded, rows)[0].to(q.dtype)
+
+    assert verify(attends_padding, workload).diagnosis == "out is that of padding=zero_key"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong", "name"),
+    [
+        ({}, {"causal": False}, "causal=false"),
+        ({"causal": False}, {"causal": True}, "causal=true"),
+        ({"window": (9, 0)}, {"window": (-1, -1)}, "no window"),
+        ({"scale": 0.3}, {"scale": None}, "scale=1/sqrt(D), not the one given"),
+        ({}, {"scale": 1.0}, "scale=1 (no scale)"),
+    ],
+)
+def test_masks_and_scales(
+    make_workload: MakeWorkload, changes: dict[str, Any], wrong: dict[str, Any], name: str
+) -> None:
+    workload = make_workload(**changes)
+    assert verify(build(workload.replace(**wrong), CONTEXT), workload).diagnosis == f"out is that of {name}"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda f: lambda q, k, v: f(q, k.roll(1, 1), v.roll(1, 1)), "keys and values shifted by one"),
+        (lambda f: lambda q, k, v: f(q, k, v).roll(-1, 1), "the position one later (shifted by one)"),
+        (lambda f: lambda q, k, v: f(q, k, v) * 1.25, "the right one scaled by 1.25"),
+    ],
+)
+def test_shifts_and_factors(make_workload: MakeWorkload, change: Any, name: str) -> None:
+    workload = make_workload()
+    diagnosis = verify(change(build(workload, CONTEXT)), workload).diagnosis
+    assert diagnosis is not None
+    assert name in diagnosis
+
+
+def test_key_heads_in_the_wrong_order(make_workload: MakeWorkload) -> None:
+    workload = make_workload(num_heads=6, num_kv_heads=2, pattern={"kind": "dense"})
+    whole = build(workload.replace(num_kv_heads=6), CONTEXT)
+
+    def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return whole(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1))
+
+    assert verify(interleaved, workload).diagnosis == "out is that of key/value head h % K for head h, not h // g"
+
+
+def test_lse_to_base_2(make_workload: MakeWorkload) -> None:
+    workload = make_workload()
+    right = build(workload, CONTEXT)
+
+    class InBase2:
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return right(q, k, v)
+
+        def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = right.with_lse(q, k, v)  # type: ignore[attr-defined]
+            return out, lse * 1.4426950408889634
+
+    assert verify(InBase2(), workload).diagnosis == "lse is that of a logarithm to base 2 (natural is wanted)"
+
+
+def test_what_is_no_near_miss_is_not_called_one(make_workload: MakeWorkload, right: type) -> None:
+    workload = make_workload()
+    function = right(workload)
+
+    def half_wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v)
+        return torch.cat([out[:, :50], torch.randn_like(out[:, 50:])], 1)
+
+    verification = verify(half_wrong, workload)
+    assert not verification.passed
+    assert verification.diagnosis is None
