@@ -8,9 +8,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line with `argv` (sys.argv without the program by default) and leave with its exit code."""
     from dilabench.cli.app import app
     from dilabench.cli.arguments import spread
-    from dilabench.cli.guard import end_by_signals
+    from dilabench.cli.guard import end_by_signals, ignore_signals
     from dilabench.cli.terminal import own_streams
 
     own_streams()
     end_by_signals()
-    app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
+    try:
+        app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
+    finally:
+        ignore_signals()

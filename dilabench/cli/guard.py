@@ -86,6 +86,12 @@ def end_by_signals() -> None:
             signal.signal(one, end)
 
 
+def ignore_signals() -> None:
+    """Let no signal change the exit code of a command that has ended."""
+    for one in ENDING:
+        signal.signal(one, signal.SIG_IGN)
+
+
 def _stop(message: str, code: ExitCode) -> typer.Exit:
     say(message, err=True)
     return typer.Exit(code)
