@@ -173,7 +173,7 @@ class IsolatedRun:
         case = self._planned.case
         plan = plan_memory(case, self._device, self._driver.catalogue)
         who = "it needs" if case.world_size == 1 else "each rank needs"
-        return "" if plan is None else f"{who} {format_bytes(plan.peak_bytes)} by formula; "
+        return "" if plan is None else f"{who} {format_bytes(plan.peak_bytes)} as traced; "
 
     def _stream_note(self, done: int, pieces: int) -> Note | None:
         if done == pieces:

@@ -134,7 +134,6 @@ class Implementation:
     `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they have it unasked, where that is less than it supports.
-    `memory`: `plan(case, device, kernel) -> MemoryPlan | None` (`dilabench.predict.memory`), bytes by formula.
     """
 
     name: str
@@ -153,7 +152,6 @@ class Implementation:
     priority: int = 0
     sharding: str | None = None
     preferred_for: Capabilities | None = None
-    memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,6 @@ class Backend:
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
     that names no priority there. `library`: it brings a library of its own, which gets a process of its own.
-    `memory`: `kernel(workload, device) -> Kernel | None` (`dilabench.predict.memory.kernels`), bytes inside a call.
     """
 
     name: str
@@ -180,7 +177,6 @@ class Backend:
     places_results: bool = False
     priority: Mapping[DeviceClass, int] = field(default_factory=dict)
     library: bool = False
-    memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from dilabench.record import Case
 from dilabench.units import format_bytes
 from dilabench.workload.work import tensor_bytes
 
+# Nothing that is planned for needs more than so many times q, k, v, out and lse, and so many bytes of blocks.
+PLENTY, PLENTY_BYTES = 8, 2**31
 GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -35,12 +37,15 @@ def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
 def shortage(case: Case, machine: Machine, catalogue: Catalogue) -> str | None:
     """Why the case cannot fit into the device's memory; None when it may.
 
-    By the formula of its implementation where there is one, else by q, k, v, out and lse alone, which is the least.
+    By q, k, v, out and lse where these say it already, else by a trace of it.
     """
     available = memory_bytes(machine)
-    plan = plan_memory(case, machine.device, catalogue)
-    needed = plan.peak_bytes if plan else sum(tensor_bytes(case.workload).values())
-    if available is None or needed <= available:
+    least = sum(tensor_bytes(case.workload).values())
+    if available is None or PLENTY * least + PLENTY_BYTES <= available:
+        return None
+    plan = plan_memory(case, machine.device, catalogue) if least <= available else None
+    needed = plan.peak_bytes if plan else least
+    if needed <= available:
         return None
     about = "about" if plan else "at least"
     return (

@@ -36,14 +36,14 @@ def test_plan_says_what_fits_and_how_long_it_could_get(cli):
 def test_plan_says_where_it_knows_nothing(cli):
     result = cli("plan", "-i", "flex", "--lengths", "4K", "--device", "cpu")
     assert result.exit_code == 8
-    assert "no formula" in result.stdout
+    assert "no trace" in result.stdout
 
 
 def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
     options = ("--lengths", "64K", "--mode", "both", "--device", "cpu", "--json")
     (alone,) = json.loads(cli("plan", "-i", "strided", *options).stdout)
     over_ranks = {row["implementation"]: row for row in json.loads(cli("plan", "--nproc", "4", *options).stdout)}
-    assert set(over_ranks) == {"ring", "ring-overlap", "ring-allgather", "ulysses"}
+    assert set(over_ranks) == {"ring", "ring-overlap", "ring-allgather", "ulysses", "zigzag-ring"}
     for row in over_ranks.values():
         assert row["ranks"] == 4
         assert row["inputs_bytes"] * 4 == alone["inputs_bytes"]

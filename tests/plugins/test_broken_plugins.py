@@ -107,9 +107,9 @@ BROKEN = {
         plugin(lambda: [Implementation("mine", "a summary", "package.module:build", role="best")]),  # type: ignore[arg-type]
         "role 'best' must be Literal['oracle', 'plain', 'method', 'yardstick']",
     ),
-    "names a formula without a module": (
-        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", memory="plan")]),
-        "Implementation 'mine': memory 'plan' must be a text like 'package.module:name'",
+    "names a sharding without a module": (
+        plugin(lambda: [Implementation("mine", "a summary", "package.module:build", sharding="halves")]),
+        "Implementation 'mine': sharding 'halves' must be a text like 'package.module:name'",
     ),
     "has patterns in a list": (
         plugin(lambda: [_limited(patterns=["dense"])]),

@@ -65,11 +65,14 @@ def test_their_role_is_that_of_their_rows(catalogue):
 
 
 def test_their_memory_is_planned_with_that_of_the_backend(catalogue):
-    for backend, extra in (("their-kernel", {"cpu": 7, "cuda": 11}), (None, {"cpu": 0, "cuda": 0})):
-        case = Case(implementation="their-plain", backend=backend, workload=workload())
-        for device, bytes_there in extra.items():
-            assert plan_memory(case, device, catalogue).peak_bytes == 4096 + bytes_there
-    assert plan_memory(Case(implementation="their-best", workload=workload()), "cpu", catalogue) is None
+    asked = workload()
+    unit, lse = asked.tokens * asked.num_heads * asked.head_dim * 4, asked.tokens * asked.num_heads * 4
+    for device in ("cpu", "cuda"):
+        case = Case(implementation="their-plain", backend="their-kernel", workload=asked)
+        plan = plan_memory(case, device, catalogue)
+        assert (plan.inputs_bytes, plan.workspace_bytes) == (3 * unit, 2 * unit + lse)
+        alone = plan_memory(Case(implementation="their-best", workload=asked), device, catalogue)
+        assert (alone.inputs_bytes, alone.workspace_bytes) == (3 * unit, unit)
 
 
 def test_their_sharding_may_be_one_of_ours_or_their_own(catalogue):

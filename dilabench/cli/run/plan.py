@@ -1,4 +1,4 @@
-"""`dilabench plan`: what fits? Memory by length, batch and implementation, from formulas; nothing runs."""
+"""`dilabench plan`: what fits? Memory by length, batch and implementation, traced without data; nothing is computed."""
 
 import json
 import os
@@ -28,9 +28,9 @@ from dilabench.workload.spec import WorkloadRequest
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 MODES = ("forward", "both")
 COLUMNS = ("implementation", "backend", "mode", "batch", "length", "memory", "bytes/token", "inputs", "saved", "fits")
-LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest by formula")
+LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
 TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "form", "memory", "fits", "time", "runs")
-NO_FORMULA = "no formula"
+NO_TRACE = "no trace"
 
 BatchSizes = Annotated[
     list[str] | None, typer.Option("--batch-size", metavar="B...", help="Sequences per call: 1 or 1,2,4 (default 1).")
@@ -121,7 +121,7 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner) -> None:
     duration = format_seconds(max(total_s, 1e-9))
     there = "unknown" if capacity is None else format_bytes(capacity)
     say(
-        f"Predicted, not measured: memory by formula (there is {there}); one call of each case, or all pieces of a "
+        f"Predicted, not measured: memory as traced (there is {there}); one call of each case, or all pieces of a "
         f"stream, in about {duration} at an assumed {assumed} FLOP/s. Nothing was run (--plan)."
     )
 
@@ -139,7 +139,7 @@ def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
 
 
 def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
-    """On one device what need not compile; over ranks what has a formula for the workload, or all if none has."""
+    """On one device what need not compile; over ranks what has a trace of the workload, or all if none has."""
     if planner.request.nproc == 1:
         return planner.on_one_device(DENSE.kind, asked.pattern)
     names = planner.over_ranks(asked)
@@ -154,7 +154,7 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
         found, workload = _memory(one, planner), one.case.workload
         head = (*_names(one), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
         if found is None:
-            rows.append((*head, NO_FORMULA, "-", "-", "-", _unknown(one)))
+            rows.append((*head, NO_TRACE, "-", "-", "-", _unknown(one)))
             continue
         parts = (found.inputs_bytes, found.saved_bytes)
         per_token = f"{found.peak_bytes * one.case.world_size / workload.tokens:.0f}"
@@ -172,7 +172,7 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
     ranks = max(one.case.world_size for one in planned)
     title = f"Into {format_bytes(capacity)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
     print_table(title, LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
-    say("Predicted by formula, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
+    say("Traced without data, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 
 
 def _as_data(one: PlannedCase, planner: Planner, capacity: int | None) -> dict[str, Any]:
@@ -201,13 +201,13 @@ def _names(one: PlannedCase) -> tuple[str, str]:
 
 
 def _memory(one: PlannedCase, planner: Planner) -> MemoryPlan | None:
-    """Of the rank that needs most; None without a formula."""
+    """Of the rank that needs most; None without a trace."""
     return plan_memory(one.case, planner.machine.device, planner.catalogue)
 
 
 def _memory_text(needed: int | None, one: PlannedCase) -> str:
     if needed is None:
-        return NO_FORMULA
+        return NO_TRACE
     return format_bytes(needed) + (f" a rank, {one.case.world_size} ranks" if one.case.world_size > 1 else "")
 
 

@@ -24,7 +24,6 @@ BACKENDS = (
         aligns_ends=True,
         places_results=True,
         priority={"cpu": 10, "older": 10, "sm80": 10, "sm90": 10},
-        memory="dilabench.predict.memory.math_blocks:math_memory",
     ),
     Backend(
         "sdpa-flash",
@@ -35,7 +34,6 @@ BACKENDS = (
         requires=("cuda>=sm80|cpu",),
         kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
         priority={"cpu": 20, "sm80": 30, "sm90": 30},
-        memory="dilabench.predict.memory.kernels:SDPA_FLASH",
     ),
     Backend(
         "sdpa-efficient",
@@ -46,7 +44,6 @@ BACKENDS = (
         requires=("cuda>=sm70",),
         kernels=(r"fmha_cutlass[FB]",),
         priority={"older": 20, "sm80": 20, "sm90": 20},
-        memory="dilabench.predict.memory.kernels:SDPA_EFFICIENT",
     ),
     Backend(
         "sdpa-cudnn",
@@ -57,7 +54,6 @@ BACKENDS = (
         requires=("cuda>=sm80",),
         kernels=(r"cudnn.*(sdpa|flash)",),
         priority={"sm90": 50},
-        memory="dilabench.predict.memory.kernels:SDPA_CUDNN",
     ),
     Backend(
         "flash2",
@@ -69,7 +65,6 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)_",),
         priority={"sm80": 40, "sm90": 40},
         library=True,
-        memory="dilabench.predict.memory.kernels:FLASH_ATTN_2",
     ),
     Backend(
         "flash3",
@@ -81,7 +76,6 @@ BACKENDS = (
         kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
         priority={"sm90": 60},
         library=True,
-        memory="dilabench.predict.memory.kernels:FLASH_ATTN_3",
     ),
     Backend(
         "flash4",
@@ -96,7 +90,6 @@ BACKENDS = (
         places_results=True,
         priority={"sm90": 70},
         library=True,
-        memory="dilabench.predict.memory.kernels:FLASH_ATTN_4",
     ),
     Backend(
         "xformers",
@@ -108,7 +101,6 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)|fmha_cutlass",),
         priority={"older": 15, "sm80": 25},
         library=True,
-        memory="dilabench.predict.memory.kernels:FLASH_ATTN_2",
     ),
     Backend(
         "flex",
@@ -120,6 +112,5 @@ BACKENDS = (
         kernels=(r"flex_attention",),
         compiles=True,
         library=True,
-        memory="dilabench.predict.memory.kernels:FLEX_ATTENTION",
     ),
 )

@@ -66,7 +66,6 @@ IMPLEMENTATIONS = (
         ),
         deterministic=True,
         role="oracle",
-        memory="dilabench.predict.memory.one_device:reference",
     ),
     Implementation(
         "dense",
@@ -76,7 +75,6 @@ IMPLEMENTATIONS = (
         aliases=("standard",),
         uses_backend=True,
         priority=10,
-        memory="dilabench.predict.memory.one_device:strided",
     ),
     Implementation(
         "gather",
@@ -86,7 +84,6 @@ IMPLEMENTATIONS = (
         aliases=("dilated",),
         uses_backend=True,
         role="plain",
-        memory="dilabench.predict.memory.one_device:gather",
     ),
     Implementation(
         "strided",
@@ -96,7 +93,6 @@ IMPLEMENTATIONS = (
         aliases=("improved",),
         uses_backend=True,
         priority=10,
-        memory="dilabench.predict.memory.one_device:strided",
     ),
     Implementation(
         "fused",
@@ -106,7 +102,6 @@ IMPLEMENTATIONS = (
         requires=("cuda>=sm80", "triton"),
         deterministic=True,
         priority=20,
-        memory="dilabench.predict.memory.one_device:fused",
     ),
     Implementation(
         "flex",
@@ -115,7 +110,6 @@ IMPLEMENTATIONS = (
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
-        memory="dilabench.predict.memory.one_device:flex",
     ),
     Implementation(
         "flex-permuted",
@@ -124,7 +118,6 @@ IMPLEMENTATIONS = (
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
-        memory="dilabench.predict.memory.one_device:flex_permuted",
     ),
     Implementation(
         "gather-multihead",
@@ -135,7 +128,6 @@ IMPLEMENTATIONS = (
         uses_backend=True,
         takes="embeddings",
         role="plain",
-        memory="dilabench.predict.memory.one_device:gather_multihead",
     ),
     Implementation(
         "strided-multihead",
@@ -145,7 +137,6 @@ IMPLEMENTATIONS = (
         aliases=("improved-multihead",),
         uses_backend=True,
         takes="embeddings",
-        memory="dilabench.predict.memory.one_device:strided_multihead",
     ),
     Implementation(
         "block-sparse",
@@ -164,7 +155,6 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         priority=10,
-        memory="dilabench.predict.memory.block_sparse:triton",
     ),
     Implementation(
         "block-sparse-flex",
@@ -180,7 +170,6 @@ IMPLEMENTATIONS = (
         ),
         requires=("cuda>=sm80", "triton"),
         compiles=True,
-        memory="dilabench.predict.memory.block_sparse:flex",
     ),
     Implementation(
         "block-sparse-flash4",
@@ -198,6 +187,5 @@ IMPLEMENTATIONS = (
         ),
         requires=("cuda>=sm90", "flash-attn-4"),
         compiles=True,
-        memory="dilabench.predict.memory.block_sparse:flash4",
     ),
 )

@@ -49,7 +49,6 @@ RINGS = (
         uses_backend=True,
         priority=20,
         sharding="dilabench.distributed.shardings:RING",
-        memory="dilabench.predict.memory.over_ranks.ranks:RING",
     ),
     Implementation(
         "ring-overlap",
@@ -60,7 +59,6 @@ RINGS = (
         uses_backend=True,
         priority=30,
         sharding="dilabench.distributed.shardings:RING_OVERLAP",
-        memory="dilabench.predict.memory.over_ranks.ranks:RING_OVERLAP",
     ),
     Implementation(
         "ring-allgather",
@@ -72,7 +70,6 @@ RINGS = (
         priority=60,
         sharding="dilabench.distributed.shardings:RING_ALLGATHER",
         preferred_for=Capabilities(max_world_size=None),
-        memory="dilabench.predict.memory.over_ranks.ranks:RING_ALLGATHER",
     ),
     Implementation(
         "fused-sharded",
@@ -82,7 +79,6 @@ RINGS = (
         requires=("cuda>=sm80", "triton"),
         deterministic=True,
         priority=70,
-        memory="dilabench.predict.memory.over_ranks.ranks:fused_sharded",
     ),
     Implementation(
         "zigzag-ring",
@@ -93,7 +89,6 @@ RINGS = (
         uses_backend=True,
         priority=50,
         sharding="dilabench.distributed.shardings:ZIGZAG_RING",
-        memory="dilabench.predict.memory.over_ranks.ranks:ZIGZAG_RING",
     ),
     Implementation(
         "zigzag-allgather",
@@ -105,7 +100,6 @@ RINGS = (
         priority=40,
         sharding="dilabench.distributed.shardings:ZIGZAG_ALLGATHER",
         preferred_for=Capabilities(patterns=DENSE, max_world_size=None),
-        memory="dilabench.predict.memory.over_ranks.ranks:ZIGZAG_ALLGATHER",
     ),
     Implementation(
         "ring-varlen",
@@ -116,7 +110,6 @@ RINGS = (
         uses_backend=True,
         priority=20,
         sharding="dilabench.distributed.shardings:RING_VARLEN",
-        memory="dilabench.predict.memory.over_ranks.ranks:RING_VARLEN",
     ),
     Implementation(
         "ring-multihead",
@@ -125,7 +118,6 @@ RINGS = (
         supports=OVER_RANKS,
         uses_backend=True,
         takes="embeddings",
-        memory="dilabench.predict.memory.over_ranks.ranks:ring_multihead",
     ),
     Implementation(
         "ulysses",
@@ -136,7 +128,6 @@ RINGS = (
         uses_backend=True,
         priority=10,
         sharding="dilabench.distributed.shardings:ULYSSES",
-        memory="dilabench.predict.memory.over_ranks.ranks:ULYSSES",
     ),
     Implementation(
         "block-sparse-ring",

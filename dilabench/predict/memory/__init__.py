@@ -1,11 +1,9 @@
-"""How much device memory a call needs, by formula: what fits, before anything runs. No tensors.
+"""How much device memory a call needs: what fits, before anything runs. No tensors here, and no torch.
 
-Bytes follow from what the implementations keep alive at one time. Tests hold the formulas to measured peaks within
-10 %; what has no formula is None, never a guess. Constants that do not grow with the length (a kernel's buffers per
-thread, tile tables of fixed size) are left out, but for blocks of a fixed size that dominate short calls.
+A process of its own runs the implementation on tensors without data (`dilabench.engine.trace`); answers are kept.
 """
 
-from dilabench.predict.memory.plan import longest_that_fits, plan_memory
-from dilabench.predict.memory.sizes import MemoryPlan
+from dilabench.predict.memory.longest import longest_that_fits
+from dilabench.predict.memory.plan import MemoryPlan, plan_memory, why_no_plan
 
-__all__ = ["MemoryPlan", "longest_that_fits", "plan_memory"]
+__all__ = ["MemoryPlan", "longest_that_fits", "plan_memory", "why_no_plan"]

@@ -1,89 +1,97 @@
-"""The plan of a case, by the formula that its implementation's descriptor names.
+"""The plan of a case: what a trace of it found, or why there is none."""
 
-Not yet measured on a GPU: `block-sparse-flash4`, and the rank of `zigzag-ring` that needs most. Their factors on CUDA
-are derived from the code; `scripts/gpu_memory_plan.py` measures them. On an H200 everything else is within 6 %.
-"""
+from typing import Any
 
-from dataclasses import replace
-
-from dilabench.plugins.boundary import answered
-from dilabench.plugins.catalogue import Catalogue, load_target
-from dilabench.predict.memory.sizes import MemoryPlan, Sizes, inputs_of
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.predict.memory.kept import KeptAnswers
+from dilabench.predict.memory.tracer import Tracer
 from dilabench.record import Case
+from dilabench.validation import Model, content_hash
 
-LONGEST = 2**40
+OURS = "dilabench."
+
+
+class MemoryPlan(Model):
+    """Bytes on the device at the fullest moment of a call, by what they are for; they add up to the peak.
+
+    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: what lives from forward to backward,
+    the result with it, inputs left out. workspace: everything else. tables: index tensors and block lists that are kept
+    between calls. Over ranks it is what the fullest rank holds.
+    """
+
+    inputs_bytes: int
+    parameters_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int
+    tables_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """What must fit, and what the engine's memory pass measures."""
+        held = self.inputs_bytes + self.parameters_bytes + self.tables_bytes
+        return held + self.saved_bytes + self.workspace_bytes
+
+
+_tracer = Tracer()
+_kept = KeptAnswers()
 
 
 def plan_memory(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | None:
-    """The memory of a case on a kind of device ('cpu' or 'cuda'); None where there is no formula for it.
+    """The memory of a case on a kind of device ('cpu' or 'cuda', which need not be there); None where it has no trace.
 
     Over ranks it is that of the rank that needs most; communicators (NCCL's buffers) and the CUDA context are left out.
-    Chunked queries and offloaded inputs count as their chunks do; a stream counts as one of its pieces.
+    A stream counts as one of its pieces, and compiled code as what it was compiled from.
     """
-    workload, switched = case.workload, case.optimizations
-    chunk = switched.query_chunk
-    if not chunk or chunk >= workload.seq_len:
-        return _plan(case, device, catalogue)
-    in_one = switched.model_copy(update={"gradient_checkpointing": False})
-    changes = {"workload": workload.replace(seq_len=chunk), "optimizations": in_one}
-    piece = _plan(case.model_copy(update=changes), device, catalogue)
-    if piece is None:
-        return None
-    whole = Sizes.of(workload)
-    backward = workload.mode != "forward"
-    results = round(whole.q + (whole.gradients if backward else 0.0))
-    if switched.offload_inputs:
-        return piece
-    # The piece's inputs are views of the whole ones, but a backward pass starts from a leaf of its own.
-    workspace = results + piece.saved_bytes + piece.workspace_bytes
-    return replace(piece, inputs_bytes=inputs_of(workload, whole), saved_bytes=0, workspace_bytes=workspace)
+    answer = _answer(case, device, catalogue)
+    return None if "why" in answer else MemoryPlan.model_validate(answer)
 
 
-def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: Catalogue) -> int | None:
-    """The largest sequence length of the case whose plan fits into so many bytes; None without a formula, 0 if none.
-
-    The batch size, heads and branches stay; packed sequences and a mask from a file have the length that they have,
-    and give None. Found by halving: over ranks, where lengths that cut segments need more than those that do not, a
-    longer one may fit, too. It is a prediction: `extreme` finds the length by real runs.
-    """
-    pattern = case.workload.pattern
-    from_file = pattern.has_fixed_length
-    if from_file or case.workload.layout == "packed" or plan_memory(case, device, catalogue) is None:
-        return None
-
-    def fits(length: int) -> bool:
-        workload = case.workload.replace(seq_len=length)
-        found = plan_memory(case.model_copy(update={"workload": workload}), device, catalogue)
-        return found is not None and found.peak_bytes <= capacity_bytes
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= LONGEST and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def why_no_plan(case: Case, device: str, catalogue: Catalogue) -> str:
+    """Why there is no plan; empty where there is one."""
+    return str(_answer(case, device, catalogue).get("why", ""))
 
 
-def _plan(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | None:
+def _answer(case: Case, device: str, catalogue: Catalogue) -> dict[str, Any]:
+    order, why = _order(case, device, catalogue)
+    if why:
+        return {"why": why}
+    key = content_hash([order, device])
+    answer = _kept.get(key)
+    if answer is None:
+        about = f"the memory of {case.implementation} at {case.workload.label()} on {device}"
+        answer = _tracer.ask({"spec": order, "device": device}, about)
+        _kept.put(key, answer, lasting=_is_ours(case, order))
+    return answer
+
+
+def _order(case: Case, device: str, catalogue: Catalogue) -> tuple[dict[str, Any], str]:
+    """What the tracing process needs (`engine.worker.protocol.CaseSpec`), or why there is no sense in asking it."""
     if case.implementation not in catalogue.implementations:
-        return None
-    implementation = catalogue.implementations.get(case.implementation)
-    supports = implementation.supports
-    over_too_many = case.world_size > 1 and supports.max_world_size == 1
-    if implementation.memory is None or over_too_many or case.workload.layout not in supports.layouts:
-        return None
-    kernel = None
-    if case.backend and case.backend in catalogue.backends and (memory := catalogue.backends.get(case.backend).memory):
-        with catalogue.left_out(catalogue.backends.origin(case.backend), f"memory of backend {case.backend!r}"):
-            kernel = load_target(memory)(case.workload, device)
-    origin = catalogue.implementations.origin(implementation.name)
-    what = f"memory of {implementation.name!r}"
-    with catalogue.left_out(origin, what):
-        plan: MemoryPlan | None = answered(
-            origin, what, load_target(implementation.memory), case, device, kernel, kind=(MemoryPlan, type(None))
-        )
-        return plan
-    return None
+        return {}, f"no implementation {case.implementation!r}"
+    implementation, workload = catalogue.implementations.get(case.implementation), case.workload
+    backend = None
+    if case.backend is not None:
+        if case.backend not in catalogue.backends:
+            return {}, f"no backend {case.backend!r}"
+        one = catalogue.backends.get(case.backend)
+        named = ("name", "target", "backward_target", "aligns_ends", "places_results")
+        backend = {name: getattr(one, name) for name in named}
+        dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
+        if reasons := catalogue.unsupported(one, dense, device):
+            return {}, reasons[0]
+    elif implementation.uses_backend:
+        return {}, "no backend is named"
+    if reasons := catalogue.unsupported(implementation, workload, device, case.world_size):
+        return {}, reasons[0]
+    changes = {"stream_tokens": 0, "compile": False, "cuda_graph": False}
+    plain = case.model_copy(update={"optimizations": case.optimizations.model_copy(update=changes)})
+    spec = {"case": plain.model_dump(mode="json"), "target": implementation.target, "takes": implementation.takes}
+    return {**spec, "backend": backend}, ""
+
+
+def _is_ours(case: Case, order: dict[str, Any]) -> bool:
+    """Whether everything that a trace runs is ours: what it found then holds for as long as our sources do."""
+    targets = [order["target"], type(case.workload.pattern).__module__]
+    if order["backend"] is not None:
+        targets.append(order["backend"]["target"])
+    return all(target.startswith(OURS) for target in targets)

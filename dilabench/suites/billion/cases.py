@@ -69,7 +69,7 @@ class Order:
     def fits(self, length: int, share: float, ranks: int = 1) -> bool:
         """Whether every backend's plan at this length takes at most a share of a rank's memory.
 
-        Without a formula it does not.
+        Without a trace it does not.
         """
         capacity = self.memory_limit_bytes or rank_memory_bytes(self.planner.machine, ranks) or 0
         plans = [plan_memory(one.case, self.device, self.planner.catalogue) for one in self.plan(length, "", ranks)]

@@ -1,5 +1,5 @@
 """Suite `extreme`: how long can a sequence get? Real runs, doubled until one does not fit, then bisected; on a GPU the
-formulas say where to look first."""
+predictions say where to look first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ class Search:
 
 
 def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
-    """The length to try instead, where formulas know better than doubling and halving."""
+    """The length to try instead, where predictions know better than doubling and halving."""
     machine, longest = planner.machine, _longest(request)
     limit = request.options.get("memory_limit")
     available = memory_bytes(machine) if limit is None else parse_count(limit, "memory_limit")

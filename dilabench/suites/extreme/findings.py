@@ -1,4 +1,4 @@
-"""Suite `extreme`: the longest sequence of each implementation, what it took, and what the formula says."""
+"""Suite `extreme`: the longest sequence of each implementation, what it took, and what a trace says."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ COLUMNS = (
     "tok/s there",
     "bytes/token",
     "slope, bytes/token",
-    "formula, bytes/token",
+    "traced, bytes/token",
     "search ended",
 )
 NUMERIC = frozenset(COLUMNS[3:9])

@@ -1,7 +1,7 @@
-"""Where a search for the longest sequence should look next, by the formulas of memory and time.
+"""Where a search for the longest sequence should look next, by what is predicted of memory and time.
 
-On a GPU the formulas are right within a few percent, so that two real runs, at the longest length that should fit and
-one step above it, take the place of a bisection. A formula that a run has contradicted is not asked again.
+On a GPU traces are right within a few percent, so that two real runs, at the longest length that should fit and
+one step above it, take the place of a bisection. A trace that a run has contradicted is not asked again.
 """
 
 import os
@@ -39,7 +39,7 @@ class Foresight:
     step: Callable[[int], int]
 
     def fits(self, length: int) -> bool:
-        """Whether it should fit; no where there is no formula."""
+        """Whether it should fit; no where there is no trace."""
         plans = [plan_memory(case, self.machine.device, self.catalogue) for case in self.cases_at(length)]
         return bool(plans) and all(plan is not None and plan.peak_bytes <= self.available for plan in plans)
 

@@ -11,7 +11,7 @@ MEASURING = str(Path(__file__).parent / "measuring")
 def peaks(monkeypatch):
     """How peaks are measured; rank processes import it by its name, for they inherit sys.path.
 
-    One thread: kernels have buffers per thread, which no formula counts.
+    One thread: kernels have buffers per thread, which no trace sees.
     """
     monkeypatch.setattr(sys, "path", [MEASURING, *sys.path])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""Formulas against what torch's CUDA allocator saw; `scripts/gpu_memory_plan.py` measures many more."""
+"""Traces against what torch's CUDA allocator saw; `scripts/gpu_memory_plan.py` measures many more."""
 
 import gc
 
@@ -25,7 +25,7 @@ CASES = {
 
 @pytest.mark.parametrize("mode", ["forward", "both"])
 @pytest.mark.parametrize("name", CASES)
-def test_formulas_hold_against_measured_peaks(name, mode, peaks):
+def test_traces_hold_against_measured_peaks(name, mode, peaks):
     implementation, backend, pattern, fields = CASES[name]
     chosen = peaks.sparse(block_size=128) if pattern == "SPARSE" else getattr(peaks, pattern)
     shape = {"seq_len": 16384, "num_heads": 8, "dtype": "bfloat16", **fields}

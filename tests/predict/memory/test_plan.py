@@ -1,54 +1,25 @@
-"""What has a plan and what has none, what only a GPU runs, and the longest sequence that fits."""
+"""What has a plan and what has none, what only a GPU runs, how answers are kept, and the longest sequence that fits."""
+
+import subprocess
+import sys
 
 import pytest
-import torch
-from torch.nn.attention import flex_attention
 
-from dilabench.backends import math
-from dilabench.impls import reference
-from dilabench.impls.block_sparse import block_sparse
-from dilabench.impls.flex import flex
-from dilabench.impls.ring.schedule import sums as ring_sums
-from dilabench.impls.union.strided_calls import strided_calls
-from dilabench.predict.memory import block_sparse as planned_blocks
-from dilabench.predict.memory import flexed, longest_that_fits, math_blocks
-from dilabench.predict.memory import reference as planned_reference
-from dilabench.predict.memory.calls import largest_calls
-from dilabench.predict.memory.over_ranks import sums as planned_sums
+from dilabench.predict.memory import kept, longest_that_fits, plan_memory, tracer, why_no_plan
 from dilabench.record import Optimizations
 
 
-@pytest.mark.parametrize("heads", [1, 4, 8, 12])
-@pytest.mark.parametrize("rates", [(1, 2, 4), (1, 4, 16), (1, 6, 12)])
-def test_largest_strided_call_is_that_of_the_implementation(rates, heads, peaks):
-    pattern = {"kind": "dilated", "segment_lengths": (48, 96, 480), "dilation_rates": rates}
-    workload = peaks.workload_of(pattern, num_heads=heads, seq_len=960)
-    largest, planned = {}, {}
-    for call in strided_calls(workload):
-        share = call.query_rows / (workload.tokens * heads)
-        largest[call.rate] = max(share, largest.get(call.rate, 0.0))
-    for call in largest_calls(workload, gathered=False):
-        planned[call.rate] = max(call.share, planned.get(call.rate, 0.0))
-    for rate, share in largest.items():
-        # What it may be off by is a small part of the four tensors that are there anyway.
-        assert planned[rate] == pytest.approx(share, abs=0.17)
-
-
-def test_sizes_that_formulas_share_with_the_code_are_the_same():
-    assert math_blocks.BLOCK_BYTES == math.BLOCK_BYTES
-    assert planned_reference.MAX_BLOCK_SCORES == reference.MAX_BLOCK_SCORES
-    assert planned_blocks.HEAD_DIMS == block_sparse.HEAD_DIMS
-    assert planned_sums.MOST_PARTS == ring_sums.MOST_PARTS
-
-
-def test_what_has_no_formula_is_not_guessed(peaks):
+def test_what_cannot_run_has_no_plan_and_a_reason(peaks):
     strided = peaks.case_of("strided", "sdpa-flash")
-    assert peaks.plan(strided.model_copy(update={"backend": "unknown"}), "cpu") is None
-    assert peaks.plan(strided.model_copy(update={"world_size": 2}), "cpu") is None
-    assert peaks.plan(peaks.case_of("flex"), "cpu") is None
-    assert peaks.plan(peaks.case_of("theirs"), "cpu") is None
-    windowed = peaks.case_of("ring", "sdpa-flash", window=(100, 0)).model_copy(update={"world_size": 2})
-    assert peaks.plan(windowed, "cpu") is None
+    for case, device, reason in (
+        (strided.model_copy(update={"backend": "unknown"}), "cpu", "no backend 'unknown'"),
+        (strided.model_copy(update={"world_size": 2}), "cpu", "runs on 1 device"),
+        (peaks.case_of("flex"), "cpu", "device cpu is not supported"),
+        (peaks.case_of("theirs"), "cpu", "no implementation 'theirs'"),
+        (strided.model_copy(update={"backend": None}), "cpu", "no backend is named"),
+    ):
+        assert plan_memory(case, device, peaks.catalogue()) is None
+        assert reason in why_no_plan(case, device, peaks.catalogue())
     assert longest_that_fits(peaks.case_of("flex"), "cpu", 2**40, peaks.catalogue()) is None
 
 
@@ -63,7 +34,7 @@ def test_longest_that_fits_is_the_last_length_that_does(implementation, ranks, p
         longer = case.model_copy(update={"workload": case.workload.replace(seq_len=length)})
         return peaks.plan(longer, "cpu").peak_bytes
 
-    assert peak(longest) <= capacity < peak(longest + 1)
+    assert peak(longest) <= capacity < peak(longest + longest // 100)
     assert longest_that_fits(case, "cpu", 1, peaks.catalogue()) == 0
 
 
@@ -74,6 +45,15 @@ def test_a_length_that_is_given_has_no_longest(peaks):
     assert longest_that_fits(case, "cpu", 2**40, peaks.catalogue()) is None
 
 
+@pytest.mark.parametrize(("implementation", "backend"), [("dense", "math"), ("reference", None)])
+def test_a_length_that_takes_too_long_to_trace_lies_on_the_line_through_shorter_ones(implementation, backend, peaks):
+    at = {
+        length: peaks.plan(peaks.case_of(implementation, backend, peaks.DENSE, seq_len=length), "cpu").peak_bytes
+        for length in (2**14, 2**17, 2**18)
+    }
+    assert at[2**18] - at[2**17] == pytest.approx((at[2**17] - at[2**14]) * 8 / 7, rel=0.1)
+
+
 def units(workload):
     return workload.tokens * workload.num_heads * workload.head_dim * 2, workload.tokens * workload.num_heads * 4
 
@@ -81,11 +61,18 @@ def units(workload):
 def test_fused_on_cuda_holds_the_minimum_and_offloading_only_a_chunk(peaks):
     case = peaks.case_of("fused", dtype="bfloat16")
     unit, lse = units(case.workload)
-    assert peaks.plan(case, "cuda").peak_bytes == 4 * unit + lse
+
+    def needed(case):
+        plan = peaks.plan(case, "cuda")
+        assert plan.tables_bytes < 0.05 * unit
+        return plan.peak_bytes - plan.tables_bytes
+
+    assert needed(case) == 4 * unit + lse
+    # Two float32 per row, up to whole tiles of each residue class.
     both = case.model_copy(update={"workload": case.workload.replace(mode="both")})
-    assert peaks.plan(both, "cuda").peak_bytes == 8 * unit + lse + 2 * lse
+    assert needed(both) == pytest.approx(8 * unit + lse + 2 * lse, rel=0.02)
     offloaded = case.model_copy(update={"optimizations": Optimizations(query_chunk=1024, offload_inputs=True)})
-    assert peaks.plan(offloaded, "cuda").peak_bytes == (4 * unit + lse) // 4
+    assert needed(offloaded) == pytest.approx((4 * unit + lse) / 4, rel=0.3)
 
 
 def test_block_lists_on_cuda_add_little_to_the_minimum(peaks):
@@ -93,28 +80,8 @@ def test_block_lists_on_cuda_add_little_to_the_minimum(peaks):
         case = peaks.case_of("block-sparse", pattern=peaks.sparse(), dtype="bfloat16", mode=mode)
         unit, lse = units(case.workload)
         plan = peaks.plan(case, "cuda")
-        assert plan.peak_bytes - plan.tables_bytes == minimum[0] * unit + minimum[1] * lse
-        assert 0 < plan.tables_bytes < 0.01 * unit
-
-
-def test_padded_heads_on_cuda_are_copies(peaks):
-    padded, plain = (
-        peaks.plan(
-            peaks.case_of("block-sparse", pattern=peaks.sparse(), dtype="bfloat16", head_dim=dim),
-            "cuda",
-        )
-        for dim in (80, 128)
-    )
-    # q, k, v and out in 128 columns, beside the same in 80.
-    assert padded.workspace_bytes - padded.inputs_bytes / 3 == pytest.approx(plain.inputs_bytes * 4 / 3, rel=0.02)
-
-
-def test_block_mask_lists_of_flex_are_as_long_as_they_are(peaks):
-    workload = peaks.workload_of(seq_len=1024)
-    mask = flex._build(workload, peaks.BuildContext(device=peaks.CPU), None).mask
-    held = sum(part.nbytes for part in vars(mask).values() if isinstance(part, torch.Tensor))
-    assert flexed.block_mask_bytes(workload, workload.num_heads, flexed.BLOCK) == pytest.approx(held, rel=0.3)
-    assert flex_attention._DEFAULT_SPARSE_BLOCK_SIZE == flexed.BLOCK
+        assert plan.peak_bytes - plan.tables_bytes == pytest.approx(minimum[0] * unit + minimum[1] * lse, rel=0.01)
+        assert 0 < plan.tables_bytes < 0.02 * unit
 
 
 # MiB, as scripts/gpu_memory_plan.py measured them on an H200 (torch 2.11).
@@ -128,11 +95,41 @@ def test_a_compiled_backward_pass_copies_dout(implementation, peak_mib, peaks):
     assert one_head.peak_bytes / 2**20 < peak_mib / 8
 
 
-def test_another_order_costs_flex_its_copies(peaks):
-    # The plain one copies dout, too, and its out stays, for the caller holds it.
-    for mode, extra in (("forward", 4), ("both", 4)):
-        plain, permuted = (
-            peaks.plan(peaks.case_of(name, dtype="bfloat16", mode=mode), "cuda") for name in ("flex", "flex-permuted")
-        )
-        unit, lse = units(peaks.workload_of(dtype="bfloat16"))
-        assert permuted.peak_bytes - plain.peak_bytes == pytest.approx(extra * unit, abs=2 * lse)
+def test_an_answer_is_kept_for_later_processes(peaks, tmp_path, monkeypatch):
+    monkeypatch.setenv(kept.CACHE_VARIABLE, str(tmp_path))
+    first, later = kept.KeptAnswers(), kept.KeptAnswers()
+    assert first.get("a") is None
+    first.put("a", {"workspace_bytes": 1}, lasting=True)
+    first.put("b", {"workspace_bytes": 2}, lasting=False)
+    first.put("c", {"why": "it raises"}, lasting=True)
+    (file,) = tmp_path.glob("memory/*.jsonl")
+    with file.open("a") as torn:
+        torn.write('["d", {"work')
+    assert [later.get(key) for key in "abcd"] == [{"workspace_bytes": 1}, None, None, None]
+    assert first.get("b") == {"workspace_bytes": 2}
+
+
+def test_a_trace_that_ends_its_process_costs_its_own_answer(monkeypatch, capsys):
+    asked = tracer.Tracer()
+    monkeypatch.setattr(tracer, "SILENT_S", 0.0)
+    assert "why" in asked.ask({"device": "cpu"}, "a case without a spec")
+    assert "tracing a case without a spec" in capsys.readouterr().err
+    monkeypatch.setattr(tracer, "MODULE", "this")
+    asked.stop()
+    assert "why" in asked.ask({}, "a process that answers nothing")
+    asked.stop()
+
+
+def test_a_plan_is_made_without_torch_in_the_process_that_asks():
+    code = (
+        "import sys\n"
+        "from dilabench.plugins.manager import discover\n"
+        "from dilabench.predict.memory import plan_memory\n"
+        "from dilabench.record import Case\n"
+        "from dilabench.workload.spec import WorkloadRequest\n"
+        "workload = WorkloadRequest(batch_size=1, seq_len=512, num_heads=2).resolve('float32')\n"
+        "case = Case(implementation='strided', backend='sdpa-flash', workload=workload)\n"
+        "assert plan_memory(case, 'cpu', discover().catalogue).peak_bytes > 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Formulas against the peaks in the records of docs/results: what GPUs that no test has were seen to need."""
+"""Traces against the peaks in the records of docs/results: what GPUs that no test has were seen to need."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,18 @@ from dilabench.record import Case, Measured, Optimizations
 from dilabench.store.run_files import read_record
 from dilabench.workload.spec import WorkloadRequest
 
-WITHIN = 0.1
+WITHIN = 0.06
 # (file, implementation, tokens, mode) of peaks that today's code does not have. The first lacks what was garbage of an
 # earlier call when it was measured and went meanwhile; `bench.memory` collects it first since. In the others parts of
 # a batch beyond a kernel's reach stayed until the next ones had been made; `backends.adapt` frees them since.
-OUTDATED = {("h200-extreme", "fused", 8192, "both")} | {
-    ("h200-extreme", "strided", tokens, "both") for tokens in (8388608, 10485760, 11534336)
-}
+OUTDATED = (
+    {("h200-extreme", "fused", 8192, "both")}
+    | {
+        # Measured before the kernel's batch was cut at 2^31 elements, where its gradients are wrong.
+        ("h200-extreme-gather-dense", "gather", 4194304, "both"),
+    }
+    | {("h200-extreme", "strided", tokens, "both") for tokens in (8388608, 10485760, 11534336)}
+)
 CATALOGUE = discover().catalogue
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -31,7 +36,7 @@ def recorded():
         record = read_record(path)
         for row in record.rows:
             workload = row.case.workload
-            plain = row.case.optimizations == Optimizations() and row.case.world_size == 1
+            plain = row.case.optimizations == Optimizations()
             outdated = (path.stem, row.case.implementation, workload.seq_len, workload.mode) in OUTDATED
             if plain and not outdated and isinstance(row.outcome, Measured) and row.outcome.memory:
                 yield path.stem, row.case, record.device, row.outcome.memory.peak_bytes
@@ -42,7 +47,7 @@ ON_CUDA = [(name, case, peak) for name, case, device, peak in ROWS if device == 
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in ON_CUDA}))
-def test_formulas_hold_against_recorded_peaks(name):
+def test_traces_hold_against_recorded_peaks(name):
     for source, case, peak in ON_CUDA:
         plan = plan_memory(case, "cuda", CATALOGUE)
         if source == name and plan is not None:

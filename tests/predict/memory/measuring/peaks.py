@@ -94,7 +94,7 @@ def catalogue():
 
 
 def plan(case, device):
-    """What the formulas say of a case."""
+    """What a trace says of a case."""
     return plan_memory(case, device, catalogue())
 
 

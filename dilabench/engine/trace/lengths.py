@@ -1,0 +1,117 @@
+"""The memory of a case at any length: traced, or along a straight line where a trace would take too long (torch)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from math import inf
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from dilabench.engine.trace.storages import TooLongError
+from dilabench.engine.trace.traced_memory import Traced, trace
+from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.workload.spec import Workload
+
+# How many operators a trace may run: half a second's worth on an idle core, and several seconds' where shorter lengths
+# are no guide. Block by block through plain PyTorch passes the first from some ten thousand tokens on.
+EFFORTS = (4000, 40000)
+# Seconds of the processor: tables that are made without torch take time that no operator shows.
+MOST_S = 20.0
+SHORTEST = 64
+# How far the longest of three lengths may lie from the line through the others.
+STRAIGHT = 0.02
+
+_Point = tuple[int, Traced]
+_FIELDS = fields(Traced)
+
+
+@dataclass(slots=True)
+class _Family:
+    """What is known of a case at other lengths. effort: what it takes. too_long: the shortest that took more."""
+
+    effort: int = 0
+    too_long: float = inf
+    line: tuple[_Point, _Point] | None = None
+
+
+_families: dict[str, _Family] = {}
+
+
+def traced(spec: CaseSpec, device: str) -> Traced:
+    """The memory of a case; where a trace takes too long, from shorter ones that are seen to grow along a line.
+
+    Raises whatever the implementation raises, TooLongError above all where shorter lengths are no help.
+    """
+    if not _can_be_shorter(spec):
+        return trace(spec, device)
+    length = spec.case.workload.seq_len
+    family = _families.setdefault(device + _at(spec, 1).model_dump_json(), _Family())
+    while True:
+        if length < family.too_long:
+            try:
+                return _traced_at(spec, length, device, family.effort)
+            except TooLongError:
+                family.too_long = length
+        family.line = family.line or _line(spec, length, device, family.effort)
+        if family.line is not None:
+            return _along(*family.line, length)
+        if family.effort + 1 == len(EFFORTS):
+            raise TooLongError("it takes too long to trace, and shorter lengths do not lie on a line")
+        family.effort, family.too_long = family.effort + 1, inf
+
+
+def _line(spec: CaseSpec, length: int, device: str, effort: int) -> tuple[_Point, _Point] | None:
+    """Two lengths that took not too long, if a third shows that memory grows in proportion by then."""
+    far = length // 2
+    while far // 4 >= SHORTEST:
+        try:
+            points = [(at, _traced_at(spec, at, device, effort)) for at in (far, far // 2, far // 4)]
+        except TooLongError:
+            far //= 4
+            continue
+        expected = _along(points[2], points[1], far).peak_bytes
+        straight = abs(expected / points[0][1].peak_bytes - 1) <= STRAIGHT
+        return (points[1], points[0]) if straight else None
+    return None
+
+
+def _along(near: _Point, far: _Point, length: int) -> Traced:
+    times = (length - near[0]) / (far[0] - near[0])
+    ends = [(getattr(near[1], one.name), getattr(far[1], one.name)) for one in _FIELDS]
+    return Traced(*(max(0, round(a + times * (b - a))) for a, b in ends))
+
+
+def _can_be_shorter(spec: CaseSpec) -> bool:
+    workload, chunk = spec.case.workload, spec.case.optimizations.query_chunk
+    return workload.layout != "packed" and not workload.pattern.has_fixed_length and not chunk
+
+
+def _traced_at(spec: CaseSpec, length: int, device: str, effort: int) -> Traced:
+    try:
+        with _within(MOST_S):
+            return trace(_at(spec, length), device, EFFORTS[effort])
+    except (MemoryError, DataDependentOutputException, DynamicOutputShapeException) as error:
+        # Tables that are too long to be computed have no numbers to read.
+        raise TooLongError(str(error)) from error
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    def late(_number: int, _frame: object) -> None:
+        raise TooLongError(f"its trace took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _at(spec: CaseSpec, length: int) -> CaseSpec:
+    workload: Workload = spec.case.workload.model_copy(update={"seq_len": length})
+    return spec.model_copy(update={"case": spec.case.model_copy(update={"workload": workload})})

@@ -1,0 +1,119 @@
+"""Traces a case: inputs, what is saved for backward, workspace and peak, on a device that need not be there (torch)."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilabench.backends.load import load_backend
+from dilabench.contracts import AttentionFn, BuildContext, PatternCache
+from dilabench.distributed.single_rank import SingleRank
+from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
+from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.trace.kernel_forms import kernel_forms
+from dilabench.engine.trace.storages import CPU, CUDA, Storages, following
+from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.plugins.catalogue import load_target
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Bytes on the device at the fullest moment of a call; they add up to the peak. As `predict.memory.MemoryPlan`."""
+
+    inputs_bytes: int
+    parameters_bytes: int
+    saved_bytes: int
+    workspace_bytes: int
+    tables_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.inputs_bytes + self.parameters_bytes + self.saved_bytes + self.workspace_bytes + self.tables_bytes
+
+
+def trace(spec: CaseSpec, device: str, most_operations: int | None = None) -> Traced:
+    """The fullest of the first, a middle and the last rank; with one rank, the device."""
+    size = spec.case.world_size
+    # Under a causal mask work and memory rise or fall along the ranks.
+    ranks = sorted({0, size // 2, size - 1})
+    where = CUDA if device == "cuda" else CPU
+    found = [_trace(spec, where, rank, most_operations) for rank in ranks]
+    return max(found, key=lambda one: one.peak_bytes)
+
+
+def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int | None) -> Traced:
+    case, workload = spec.case, spec.case.workload
+    backward = workload.mode != "forward"
+    storages = Storages(device, most_operations)
+    gc.collect()
+    with kernel_forms(), following(storages):
+        function, rows = _built(spec, device, rank)
+        parameters = [*function.parameters()] if isinstance(function, torch.nn.Module) else []
+        parameters = [one for one in parameters if one.requires_grad]
+        parameter_bytes = sum(one.nbytes for one in parameters)
+        built = storages.live
+        where = CPU if case.optimizations.offload_inputs else device
+        made = [
+            torch.empty(shape, dtype=TORCH_DTYPE[workload.dtype], device=where, requires_grad=backward)
+            for shape in input_shapes(workload, spec.takes, rows)
+        ]
+        q, k, v = made if len(made) == 3 else made * 3
+        dout = torch.empty(q.shape, dtype=q.dtype, device=where) if backward else None
+        inputs = storages.live - built
+        leaves = [*made, *parameters]
+        saved = 0
+        for _ in range(2):
+            storages.restart()
+            before = storages.live
+            with torch.set_grad_enabled(backward):
+                saved = _call(function, (q, k, v), leaves, dout, storages)
+            gc.collect()
+            if storages.live == before:
+                break
+        tables = max(0, before - inputs - parameter_bytes)
+        peak = storages.peak
+    held = inputs + parameter_bytes + tables
+    saved = min(saved, peak - held)
+    return Traced(inputs, parameter_bytes, saved, peak - held - saved, tables)
+
+
+def _call(
+    function: AttentionFn,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    leaves: list[Tensor],
+    dout: Tensor | None,
+    storages: Storages,
+) -> int:
+    """One call; what it holds between forward and backward, results included."""
+    before = storages.live
+    out = function(*inputs)
+    if dout is None:
+        return 0
+    held = storages.live - before
+    gradients = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+    del gradients
+    return held
+
+
+def _built(spec: CaseSpec, device: torch.device, rank: int) -> tuple[AttentionFn, int | None]:
+    """The function as a worker would build it, and the rows of its rank (None: all)."""
+    case, workload = spec.case, spec.case.workload
+    options = case.optimizations
+    world = SingleRank.of(rank, case.world_size, device) if case.world_size > 1 else None
+    context = BuildContext(
+        device=device,
+        backend=load_backend(spec.backend) if spec.backend else None,
+        world=world,
+        patterns=PatternCache(options.pattern_cache_entries),
+    )
+    build = load_target(spec.target)
+    if options.query_chunk or options.offload_inputs:
+        function: Any = build_in_chunks(build, workload, context, options.query_chunk or workload.seq_len)
+    else:
+        function = build(workload, context)
+    rows = None if world is None else function.shards.rows[rank]
+    return (checkpointed(function) if options.gradient_checkpointing else function), rows

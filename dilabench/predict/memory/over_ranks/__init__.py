@@ -1,1 +1,0 @@
-"""Memory of one rank of a parallel call, by formula."""

@@ -1,0 +1,85 @@
+"""The process that traces, as seen from here: started with the first question, one JSON line each way. No torch."""
+
+import atexit
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from typing import Any
+
+MODULE = "dilabench.engine.trace"
+# After this long a question is told of; after that long it is given up.
+SILENT_S = 1.0
+PATIENCE_S = 60.0
+
+
+class Tracer:
+    """A process that answers one question after another. It dies with its own faults only."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._path: list[str] = []
+        self._lock = threading.Lock()
+
+    def ask(self, question: dict[str, Any], about: str) -> dict[str, Any]:
+        """The answer; {'why': ...} where the process died of it or took too long."""
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+            except OSError:
+                self.stop()
+                return {"why": "its trace could not be started"}
+            line = self._line(process, about)
+            try:
+                answer: dict[str, Any] = json.loads(line)
+            except ValueError:
+                self.stop()
+                return {"why": f"its trace ended without an answer, or took more than {PATIENCE_S:.0f} s"}
+            return answer
+
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None and not pipe.closed:
+                    try:
+                        pipe.close()
+                    except OSError:
+                        continue
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None or self._path != sys.path:
+            self.stop()
+            self._path = list(sys.path)
+            # Where modules are found here, plug-ins among them, they are found there; a GPU is not touched.
+            there = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, **there, "OMP_NUM_THREADS": "1"},
+            )
+            atexit.register(self.stop)
+        return self._process
+
+    @staticmethod
+    def _line(process: subprocess.Popen[str], about: str) -> str:
+        """The next line; empty at the end of the process or of patience."""
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(process.stdout, selectors.EVENT_READ)
+            if not ready.select(SILENT_S):
+                sys.stderr.write(f"tracing {about} ...\n")
+                if not ready.select(PATIENCE_S):
+                    return ""
+        return process.stdout.readline()
