@@ -9,7 +9,7 @@ import torch
 
 from dilabench.backends.load import load_backend
 from dilabench.contracts import BuildContext
-from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.verification import summary, verify
 from dilabench.machine import Machine, detect
 from dilabench.plugins.catalogue import Catalogue, load_target

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dilabench.engine.verify.call import PIECE, Call, Result
 from dilabench.engine.verify.compare import compare, locate
-from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.tolerance import Expected, eps, row_errors, row_scale
 from dilabench.record import Check
 

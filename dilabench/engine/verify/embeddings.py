@@ -18,7 +18,7 @@ from dilabench.engine.verify.call import Call, Result, digest, form_checks, stre
 from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.kept import kept_check
-from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.rounding import gradient_sizes
 from dilabench.engine.verify.tolerance import (
     FLOOR_ULPS,

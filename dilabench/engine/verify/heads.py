@@ -12,7 +12,7 @@ from dilabench.engine.verify.call import Call, Result, digest, form_checks, stre
 from dilabench.engine.verify.compare import Axes, agreement, compare, compare_both_ways
 from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.kept import kept_check
-from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.probes import probe_checks
 from dilabench.engine.verify.tolerance import Expected
 from dilabench.record import Check

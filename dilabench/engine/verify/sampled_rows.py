@@ -1,6 +1,6 @@
 """Verification of a call that fills the device: sampled rows against the oracle, without second inputs.
 
-It holds out, dq, dk and dv of one call to float64 on the rows of `engine.verify.sample`. The other probes of
+It holds out, dq, dk and dv of one call to float64 on the rows of `engine.verify.oracle.sample`. The other probes of
 semantics.md §4 need more memory than such a call leaves; shorter rows of the same implementation go through them.
 """
 
@@ -16,8 +16,8 @@ from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare_both_ways
 from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
-from dilabench.engine.verify.in_place_oracle import InPlaceOracle
-from dilabench.engine.verify.sharded_oracle import RanksOracle
+from dilabench.engine.verify.oracle.in_place import InPlaceOracle
+from dilabench.engine.verify.oracle.sharded import RanksOracle
 from dilabench.record import Check, Verification
 
 

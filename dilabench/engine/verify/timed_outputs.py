@@ -25,10 +25,10 @@ from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare
 from dilabench.engine.verify.embeddings import plain_embeddings
 from dilabench.engine.verify.heads import NO_GRADIENT, row_axes
-from dilabench.engine.verify.in_place_oracle import InPlaceOracle
-from dilabench.engine.verify.oracle import Oracle
-from dilabench.engine.verify.sample import Sample
-from dilabench.engine.verify.sharded_oracle import RanksOracle
+from dilabench.engine.verify.oracle.in_place import InPlaceOracle
+from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.sample import Sample
+from dilabench.engine.verify.oracle.sharded import RanksOracle
 from dilabench.engine.verify.tolerance import Expected, eps
 from dilabench.record import Check, Verification
 

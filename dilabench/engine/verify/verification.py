@@ -12,7 +12,7 @@ from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.embeddings import embeddings_checks
 from dilabench.engine.verify.heads import Seen, heads_checks
 from dilabench.engine.verify.near_misses import diagnose
-from dilabench.engine.verify.oracle import Oracle
+from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.record import Check, Verification
 from dilabench.workload.spec import Workload
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dilabench.engine.verify.sample import choose_sample
+from dilabench.engine.verify.oracle.sample import choose_sample
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import edges as edges_of
 

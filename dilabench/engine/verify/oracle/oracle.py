@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.verify.oracle.sample import Sample, choose_sample
 from dilabench.engine.verify.planes import Planes, make_planes
 from dilabench.engine.verify.rounding import alike_weights, gradient_sizes, out_size
-from dilabench.engine.verify.sample import Sample, choose_sample
 from dilabench.engine.verify.tolerance import (
     LSE_FLOOR_ULPS,
     Expected,

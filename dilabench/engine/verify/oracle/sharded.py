@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
-from dilabench.engine.verify.in_place_oracle import InPlaceOracle
-from dilabench.engine.verify.sample import Sample
+from dilabench.engine.verify.oracle.in_place import InPlaceOracle
+from dilabench.engine.verify.oracle.sample import Sample
 from dilabench.impls.reference import blocks
 from dilabench.workload.spec import Workload
 

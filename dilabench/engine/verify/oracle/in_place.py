@@ -6,8 +6,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from dilabench.engine.verify.oracle import Oracle
-from dilabench.engine.verify.sample import Sample
+from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.sample import Sample
 from dilabench.workload.spec import Workload
 
 
