@@ -40,7 +40,7 @@ QUICK = {
     )
 }
 
-_true_device: Callable[[Tensor], torch.device] = vars(FakeTensor)["device"].fget
+_fake_device: Callable[[Tensor], torch.device] = vars(FakeTensor)["device"].fget
 
 
 class TooLongError(Exception):
@@ -91,7 +91,10 @@ class Storages(TorchDispatchMode):
         if func in (aten.detach.default, aten.alias.default) and not isinstance(args[0], FakeTensor):
             return func(*args, **kwargs)
         if "device" in kwargs:
-            kwargs["device"] = _translated(kwargs["device"])
+            if func is aten._to_copy.default and _stays(args[0], kwargs):
+                func, kwargs = aten.alias.default, {}
+            else:
+                kwargs["device"] = _translated(kwargs["device"])
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is aten.index.Tensor:
             args = (args[0], [_positions(i) for i in args[1]])
@@ -160,7 +163,7 @@ class Storages(TorchDispatchMode):
         return found
 
     def _hold(self, x: Tensor) -> None:
-        if (_true_device(x) if isinstance(x, FakeTensor) else x.device).type != self._where.type:
+        if _true_device(x).type != self._where.type:
             return
         storage = x.untyped_storage()
         key = storage._cdata
@@ -193,6 +196,12 @@ def _translated(x: Any) -> Any:
     return META if isinstance(x, str) and x.partition(":")[0] == "cuda" else x
 
 
+def _stays(x: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether `x.to(device)` is x itself: in a backward pass torch compares `cuda` with its own `meta`."""
+    there = kwargs["device"] is not None and kwargs["device"].type == "cuda" and _true_device(x) == META
+    return there and kwargs.get("dtype") in (None, x.dtype)
+
+
 @contextmanager
 def following(storages: Storages) -> Iterator[None]:
     """Everything inside runs on tensors without data and is followed."""
@@ -204,6 +213,11 @@ def following(storages: Storages) -> Iterator[None]:
         _OnMeta(),
     ):
         yield
+
+
+def _true_device(x: Tensor) -> torch.device:
+    """The device that torch knows: `meta` instead of `cuda`."""
+    return _fake_device(x) if isinstance(x, FakeTensor) else x.device
 
 
 def _positions(index: Tensor | None) -> Tensor | None:
