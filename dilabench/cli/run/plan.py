@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.metadata import FORM
 from dilabench.patterns.dense import DENSE
-from dilabench.predict.memory import MemoryPlan, longest_that_fits, plan_memory
+from dilabench.predict.memory import MemoryPlan, longest_that_fits, plan_ahead, plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import PlannedCase
 from dilabench.request import run_request
@@ -83,6 +84,7 @@ def plan(
     planner = Planner(found.catalogue, machine, request)
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
     planned = _cases(planner, batches)
+    plan_ahead([one.case for one in planned], machine.device, found.catalogue)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
     if as_json:
         say(json.dumps([_as_data(one, planner, capacity) for one in planned], indent=1))
@@ -163,11 +165,10 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
     print_table(None, COLUMNS, rows, right=COLUMNS[3:9])
     if capacity is None:
         return
-    longest = {}
-    for one in planned:
-        key = (*_names(one), one.case.workload.mode, str(one.case.workload.batch_size))
-        if key not in longest and (length := _longest(one, planner, capacity)) is not None:
-            longest[key] = f"{length:,}".replace(",", "_")
+    alike = {(*_names(one), one.case.workload.mode, str(one.case.workload.batch_size)): one for one in planned}
+    with ThreadPoolExecutor() as pool:
+        found_lengths = zip(alike, pool.map(lambda one: _longest(one, planner, capacity), alike.values()), strict=True)
+    longest = {key: f"{length:,}".replace(",", "_") for key, length in found_lengths if length is not None}
     say()
     ranks = max(one.case.world_size for one in planned)
     title = f"Into {format_bytes(capacity)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")

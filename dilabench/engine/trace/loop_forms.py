@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from dilabench.backends import math
+from dilabench.contracts import AttentionFn
+from dilabench.engine.call.chunked_queries import ChunkedQueries
 from dilabench.impls import reference, visible_keys
 from dilabench.impls.union import merging
 from dilabench.impls.visible_keys import FEW_ROWS, GROUPS_TOGETHER, KeyGroup
@@ -25,6 +27,7 @@ from dilabench.workload.spec import Workload
 LARGER = 1.02
 
 _lerp_in_slices_, _blocks, _key_groups = merging._lerp_in_slices_, math._blocks, visible_keys.key_groups
+_chunks = ChunkedQueries.chunks
 _reference_blocks, _pattern_groups = reference.blocks, visibility.key_groups
 
 
@@ -32,6 +35,7 @@ def loop_forms() -> list[tuple[Any, str, Any]]:
     """(module, name, what stands in for it)."""
     return [
         (merging, "_lerp_in_slices_", _two_slices),
+        (ChunkedQueries, "chunks", _few_chunks),
         (math, "_blocks", _few_score_blocks),
         (reference, "key_groups", _few_groups),
         (reference, "blocks", _growing_blocks),
@@ -41,6 +45,12 @@ def loop_forms() -> list[tuple[Any, str, Any]]:
 def _two_slices(out: Tensor, end: Tensor, weight: Tensor) -> None:
     rows = slice(0, 2 * max(1, merging.SLICE_ELEMENTS * out.shape[-3] // max(1, out.numel())))
     _lerp_in_slices_(out[..., rows, :, :], end[..., rows, :, :], weight[..., rows, :, :])
+
+
+def _few_chunks(chunked: ChunkedQueries) -> Iterator[tuple[slice, AttentionFn]]:
+    """The first three and the last."""
+    chunks = list(_chunks(chunked))
+    yield from chunks if len(chunks) < 5 else [*chunks[:3], chunks[-1]]
 
 
 def _few_score_blocks(q: Tensor, k: Tensor, compute: torch.dtype) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:

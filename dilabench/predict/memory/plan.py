@@ -1,5 +1,9 @@
 """The plan of a case: what a trace of it found, or why there is none."""
 
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from queue import LifoQueue
 from typing import Any
 
 from dilabench.plugins.catalogue import Catalogue
@@ -32,7 +36,10 @@ class MemoryPlan(Model):
         return held + self.saved_bytes + self.workspace_bytes
 
 
-_tracer = Tracer()
+# The last one that was used comes first: who asks for one plan after another starts one process.
+_tracers: LifoQueue[Tracer] = LifoQueue()
+for _ in range(min(4, os.cpu_count() or 1)):
+    _tracers.put(Tracer())
 _kept = KeptAnswers()
 
 
@@ -44,6 +51,13 @@ def plan_memory(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | N
     """
     answer = _answer(case, device, catalogue)
     return None if "why" in answer else MemoryPlan.model_validate(answer)
+
+
+def plan_ahead(cases: Iterable[Case], device: str, catalogue: Catalogue) -> None:
+    """Trace several cases at the same time, so that their plans are there when they are asked for."""
+    with ThreadPoolExecutor(_tracers.qsize()) as pool:
+        for _ in pool.map(lambda case: plan_memory(case, device, catalogue), cases):
+            pass
 
 
 def why_no_plan(case: Case, device: str, catalogue: Catalogue) -> str:
@@ -59,7 +73,11 @@ def _answer(case: Case, device: str, catalogue: Catalogue) -> dict[str, Any]:
     answer = _kept.get(key)
     if answer is None:
         about = f"the memory of {case.implementation} at {case.workload.label()} on {device}"
-        answer = _tracer.ask({"spec": order, "device": device}, about)
+        tracer = _tracers.get()
+        try:
+            answer = tracer.ask({"spec": order, "device": device}, about)
+        finally:
+            _tracers.put(tracer)
         _kept.put(key, answer, lasting=_is_ours(case, order))
     return answer
 

@@ -6,7 +6,6 @@ import os
 import selectors
 import subprocess
 import sys
-import threading
 from typing import Any
 
 MODULE = "dilabench.engine.trace"
@@ -21,26 +20,24 @@ class Tracer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._path: list[str] = []
-        self._lock = threading.Lock()
 
     def ask(self, question: dict[str, Any], about: str) -> dict[str, Any]:
         """The answer; {'why': ...} where the process died of it or took too long."""
-        with self._lock:
-            process = self._running()
-            assert process.stdin is not None
-            try:
-                process.stdin.write(json.dumps(question) + "\n")
-                process.stdin.flush()
-            except OSError:
-                self.stop()
-                return {"why": "its trace could not be started"}
-            line = self._line(process, about)
-            try:
-                answer: dict[str, Any] = json.loads(line)
-            except ValueError:
-                self.stop()
-                return {"why": f"its trace ended without an answer, or took more than {PATIENCE_S:.0f} s"}
-            return answer
+        process = self._running()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+        except OSError:
+            self.stop()
+            return {"why": "its trace could not be started"}
+        line = self._line(process, about)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            self.stop()
+            return {"why": f"its trace ended without an answer, or took more than {PATIENCE_S:.0f} s"}
+        return answer
 
     def stop(self) -> None:
         """End the process, if there is one."""

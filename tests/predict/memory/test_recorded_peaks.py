@@ -7,7 +7,7 @@ import pytest
 
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
-from dilabench.record import Case, Measured, Optimizations
+from dilabench.record import Case, Measured
 from dilabench.store.run_files import read_record
 from dilabench.workload.spec import WorkloadRequest
 
@@ -36,7 +36,8 @@ def recorded():
         record = read_record(path)
         for row in record.rows:
             workload = row.case.workload
-            plain = row.case.optimizations == Optimizations()
+            switched = row.case.optimizations
+            plain = not (switched.buffer_pool_bytes or switched.cuda_graph or switched.compile)
             outdated = (path.stem, row.case.implementation, workload.seq_len, workload.mode) in OUTDATED
             if plain and not outdated and isinstance(row.outcome, Measured) and row.outcome.memory:
                 yield path.stem, row.case, record.device, row.outcome.memory.peak_bytes
