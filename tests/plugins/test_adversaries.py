@@ -16,7 +16,6 @@ from dilabench.machine import Machine
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, hookimpl
 from dilabench.plugins.boundary import answered, guarded
 from dilabench.plugins.manager import discover
-from dilabench.predict.memory import plan_memory
 from dilabench.record import Case
 from dilabench.report.findings import Section, render, sections_of
 from dilabench.request import run_request
@@ -310,14 +309,6 @@ def test_a_sharding_that_fails_leaves_its_figures_unknown() -> None:
     )
     assert {problem.plugin for problem in found.problems} == {"theirs"}
     assert sharding_of(case, found_with("implementations", _mine(sharding="no_such:thing")).catalogue) is None
-
-
-@pytest.mark.parametrize("function", [raises, exits, zero], ids=lambda one: one.__name__)
-def test_a_formula_of_memory_that_fails_is_none(function: Any) -> None:
-    found = found_with("implementations", _mine(memory=target(function), uses_backend=True))
-    assert plan_memory(case_of(found.catalogue, "mine"), "cpu", found.catalogue) is None
-    (problem,) = found.problems
-    assert (problem.plugin, "memory of 'mine'" in problem.why) == ("theirs", True)
 
 
 # Timers, inside a worker.
