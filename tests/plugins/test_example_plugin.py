@@ -84,7 +84,9 @@ def test_an_installed_pattern_is_planned_run_and_reported(site: Path, tmp_path: 
     chosen = ("-i", "masked", "-i", "dense", *WINDOW_SINK, "--set", "batch_size=1", "--set", "num_heads=2")
     planned = dilabench(site, "plan", *chosen, "--lengths", "256", "--device", "cpu")
     assert planned.returncode == 0, planned.stderr
-    (row,) = [line.split() for line in planned.stdout.splitlines() if line.split()[:3] == ["masked", "-", "forward"]][:1]
+    (row,) = [line.split() for line in planned.stdout.splitlines() if line.split()[:3] == ["masked", "-", "forward"]][
+        :1
+    ]
     assert (row[4], row[-1]) == ("256", "yes")
     where = ("--device", "cpu", "--no-store", "-o", str(tmp_path))
     done = dilabench(site, "run", "implementations", *chosen, "--lengths", "256", *where)
