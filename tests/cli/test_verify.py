@@ -76,9 +76,7 @@ def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(monkeypatch
 def test_nobody_goes_on_when_the_outcomes_are_not_wanted_any_more(monkeypatch):
     started = []
     monkeypatch.setattr(verify_outcomes, "lanes_for", lambda *_: 2)
-    monkeypatch.setattr(
-        verify_outcomes, "_checked", lambda plan, pool, catalogue, seed: (started.append(plan), sleep(0.05))[1]
-    )
+    monkeypatch.setattr(verify_outcomes, "_checked", lambda plan, *_: (started.append(plan), sleep(0.05))[1])
     cases = planned(implementations=("strided",)) * 20
     outcomes = verify_outcomes.outcomes_of(cases, discover().catalogue, CPU, 0)
     next(outcomes)

@@ -58,7 +58,7 @@ def _flash(args: tuple[Any, ...], _device: str) -> int:
 
 
 def _efficient(args: tuple[Any, ...], _device: str) -> int:
-    return _accumulators(args[1], viewed=(args[0],))
+    return _accumulators(args[1])
 
 
 def _cudnn(args: tuple[Any, ...], _device: str) -> int:

@@ -15,9 +15,8 @@ from dilabench.engine.trace.traced_memory import Traced, trace
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.workload.spec import Workload
 
-# How many operators a trace may run: half a second's worth on an idle core, and several seconds' where shorter lengths
-# are no guide. Block by block through plain PyTorch passes the first from some ten thousand tokens on.
-EFFORTS = (4000, 40000)
+# How many operators a trace may run: two seconds' worth on an idle core, and more where shorter lengths are no guide.
+EFFORTS = (20000, 60000)
 # Seconds of the processor: tables that are made without torch take time that no operator shows.
 MOST_S = 20.0
 SHORTEST = 64

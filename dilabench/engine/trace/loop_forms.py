@@ -63,7 +63,7 @@ def _few_score_blocks(q: Tensor, k: Tensor, compute: torch.dtype) -> Iterator[tu
 def _few_groups(
     workload: Workload, head: int, positions: Tensor, device: torch.device | str = "cpu"
 ) -> Iterator[KeyGroup]:
-    """Those of the first two heads, two of each shape."""
+    """Those of the first two heads, three of each shape."""
     if head < 2:
         with mock.patch.object(visibility, "key_groups", _distinct_groups):
             yield from _key_groups(workload, head, positions, device)
@@ -75,20 +75,21 @@ def _distinct_groups(workload: Workload, head: int, positions: Any) -> Iterator[
         shape = len(group.rows), *map(len, group.parts)
         seen[shape] += 1
         # Groups of few rows are put together before they are used.
-        if seen[shape] <= (2 * GROUPS_TOGETHER if len(group.rows) < FEW_ROWS else 2):
+        if seen[shape] <= (2 * GROUPS_TOGETHER if len(group.rows) < FEW_ROWS else 3):
             yield start, group
 
 
 def _growing_blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[reference.Block]:
-    """A block that is larger than all before it, after the one that still lives when it is made."""
-    largest, before = 0, None
+    """A block that is larger than all before it, after the one that still lives when it is made, and two as large."""
+    largest, before, alike = 0, None, 0
     for block in _reference_blocks(workload, rows, q):
         size = len(block.rows) * len(block.keys)
-        if size > LARGER * largest:
+        alike = 0 if size > LARGER * largest else alike + (LARGER * size >= largest)
+        if size > LARGER * largest or (LARGER * size >= largest and alike <= 2):
             if before is not None:
                 yield before
             yield block
-            largest, before = size, None
+            largest, before = max(largest, size), None
         else:
             before = block
     if before is not None:

@@ -58,14 +58,15 @@ def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
             continue
         found = _of_dq(oracle, oracle.sampled(tensors["dq"])) if tensors["dq"] is not None else None
         taken = oracle.sampled(gradient) if not index else oracle.sampled_keys(gradient)
-        scaled = found or _scaled(taken, oracle.gradients[index])
-        if scaled:
-            return f"{name} is that of {scaled}"
+        if found:
+            return f"{name} is that of {found}"
+        if scaled := _scaled(taken, oracle.gradients[index]):
+            return f"{name} is {scaled}"
     if wrong_out and (scaled := _scaled(oracle.sampled(first.out), oracle.expected[0])):
-        return f"out is that of {scaled}"
+        return f"out is {scaled}"
     if failing & {"lse", "lse_slope"} and seen.lse is not None:
         found = _of_lse(oracle, seen.lse)
-        return f"lse is that of {found}" if found else None
+        return f"lse is {found}" if found else None
     return None
 
 
@@ -186,12 +187,12 @@ def _of_lse(oracle: Oracle, lse: Tensor) -> str | None:
         return "a logarithm to base 2 (natural is wanted)"
     for name, variant in part.variants():
         if part.matches(actual, right, turned(part.attended(variant)[1])):
-            return name
+            return f"that of {name}"
     return _scaled(lse, expected)
 
 
 def _scaled(actual: Tensor, expected: Expected) -> str | None:
-    """'the right one scaled by 1.01' where that is what the result is, up to rounding."""
+    """'the right one scaled by 1.01', or 'zero', where that is what the result is, up to rounding."""
     found = slope(*rows_last(actual, expected.value, expected.size))
     factor = 1 + found.deviation
     left = errors(actual, expected.value * factor, expected.size)
@@ -199,7 +200,9 @@ def _scaled(actual: Tensor, expected: Expected) -> str | None:
         return None
     # In half precision a factor can be as small as rounding, and yet be certain.
     certain = abs(found.deviation) > 6 * found.error and abs(found.deviation) > expected.slope_floor
-    return f"the right one scaled by {factor:.4g}" if certain else None
+    if not certain:
+        return None
+    return f"the right one scaled by {factor:.4g}" if factor else "zero"
 
 
 def with_zero_keys(out: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ def test_a_peer_without_gradients_of_keys_is_caught(recorded, launch):
     import peer_cases
 
     for verdict in launch(peer_cases.without_keys_gradient, 2):
-        assert verdict.startswith("dk: ")
+        assert verdict.startswith("dk is zero; dk: ")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
