@@ -112,7 +112,7 @@ def test_lse_to_base_2(make_workload: MakeWorkload) -> None:
             out, lse = right.with_lse(q, k, v)  # type: ignore[attr-defined]
             return out, lse * 1.4426950408889634
 
-    assert verify(InBase2(), workload).diagnosis == "lse is that of a logarithm to base 2 (natural is wanted)"
+    assert verify(InBase2(), workload).diagnosis == "lse is a logarithm to base 2 (natural is wanted)"
 
 
 def test_what_is_no_near_miss_is_not_called_one(make_workload: MakeWorkload, right: type) -> None:
