@@ -75,6 +75,11 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be printed: its __str__ raised {type(second).__name__})"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; empty where it says nothing."""
+    return (text_of(error).strip().splitlines() or [""])[0]
+
+
 def said(error: BaseException) -> str:
     """Type and text of an exception, on one line; the type alone where there is no text."""
     text = " ".join(text_of(error).split())

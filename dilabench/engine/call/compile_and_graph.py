@@ -10,6 +10,7 @@ from torch import Tensor
 from dilabench.contracts import AttentionFn
 from dilabench.distributed.whole import Sharded
 from dilabench.engine.call.inputs import InputSet
+from dilabench.errors import first_line
 from dilabench.metadata import COMPILE_BREAKS, COMPILE_GRAPHS
 
 # Every case of a worker compiles the same few functions anew; torch would give up after eight and run them as they are.
@@ -90,8 +91,7 @@ def graphed(function: AttentionFn, inputs: InputSet) -> tuple[AttentionFn, int]:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         torch.cuda.synchronize(device)
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        raise OptimizationUnusableError(f"a CUDA graph cannot capture it: {first_line}") from error
+        raise OptimizationUnusableError(f"a CUDA graph cannot capture it: {first_line(error)}") from error
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = replay(_Owned.apply(q), _Owned.apply(k), _Owned.apply(v))

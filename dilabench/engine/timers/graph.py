@@ -5,6 +5,7 @@ import torch
 from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.engine.timers import Call, Samples, TimerUnusableError
 from dilabench.engine.timers.cuda_events import ColdStage
+from dilabench.errors import first_line
 from dilabench.metadata import NO_FLUSH
 from dilabench.record import Note
 
@@ -50,8 +51,8 @@ class Graph:
                 call()
         except RuntimeError as error:
             torch.cuda.synchronize()
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise TimerUnusableError(f"the call cannot be captured: {first_line}") from error
+            why = first_line(error) or type(error).__name__
+            raise TimerUnusableError(f"the call cannot be captured: {why}") from error
         finally:
             # A capture that cannot be begun or ended leaves its own stream as the current one.
             torch.cuda.set_stream(before)

@@ -13,6 +13,7 @@ import psutil
 
 from dilabench.engine.trace.lengths import traced
 from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.errors import first_line
 
 # Tables of positions are really made: of what is free they may take this part.
 SHARE_OF_MEMORY = 0.5
@@ -42,8 +43,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         return asdict(traced(CaseSpec.model_validate(question["spec"]), question["device"]))
     # A third party's code may raise anything, even to end the process.
     except BaseException as error:  # noqa: BLE001
-        first = (str(error).strip().splitlines() or [""])[0]
-        return {"why": f"{type(error).__name__}: {first}"[:500]}
+        return {"why": f"{type(error).__name__}: {first_line(error)}"[:500]}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from dilabench.engine.worker.protocol import (
     WarmedUp,
     WorkerSettings,
 )
-from dilabench.errors import text_of
+from dilabench.errors import first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.record import Note, Slot
 
@@ -254,23 +254,23 @@ class Handlers:
     def _trouble(self, error: BaseException) -> Trouble:
         text = "".join(traceback.format_exception(error))
         fatal = self._device_is_broken()
-        first_line = _first_line(error)
+        line = first_line(error)
         if fatal:
             for call in self._calls.values():
                 call.forget()
         if isinstance(error, OptimizationUnusableError):
-            return Trouble(code="unusable_optimization", why=first_line, traceback=text, fatal=fatal)
+            return Trouble(code="unusable_optimization", why=line, traceback=text, fatal=fatal)
         if is_out_of_memory(error):
             # The frames in the traceback hold the tensors that did not fit.
             traceback.clear_frames(error.__traceback__)
             gc.collect()
             if not fatal:
                 release_cached(self.device)
-            return Trouble(code="out_of_memory", why=f"out of memory: {first_line}", traceback=text, fatal=fatal)
+            return Trouble(code="out_of_memory", why=f"out of memory: {line}", traceback=text, fatal=fatal)
         name = type(error).__name__
-        why = f"{name}: {first_line}" if first_line else name
+        why = f"{name}: {line}" if line else name
         if isinstance(error, UnusableFunctionError):
-            why = first_line
+            why = line
         if fatal:
             why += " (the CUDA context is lost; the worker process was ended)"
         # torch raises the same types for this rank's own faults: only the words tell them apart.
@@ -291,10 +291,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(phrase in text_of(error).lower() for phrase in OOM_PHRASES)
-
-
-def _first_line(error: BaseException) -> str:
-    return (text_of(error).strip().splitlines() or [""])[0]
 
 
 def _settings_notes(changed: Mapping[str, str]) -> tuple[Note, ...]:
