@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -40,7 +39,7 @@ def main() -> None:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
-        return asdict(traced(CaseSpec.model_validate(question["spec"]), question["device"]))
+        return traced(CaseSpec.model_validate(question["spec"]), question["device"]).model_dump()
     # A third party's code may raise anything, even to end the process.
     except BaseException as error:  # noqa: BLE001
         return {"why": f"{type(error).__name__}: {first_line(error)}"[:500]}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from dilabench.engine.trace.storages import TooLongError
-from dilabench.engine.trace.traced_memory import Traced, trace
+from dilabench.engine.trace.traced_memory import trace
 from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.predict.memory import MemoryPlan
 from dilabench.workload.spec import Workload
 
 # How many operators a trace may run: two seconds' worth on an idle core, and more where shorter lengths are no guide.
@@ -23,8 +24,7 @@ SHORTEST = 64
 # How far the longest of three lengths may lie from the line through the others.
 STRAIGHT = 0.02
 
-_Point = tuple[int, Traced]
-_FIELDS = fields(Traced)
+_Point = tuple[int, MemoryPlan]
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Family:
 _families: dict[str, _Family] = {}
 
 
-def traced(spec: CaseSpec, device: str) -> Traced:
+def traced(spec: CaseSpec, device: str) -> MemoryPlan:
     """The memory of a case; where a trace takes too long, from shorter ones that are seen to grow along a line.
 
     Raises whatever the implementation raises, TooLongError above all where shorter lengths are no help.
@@ -77,10 +77,10 @@ def _line(spec: CaseSpec, length: int, device: str, effort: int) -> tuple[_Point
     return None
 
 
-def _along(near: _Point, far: _Point, length: int) -> Traced:
+def _along(near: _Point, far: _Point, length: int) -> MemoryPlan:
     times = (length - near[0]) / (far[0] - near[0])
-    ends = [(getattr(near[1], one.name), getattr(far[1], one.name)) for one in _FIELDS]
-    return Traced(*(max(0, round(a + times * (b - a))) for a, b in ends))
+    ends = {name: (getattr(near[1], name), getattr(far[1], name)) for name in MemoryPlan.model_fields}
+    return MemoryPlan(**{name: max(0, round(a + times * (b - a))) for name, (a, b) in ends.items()})
 
 
 def _can_be_shorter(spec: CaseSpec) -> bool:
@@ -88,7 +88,7 @@ def _can_be_shorter(spec: CaseSpec) -> bool:
     return workload.layout != "packed" and not workload.pattern.has_fixed_length and not chunk
 
 
-def _traced_at(spec: CaseSpec, length: int, device: str, effort: int) -> Traced:
+def _traced_at(spec: CaseSpec, length: int, device: str, effort: int) -> MemoryPlan:
     try:
         with _within(MOST_S):
             return trace(_at(spec, length), device, EFFORTS[effort])

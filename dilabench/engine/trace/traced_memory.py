@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +17,10 @@ from dilabench.engine.trace.kernel_forms import kernel_forms
 from dilabench.engine.trace.storages import CPU, CUDA, Storages, following
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.plugins.catalogue import load_target
+from dilabench.predict.memory import MemoryPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """Bytes on the device at the fullest moment of a call; they add up to the peak. As `predict.memory.MemoryPlan`."""
-
-    inputs_bytes: int
-    parameters_bytes: int
-    saved_bytes: int
-    workspace_bytes: int
-    tables_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.inputs_bytes + self.parameters_bytes + self.saved_bytes + self.workspace_bytes + self.tables_bytes
-
-
-def trace(spec: CaseSpec, device: str, most_operations: int | None = None) -> Traced:
+def trace(spec: CaseSpec, device: str, most_operations: int | None = None) -> MemoryPlan:
     """The fullest of the first, a middle and the last rank; with one rank, the device."""
     size = spec.case.world_size
     # Under a causal mask work and memory rise or fall along the ranks.
@@ -45,7 +30,7 @@ def trace(spec: CaseSpec, device: str, most_operations: int | None = None) -> Tr
     return max(found, key=lambda one: one.peak_bytes)
 
 
-def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int | None) -> Traced:
+def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int | None) -> MemoryPlan:
     case, workload = spec.case, spec.case.workload
     backward = workload.mode != "forward"
     storages = Storages(device, most_operations)
@@ -78,7 +63,13 @@ def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int
         peak = storages.peak
     held = inputs + parameter_bytes + tables
     saved = min(saved, peak - held)
-    return Traced(inputs, parameter_bytes, saved, peak - held - saved, tables)
+    return MemoryPlan(
+        inputs_bytes=inputs,
+        parameters_bytes=parameter_bytes,
+        saved_bytes=saved,
+        workspace_bytes=peak - held - saved,
+        tables_bytes=tables,
+    )
 
 
 def _call(
