@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dilabench.errors import printable
+from dilabench.plugins.boundary import standard_output
 from dilabench.units import terminal_width
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def own_streams() -> None:
 
 def output_lost() -> OSError | None:
     """Why something could not be written to standard output; None when all was."""
-    return sys.stdout.lost if isinstance(sys.stdout, Output) else None
+    stream = standard_output()
+    return stream.lost if isinstance(stream, Output) else None
 
 
 def _is_open(descriptor: int) -> bool:
@@ -101,7 +103,7 @@ def _spelt_out(error: UnicodeError) -> tuple[str, int]:
 
 def say(text: str = "", err: bool = False, styled: bool = False) -> None:
     """Print a line; control characters in it are spelt out, unless the text is `styled` by a reporter."""
-    typer.echo(text if styled else printable(text), err=err)
+    typer.echo(text if styled else printable(text), file=sys.stderr if err else standard_output())
 
 
 def note(text: str) -> None:
@@ -113,7 +115,7 @@ def console(to_stderr: bool = False) -> "Console":
     """A rich console as wide as the terminal (TERMINAL_WIDTH pins it), or wide enough for any line in a pipe."""
     from rich.console import Console
 
-    stream = sys.stderr if to_stderr else sys.stdout
+    stream = sys.stderr if to_stderr else standard_output()
     if pinned := os.environ.get("TERMINAL_WIDTH"):
         width = terminal_width(pinned)
     else:

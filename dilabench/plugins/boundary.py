@@ -6,6 +6,7 @@ formulas, patterns. What runs in worker processes is held by them (`dilabench.en
 
 import contextlib
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +18,6 @@ from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, P
 PACKAGE = str(Path(__file__).parents[1])
 # Frames of what only calls a plug-in, or is called by it on our behalf.
 _BETWEEN = ("/pluggy/", "/pydantic/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
-_outside: list[TextIO] = []
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -28,6 +27,37 @@ class Problem:
     why: str
 
 
+class _Outside:
+    """Standard output of the command while any thread runs code of a plug-in; for that time prints go to stderr.
+
+    One for all threads: what each puts back on leaving (as contextlib.redirect_stdout does) may be another's stderr.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stream: TextIO = sys.stdout
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stream, sys.stdout = sys.stdout, sys.stderr
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.stdout = self._stream
+
+    def stream(self) -> TextIO:
+        with self._lock:
+            return self._stream if self._inside else sys.stdout
+
+
+_outside = _Outside()
+
+
 @contextlib.contextmanager
 def guarded(plugin: str, what: str = "") -> Iterator[None]:
     """Run code of a plug-in: whatever it raises, sys.exit() included, becomes a PluginError with file and line.
@@ -35,10 +65,9 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
     `what` says what it was asked for. What it prints goes to stderr, for stdout may carry JSON. Refusals that are meant
     for the user (ConfigError, EnvironmentNotReady) and Ctrl-C pass.
     """
-    _outside.append(sys.stdout)
+    _outside.enter()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        yield
     except (KeyboardInterrupt, GeneratorExit, ConfigError, EnvironmentNotReady):
         raise
     # A plug-in may raise anything.
@@ -51,7 +80,7 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
             text = (str(error) if isinstance(error, DilabenchError) else said(error)) + _place(error)
         raise PluginError(f"{what}: {text}" if what else text, plugin) from error
     finally:
-        _outside.pop()
+        _outside.leave()
 
 
 def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: Any, kind: Any) -> Any:
@@ -69,8 +98,8 @@ def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: A
 
 
 def standard_output() -> TextIO:
-    """Standard output as it is outside of the boundary."""
-    return _outside[0] if _outside else sys.stdout
+    """Standard output as it is outside of the boundary: what a command says goes here whatever other threads do."""
+    return _outside.stream()
 
 
 def defined(function: Any) -> str:
