@@ -19,6 +19,7 @@ PACKAGE = str(Path(__file__).parents[1])
 # Frames of what only calls a plug-in, or is called by it on our behalf.
 _BETWEEN = ("/pluggy/", "/pydantic/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
 
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A plug-in, or a part of one, that could not be used, and why."""
