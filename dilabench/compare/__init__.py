@@ -7,6 +7,7 @@
 `across`          two records joined on `case_id`, by the spread of the stored sessions
 `comparison`      the result: compared pairs, and by name every row without a counterpart
 `gate`            exit code of a comparison, and the second measurement of flagged pairs
+`sequential`      looks at sessions that are measured until all is decided
 `selection`       `-k`: the cases that a text names
 ================  ===========================================================================================
 

@@ -1,7 +1,7 @@
 """Two sides measured at different times, joined on `case_id`.
 
-They were not interleaved, so the spread between sessions is the error, and only the baseline's sessions show it: below
-five of them every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
+They were not interleaved, so the spread between sessions is the error (`stats.decisions.history`): below five sessions
+of the baseline every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def compare_across(
             rest.append(found)
     sides = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
     stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in sides]
-    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence)]
+    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence_at(policy.look))]
     throttled = [is_throttled(old) or is_throttled(new) for old, new in sides]
     pairs = tuple(map(_compared, matches, corrected(verdicts, throttled, policy)))
     warnings = [*soft_warnings(baseline, candidate), *_shared_runs(baseline, candidate)]

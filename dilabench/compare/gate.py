@@ -47,5 +47,8 @@ def _decided(first: ComparedPair, second: ComparedPair | None) -> ComparedPair:
     if not first.verdict.flagged:
         return first
     verdict = confirm(first.verdict, second.verdict if second else None)
+    if verdict.flagged:
+        # It asks for fresh sessions, and these were they.
+        verdict = replace(verdict, hint="")
     note = f"first look: {first.verdict.reason}"
     return replace(first, verdict=verdict, notes=(note, *first.notes))
