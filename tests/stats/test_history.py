@@ -59,7 +59,7 @@ def test_fewer_than_five_stored_sessions_never_fail_a_gate():
 def test_as_many_sessions_as_are_said_to_be_needed_show_the_same_four_times_in_five(spread, count):
     levels = log(1e7) + spread * np.array([1, -1] * 4) * sqrt(7 / 8)
     base = estimate_from_history(stored(levels), stored(levels))
-    assert sessions_needed(base, log(1.02), POLICY, power=0.8) == count
+    assert sessions_needed(base, log(1.02), POLICY) == count
     look = 1 + int(np.log2(count / 3))
     draws = np.random.default_rng(3).normal(log(1e7), spread, (500, 8 + count))
     sides = [StoredSessions(stored(draw[:8], 1), stored(draw[8:], 1)) for draw in draws]

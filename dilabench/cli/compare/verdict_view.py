@@ -110,7 +110,9 @@ def _row(pair: "ComparedPair") -> Sequence[str]:
         format_seconds(numbers.baseline_ns * 1e-9),
         format_seconds(numbers.candidate_ns * 1e-9),
         f"{numbers.ratio:.3f}",
-        f"{numbers.ratio_low:.3f} to {numbers.ratio_high:.3f} ({100 * (numbers.confidence or 0):.4g} %)" if known else UNKNOWN,
+        f"{numbers.ratio_low:.3f} to {numbers.ratio_high:.3f} ({100 * (numbers.confidence or 0):.4g} %)"
+        if known
+        else UNKNOWN,
         f"{numbers.mde:.1%}" if numbers.mde is not None else UNKNOWN,
         f"{numbers.a12:.2f}",
         _memory(pair),

@@ -7,7 +7,6 @@ cycles must agree. The p-value of a slow-down beyond the margin is P(T_df > (the
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import expm1
 
 from scipy.special import stdtr
@@ -49,7 +48,7 @@ def decide(estimate: Estimate, policy: Policy) -> Verdict:
             code, cause = Code.INCONCLUSIVE, Cause.CLOCK
     numbers = _numbers(estimate, margin, policy)
     if cause is Cause.IMPRECISE and estimate.stored:
-        if sessions_needed(estimate, _gap(estimate, margin), policy, power=0) is None:
+        if sessions_needed(estimate, margin.log, policy, at_best=True) is None:
             cause = Cause.OUT_OF_REACH
     elif cause is Cause.IMPRECISE:
         needed = estimate.rounds_needed(abs(abs(estimate.log_ratio) - margin.log))
@@ -78,14 +77,6 @@ def _position(interval: Interval, margin: Margin) -> Code:
     return Code.INCONCLUSIVE
 
 
-def _gap(estimate: Estimate, margin: Margin) -> float:
-    """How narrow an interval over stored sessions has to become, as half a width in log units.
-
-    Code that did not change is what a gate meets most often: an estimate within twice the margin counts as that.
-    """
-    return max(margin.log, abs(estimate.log_ratio) - margin.log)
-
-
 def _numbers(estimate: Estimate, margin: Margin, policy: Policy) -> Numbers:
     interval = estimate.interval
     known = interval is not None
@@ -94,8 +85,8 @@ def _numbers(estimate: Estimate, margin: Margin, policy: Policy) -> Numbers:
         reach = t_quantile(estimate.df, (1 + interval.confidence) / 2) + t_quantile(estimate.df, policy.power)
         mde = expm1(margin.log + reach * estimate.se)
         if estimate.stored:
-            how_many = partial(sessions_needed, estimate, _gap(estimate, margin), policy, power=policy.power)
-            needed, both_needed = how_many(), how_many(both=True)
+            needed = sessions_needed(estimate, margin.log, policy)
+            both_needed = sessions_needed(estimate, margin.log, policy, both=True)
     ratio_interval = interval.as_ratio() if interval is not None else None
     return Numbers(
         ratio=estimate.ratio,

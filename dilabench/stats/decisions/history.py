@@ -51,17 +51,24 @@ def estimate_stored(
     return [_estimate(pair, next(logs), next(logs), confidence) for pair in pairs]
 
 
-def sessions_needed(estimate: Estimate, gap: float, policy: Policy, *, power: float, both: bool = False) -> int | None:
-    """New sessions at whose look the interval lies within `gap` (log units) of its centre's expected place.
+def sessions_needed(
+    estimate: Estimate, margin: float, policy: Policy, *, both: bool = False, at_best: bool = False
+) -> int | None:
+    """New sessions at whose look a case should be decided, from what is known; None when the last look is too early.
 
-    power: how often, as the estimate's own error moves the centre about. both: as many stored sessions as new ones
-    instead of those that there are. None when the last look is not enough.
+    Code that did not change, which is what a gate meets most often, is to be decided `policy.power` of the time, and
+    the estimated change if it is the true one. margin: in log units. both: so many sessions on either side, of code
+    that did not change. at_best: decided at all, wherever the truth lies.
     """
+    change = abs(estimate.log_ratio)
+    gap = max(margin, change - margin)
+    power, room = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
     for look, k in enumerate(LOOK_SESSIONS, start=1):
         df = 2 * k - 2 if both else estimate.stored + k - 2
         fixed = estimate.reducible_variance / k if both else estimate.fixed_variance
-        reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2) + t_quantile(df, (1 + power) / 2)
-        if reach * (estimate.reducible_variance / k + fixed) ** 0.5 < gap:
+        se = (estimate.reducible_variance / k + fixed) ** 0.5
+        reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2)
+        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < room:
             return k
     return None
 
