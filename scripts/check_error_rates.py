@@ -2,8 +2,9 @@
 
 Every lane makes a baseline of its own and then checks against it again and again: mostly code that did not change, now
 and then with `slowed` (tests/slowed_plugin) repeating a tenth or a fifth of its work. `gather`, beside it in the same
-sessions, never changes. Verdicts are kept as they come, so that a time limit leaves those it had time for. From the
-root of the repository, on 16 quiet cores (8 lanes of 2) for nine minutes, and on one GPU:
+sessions, never changes; every other half dozen of checks takes times relative to it. Verdicts are kept as they come, so
+that a time limit leaves those it had time for. From the root of the repository, on 16 quiet cores (8 lanes of 2) for
+nine minutes, and on one GPU:
 
     python scripts/check_error_rates.py --lanes 8 --checks 400 --limit 540 --output check-cpu.json
     python scripts/check_error_rates.py --device cuda --checks 60 --limit 540 --output check-cuda.json
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,12 @@ class Lane:
             if done.returncode:
                 raise SystemExit(f"the baseline ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
         self.call("baseline", "save", "main", *map(str, self.folder.glob("base*/*")))
-        for share in cycle(SHARES):
+        for relative, share in cycle(product((False, True), SHARES)):
             began_s = time.monotonic()
-            done = self.call(
-                "check", "--against", "main", "--json", "--no-store", "--budget", self.options.budget, share=share
-            )
-            found = {"lane": self.number, "share": share, "exit_code": done.returncode, "stderr": done.stderr}
+            how = ("--budget", self.options.budget, *(("--relative-to", CONTROL) if relative else ()))
+            done = self.call("check", "--against", "main", "--json", "--no-store", *how, share=share)
+            found = {"lane": self.number, "share": share, "relative": relative, "exit_code": done.returncode}
+            found["stderr"] = done.stderr
             found["seconds"] = time.monotonic() - began_s
             cells = json.loads(done.stdout)["cells"] if done.stdout else []
             found["verdicts"] = {one["baseline"]["implementation"]: one["verdict"] for one in cells}
@@ -101,14 +102,15 @@ class Lane:
 
 def rates(checks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """How often each verdict fell, with the exact 95 % interval (Clopper and Pearson), by what was planted."""
-    planted = [(f"{PLANTED}, +{share:.0%}" if share else "identical", share) for share in sorted(set(SHARES))]
     found = []
-    for title, share in planted:
+    for relative, share in product((False, True), sorted(set(SHARES))):
+        title = f"{PLANTED}, +{share:.0%}" if share else "identical"
+        title += f", relative to {CONTROL}" if relative else ""
         verdicts = [
             verdict
             for check in checks
             for name, verdict in check["verdicts"].items()
-            if (check["share"] if name == PLANTED else 0.0) == share
+            if ((check["share"] if name == PLANTED else 0.0), check["relative"]) == (share, relative)
         ]
         counts = {code: sum(one["code"] == code for one in verdicts) for code in Code}
         entry: dict[str, Any] = {"case": title, "verdicts": len(verdicts)}

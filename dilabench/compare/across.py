@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, is_measured, uncompared
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
 from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
+from dilabench.compare.relative import relative_to
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.record import Measured, Row, RunRecord, Timing
@@ -56,11 +57,15 @@ def compare_across(
     *,
     policy: Policy,
     select: Selection = everything,
+    reference: str | None = None,
 ) -> Comparison:
     """Every case of both sides; each record of a side adds its sessions, and the last record gives everything else.
 
+    reference: the implementation that times are relative to (`relative.relative_to`); its own are told, not judged.
     Call `refusals` first: this compares whatever it is given.
     """
+    if reference is not None:
+        baseline, candidate = relative_to(reference, baseline, candidate)
     old, new = _rows_by_case(baseline, select), _rows_by_case(candidate, select)
     matches: list[_Match] = []
     rest: list[Uncompared] = []
@@ -83,7 +88,12 @@ def compare_across(
             f"the sides were measured at different times and the baseline has {fewest} {sessions}: verdicts on time "
             f"are advisory and fail nothing (a gate rests on {SESSIONS_FOR_GATE}); memory and correctness count"
         )
-    return Comparison(pairs=pairs, uncompared=tuple(rest), warnings=tuple(warnings))
+    own = [pair for pair in pairs if pair.candidate.implementation == reference]
+    if own:
+        ratios = ", ".join(f"{pair.verdict.numbers.ratio:.3g}x" for pair in own)
+        warnings.append(f"times are relative to {reference} in the same rounds, itself {ratios} its baseline's")
+    judged = tuple(pair for pair in pairs if pair not in own)
+    return Comparison(pairs=judged, uncompared=tuple(rest), warnings=tuple(warnings))
 
 
 def _rows_by_case(records: Sequence[RunRecord], select: Selection) -> dict[str, list[Row]]:

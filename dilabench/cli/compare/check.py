@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
+from dilabench.cli.compare.deciding import (
+    FailOn,
+    FailOnOption,
+    Only,
+    RelativeTo,
+    Threshold,
+    policy_for,
+    refuse_other_machine,
+)
 from dilabench.cli.options import AsJson, StrictPlugins
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady
@@ -39,6 +47,7 @@ def check(
     ] = None,
     threshold: Threshold = None,
     only: Only = None,
+    relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
     as_json: AsJson = False,
     output: Annotated[
@@ -59,7 +68,7 @@ def check(
     from dilabench.cli.compare.remeasure import Remeasure
     from dilabench.cli.compare.session_budget import SessionBudget
     from dilabench.compare.across import compare_across
-    from dilabench.compare.gate import exit_code
+    from dilabench.compare.gate import common_change, exit_code
     from dilabench.compare.selection import selection
     from dilabench.compare.sequential import CaseIds, until_decided
     from dilabench.predict.time import elapsed_seconds
@@ -71,7 +80,7 @@ def check(
         raise ConfigError(f"{' and '.join(given)} each say what is judged; give one of them")
     store, select = Store(tell=note), selection(only or ())
     baseline = store.records(against)
-    cases = _cases(baseline, only or ())
+    cases = _cases(baseline, only or (), relative_to)
     calibration = store.calibration_of(baseline)
     allowed = SessionBudget(cases, parse_duration(budget or DEFAULT_BUDGET))
     allowed.learn(baseline[-1], mean(map(elapsed_seconds, baseline)))
@@ -99,7 +108,8 @@ def check(
         return records
 
     def judge(records: Sequence[RunRecord], ids: CaseIds, policy: "Policy") -> "Comparison":
-        return compare_across(baseline, records, policy=policy, select=lambda case: case.case_id in ids)
+        chosen = lambda case: case.case_id in ids  # noqa: E731
+        return compare_across(baseline, records, policy=policy, select=chosen, reference=relative_to)
 
     policy = policy_for(baseline, threshold, calibration)
     ids = {row.case.case_id for record in (*baseline, *stored) for row in record.rows if select(row.case)}
@@ -108,8 +118,8 @@ def check(
         note(allowed.forecast(judge(baseline, ids, policy)))
     further = allowed.further if fixed is None else lambda _, measured: 0 if measured else fixed
     comparison = until_decided(ids, measure, judge, further, policy)
-    if hint := allowed.sufficient(comparison):
-        comparison = replace(comparison, warnings=(*comparison.warnings, hint))
+    hints = filter(None, (allowed.sufficient(comparison), common_change(comparison)))
+    comparison = replace(comparison, warnings=(*comparison.warnings, *hints))
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     if as_json:
         say(verdict_view.as_json(comparison, code, calibration))
@@ -118,13 +128,16 @@ def check(
     raise typer.Exit(code)
 
 
-def _cases(baseline: Sequence[RunRecord], only: Sequence[str]) -> list[PlannedCase]:
-    """What the baseline measured, each case once. Raises ConfigError when that is nothing."""
+def _cases(baseline: Sequence[RunRecord], only: Sequence[str], reference: str | None) -> list[PlannedCase]:
+    """What the baseline measured, each case once, and the reference. Raises ConfigError when that is nothing."""
     from dilabench.compare.comparison import is_measured
     from dilabench.compare.selection import selection
 
     select = selection(only)
     rows = [row for record in baseline for row in record.rows if is_measured(row) and select(row.case)]
+    groups = {row.case.group_id for row in rows}
+    for record in baseline if reference else ():
+        rows += [row for row in record.rows if row.case.implementation == reference and row.case.group_id in groups]
     cases = {row.case.case_id: row.planned for row in rows}
     if not cases:
         among = f" that contains {' or '.join(map(repr, only))}" if only else ""
