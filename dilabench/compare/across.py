@@ -64,21 +64,20 @@ def compare_across(
     reference: the implementation that times are relative to (`relative.relative_to`); its own are told, not judged.
     Call `refusals` first: this compares whatever it is given.
     """
-    if reference is not None:
-        baseline, candidate = relative_to(reference, baseline, candidate)
-    old, new = _rows_by_case(baseline, select), _rows_by_case(candidate, select)
+    sides = (baseline, candidate) if reference is None else relative_to(reference, baseline, candidate)
+    old, new = (_rows_by_case(side, lambda case: select(case) or case.implementation == reference) for side in sides)
     matches: list[_Match] = []
     rest: list[Uncompared] = []
     for case_id in dict.fromkeys([*old, *new]):
         found = _match(old.get(case_id, []), new.get(case_id, []))
         if isinstance(found, _Match):
             matches.append(found)
-        else:
+        elif select(found.case):
             rest.append(found)
-    sides = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
-    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in sides]
+    timings = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
+    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in timings]
     verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence_at(policy.look))]
-    throttled = [is_throttled(old) or is_throttled(new) for old, new in sides]
+    throttled = [is_throttled(old) or is_throttled(new) for old, new in timings]
     pairs = tuple(map(_compared, matches, corrected(verdicts, throttled, policy)))
     warnings = [*soft_warnings(baseline, candidate), *_shared_runs(baseline, candidate)]
     fewest = min((len(one.baseline) for one in stored), default=SESSIONS_FOR_GATE)

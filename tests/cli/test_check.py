@@ -58,13 +58,14 @@ def measured(monkeypatch, make_row, make_record):
                     make_row(
                         one.case.implementation,
                         seed=50 + session,
+                        position=turn,
                         seq_len=one.case.workload.seq_len,
                         ns=1e7
                         * exp(self.spread * (-1) ** session)
                         * (ratio if one.case.implementation == "strided" else 1),
                         outcome=self.outcome if one.case.implementation == "strided" else None,
                     )
-                    for one in planned
+                    for turn, one in enumerate(planned)
                 ]
                 records.append(make_record(rows, run_id=f"new{len(self.asked)}{session}", hard=self.hard))
             return records
@@ -94,7 +95,7 @@ def test_only_the_second_data_of_a_flagged_case_decide_in_either_direction(cli, 
     result = cli("check", "--against", "main")
     assert result.exit_code == code, result.stdout
     assert measured.asked == [(["gather", "strided", "other"], 3), (["gather", "strided"], 3)]
-    assert "measuring 2 cases in 3 fresh sessions" in result.stderr
+    assert "measuring 2 of 3 cases in 3 fresh sessions" in result.stderr
     assert "first look: " in result.stdout
     assert word in result.stdout.splitlines()[-1]
 
@@ -168,6 +169,23 @@ def test_margin_and_selection(cli, measured):
     assert measured.asked == [(["strided"], 2)]
     (cell,) = json.loads(result.stdout)["cells"]
     assert (cell["verdict"]["code"], cell["verdict"]["numbers"]["sessions"]) == ("SAME", 2)
+
+
+@pytest.mark.usefixtures("baseline")
+def test_times_relative_to_a_reference_are_measured_with_it_and_judged_without(cli, measured):
+    measured.ratios = [1.0]
+    result = cli("check", "--against", "main", "-k", "strided", "--relative-to", "gather", "--json")
+    assert measured.asked == [(["strided", "gather"], 3)]
+    document = json.loads(result.stdout)
+    assert [cell["verdict"]["code"] for cell in document["cells"]] == ["SAME"]
+    assert "times are relative to gather in the same rounds, itself 1x its baseline's" in document["warnings"]
+
+
+@pytest.mark.usefixtures("baseline")
+def test_an_unknown_reference_is_refused_before_anything_is_measured(cli, measured):
+    result = cli("check", "--against", "main", "--relative-to", "gathr", "--sessions", "2")
+    assert (result.exit_code, measured.asked) == (2, [])
+    assert "unknown reference 'gathr'; did you mean gather" in result.stderr
 
 
 @pytest.mark.usefixtures("baseline")

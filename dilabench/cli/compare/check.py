@@ -95,7 +95,7 @@ def check(
         planned = allowed.groups_of(ids)
         try:
             refuse_other_machine(baseline, [again.here()], EnvironmentNotReady)
-            note(f"measuring {len(planned)} cases in {count} fresh sessions")
+            note(f"measuring {len(planned)} of {len(cases)} cases in {count} fresh sessions")
             began_s = allowed.clock()
             records = again.sessions(planned, count)
             allowed.learn(records[-1], (allowed.clock() - began_s) / count)
@@ -108,14 +108,15 @@ def check(
         return records
 
     def judge(records: Sequence[RunRecord], ids: CaseIds, policy: "Policy") -> "Comparison":
-        chosen = lambda case: case.case_id in ids  # noqa: E731
-        return compare_across(baseline, records, policy=policy, select=chosen, reference=relative_to)
+        return compare_across(
+            baseline, records, policy=policy, select=lambda case: case.case_id in ids, reference=relative_to
+        )
 
     policy = policy_for(baseline, threshold, calibration)
     ids = {row.case.case_id for record in (*baseline, *stored) for row in record.rows if select(row.case)}
-    fixed = len(stored) or sessions
+    itself, fixed = judge(baseline, ids, policy), len(stored) or sessions
     if fixed is None:
-        note(allowed.forecast(judge(baseline, ids, policy)))
+        note(allowed.forecast(itself))
     further = allowed.further if fixed is None else lambda _, measured: 0 if measured else fixed
     comparison = until_decided(ids, measure, judge, further, policy)
     hints = filter(None, (allowed.sufficient(comparison), common_change(comparison)))

@@ -75,8 +75,8 @@ class SessionBudget:
         more_s = (2 * needed - measured) * session_s
         option = budget_option(self.clock() - self.started_s + more_s)
         return (
-            f"{len(undecided)} cases are undecided: {option} should suffice ({needed} sessions of "
-            f"{format_seconds(session_s)}, verification included, and as many again where a change shows)"
+            f"{len(undecided)} of {len(final.pairs)} cases are undecided: {option} should suffice ({needed} sessions "
+            f"of {format_seconds(session_s)}, verification included, and as many again where a change shows)"
         )
 
 
@@ -87,4 +87,7 @@ def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
         return ""
     both = [one.both_needed for one in beyond if one.both_needed is not None]
     way = f"{max(both)} on either side would do" if both else "their spread is not known"
-    return f"; too few baseline sessions to show SAME in {len(beyond)} cases: {way} (`dilabench baseline save --add`)"
+    return (
+        f"; the baseline has too few sessions to show SAME in {len(beyond)} of {len(pairs)} cases: {way} "
+        "(`dilabench baseline save --add`)"
+    )
