@@ -60,9 +60,9 @@ def check(
 
     Sessions are added until every case is shown to be the same within the margin, or to have changed, or the budget
     ends. What looks slower or faster is measured again in as many fresh sessions, and only those decide. Times are
-    gated from five baseline sessions on (`dilabench baseline save NAME RUN --add`), below that they advise; memory and
-    correctness always count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7
-    undecided (with --fail-on inconclusive), 8 nothing measured.
+    gated from five baseline sessions on (`baseline save --add`), below that they advise; memory and correctness always
+    count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with
+    --fail-on inconclusive), 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.compare.remeasure import Remeasure
