@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import (
-    FailOn,
-    FailOnOption,
-    Only,
-    RelativeTo,
-    Threshold,
-    policy_for,
-    refuse_other_machine,
-)
-from dilabench.cli.options import AsJson, StrictPlugins
+from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
+from dilabench.cli.options import AsJson, RelativeTo, StrictPlugins
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover

@@ -5,16 +5,8 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import (
-    FailOn,
-    FailOnOption,
-    Only,
-    RelativeTo,
-    Threshold,
-    policy_for,
-    refuse_other_machine,
-)
-from dilabench.cli.options import AsJson
+from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
+from dilabench.cli.options import AsJson, RelativeTo
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError
 

@@ -34,10 +34,6 @@ FailOnOption = Annotated[
     list[FailOn] | None,
     typer.Option("--fail-on", help="Exit 6 for slower times or larger peaks, 7 for undecided cases. Repeatable."),
 ]
-RelativeTo = Annotated[
-    str | None,
-    typer.Option("--relative-to", metavar="IMPL", help="An implementation whose code did not change: noise cancels."),
-]
 
 
 def policy_for(records: Sequence[RunRecord], threshold: str | None, calibration: Calibration | None) -> "Policy":
