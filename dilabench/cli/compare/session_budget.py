@@ -86,8 +86,11 @@ def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
     if not beyond:
         return ""
     both = [one.both_needed for one in beyond if one.both_needed is not None]
-    way = f"{max(both)} on either side would do" if both else "their spread is not known"
+    if both:
+        way = f"{max(both)} on either side would do"
+    else:
+        way = "one tells nothing of their spread" if beyond[0].confidence is None else "they lie too far apart"
     return (
         f"; the baseline has too few sessions to show SAME in {len(beyond)} of {len(pairs)} cases: {way} "
-        "(`dilabench baseline save --add`)"
+        "(`baseline save --add` adds some, `--relative-to` an unchanged implementation brings them together)"
     )
