@@ -2,7 +2,7 @@
 
 Every lane makes a baseline of its own and then checks against it again and again: mostly code that did not change, now
 and then with `slowed` (tests/slowed_plugin) repeating a tenth or a fifth of its work. `gather`, beside it in the same
-sessions, never changes; every other half dozen of checks takes times relative to it. Verdicts are kept as they come, so
+sessions, never changes; every other check takes times relative to it. Verdicts are kept as they come, so
 that a time limit leaves those it had time for. From the root of the repository, on 16 quiet cores (8 lanes of 2) for
 nine minutes, and on one GPU:
 
@@ -38,6 +38,7 @@ SHAPES = {
     "cpu": ("--batch-size", "10", "--seq-length", "512", "--num-heads", "1", "--head-dim", "32"),
     "cuda": ("--batch-size", "10", "--seq-length", "8192", "--num-heads", "16", "--head-dim", "64"),
 }
+SESSION_BUDGETS = {"cpu": "6s", "cuda": "20s"}
 ONE_SEGMENT = {"cpu": "512", "cuda": "8192"}
 PLUGIN = {"METADATA": "Metadata-Version: 2.1\nName: dilabench-slowed\nVersion: 1.0\n"}
 PLUGIN["entry_points.txt"] = "[dilabench]\nslowed = dilabench_slowed\n"
@@ -82,13 +83,22 @@ class Lane:
         """The baseline, then a check after another until the time limit."""
         device = self.options.device
         shape = (*SHAPES[device], "--set", f"segment_lengths={ONE_SEGMENT[device]}", "--set", "dilation_rates=1")
-        names = ("-i", PLANTED, "-i", CONTROL, "--device", device, "--budget", self.options.session_budget)
+        names = (
+            "-i",
+            PLANTED,
+            "-i",
+            CONTROL,
+            "--device",
+            device,
+            "--budget",
+            self.options.session_budget or SESSION_BUDGETS[device],
+        )
         for session in range(self.options.baseline):
             done = self.call("run", "implementations", *shape, *names, "-o", f"base{session}")
             if done.returncode:
                 raise SystemExit(f"the baseline ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
         self.call("baseline", "save", "main", *map(str, self.folder.glob("base*/*")))
-        for relative, share in cycle(product((False, True), SHARES)):
+        for share, relative in cycle(product(SHARES, (False, True))):
             began_s = time.monotonic()
             how = ("--budget", self.options.budget, *(("--relative-to", CONTROL) if relative else ()))
             done = self.call("check", "--against", "main", "--json", "--no-store", *how, share=share)
@@ -129,7 +139,7 @@ def main() -> None:
     arguments.add_argument("--device", choices=SHAPES, default="cpu")
     arguments.add_argument("--baseline", type=int, default=8, help="sessions of each lane's baseline (default 8)")
     arguments.add_argument("--budget", default="60s", help="of a check (default 60s)")
-    arguments.add_argument("--session-budget", default="10s", help="of one session (default 10s)")
+    arguments.add_argument("--session-budget", help="of one session (default 6s, on a GPU 20s)")
     arguments.add_argument("--limit", type=float, default=540, help="seconds after which all ends (default 540)")
     arguments.add_argument("--output", type=Path, default=Path("check-error-rates.json"))
     options = arguments.parse_args()
