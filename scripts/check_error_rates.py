@@ -2,12 +2,12 @@
 
 Every lane makes a baseline of its own and then checks against it again and again: mostly code that did not change, now
 and then with `slowed` (tests/slowed_plugin) repeating a tenth or a fifth of its work. `gather`, beside it in the same
-sessions, never changes; every other check takes times relative to it. Verdicts are kept as they come, so
-that a time limit leaves those it had time for. From the root of the repository, on 16 quiet cores (8 lanes of 2) for
-nine minutes, and on one GPU:
+sessions, never changes; every other check takes times relative to it. Verdicts are kept as they come, so that a time
+limit leaves those it had time for. From the root of the repository, on 16 quiet cores (8 lanes of 2) for nine minutes,
+and on one GPU:
 
-    python scripts/check_error_rates.py --lanes 8 --checks 400 --limit 540 --output check-cpu.json
-    python scripts/check_error_rates.py --device cuda --checks 60 --limit 540 --output check-cuda.json
+    PYTHONPATH=. python scripts/check_error_rates.py --lanes 8 --checks 400 --limit 540 --output check-cpu.json
+    PYTHONPATH=. python scripts/check_error_rates.py --device cuda --checks 60 --limit 540 --output check-cuda.json
 
 It needs nothing but what dilabench itself needs, and `taskset` (util-linux) where there is more than one lane.
 """
