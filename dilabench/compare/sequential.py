@@ -37,6 +37,7 @@ def until_decided(
         flagged = {case.case_id for case in found.flagged}
         if flagged:
             fresh = measure(flagged, max(LOOK_SESSIONS[0], len(records)))
-            found = confirmed(found, judge(fresh, flagged, policy) if fresh else None)
+            # At the level of a second look: the baseline is the one that the first data were compared with.
+            found = confirmed(found, judge(fresh, flagged, replace(policy, look=2)) if fresh else None)
         final = final.updated(found, judged)
     return final

@@ -110,10 +110,10 @@ def test_identical_code_is_called_slower_or_faster_at_most_once_in_a_hundred(noi
 
 
 def test_slower_and_faster_err_alike_and_below_one_per_cent_where_noise_is_all_there_is():
-    """Far more noise than margin: the most that the rule can err."""
-    found = [code for codes in checks(3000, spread=0.2, stored=5, cases=1) for code in codes]
-    assert share(found, Code.SLOWER) <= 0.01
-    assert share(found, Code.FASTER) <= 0.01
+    """Far more noise than margin, few sessions and many cases: the most that the rule can err."""
+    found = checks(2000, spread=0.2, stored=5, cases=6)
+    assert share([Code.SLOWER in codes for codes in found], True) <= 0.01
+    assert share([Code.FASTER in codes for codes in found], True) <= 0.01
 
 
 @pytest.mark.parametrize("drift", [0.0005, -0.0005])
