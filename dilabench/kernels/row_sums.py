@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "stats_rows"])
 def _row_sums_kernel(
     out_ptr,
     dout_ptr,
@@ -26,6 +26,7 @@ def _row_sums_kernel(
     n_heads,
     stats_rows,
     R: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -37,12 +38,11 @@ def _row_sums_kernel(
     tokens = (rest % blocks) * ROWS + tl.arange(0, ROWS)
     batch = (rest // blocks).to(tl.int64)
     valid = tokens < length
-    columns = tl.arange(0, DIM)
+    columns = tl.arange(0, DIM)[None, :]
+    there = valid[:, None] & (columns < HEAD_DIM)
     at = tokens.to(tl.int64)
-    out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns[None, :], valid[:, None], 0.0)
-    dout = tl.load(
-        dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns[None, :], valid[:, None], 0.0
-    )
+    out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns, there, 0.0)
+    dout = tl.load(dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns, there, 0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     lse = tl.load(lse_ptr + (batch * n_heads + head) * length + at, valid, 0.0)
     target = ((batch * n_heads + head) * R + at % R) * stats_rows + at // R
@@ -52,15 +52,17 @@ def _row_sums_kernel(
     tl.store(delta_ptr + target, delta, valid)
 
 
-def row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int = 1, tile: int = 1) -> tuple[Tensor, Tensor]:
+def row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int = 1, beyond: int = 0) -> tuple[Tensor, Tensor]:
     """(lse * log2(e), rowsum(out * dout)) of out, dout [B, N, H, D], lse [B, H, N]: float32 ``[B, H, R, rows]``.
 
-    rows: N / R up to whole tiles; a row beyond the sequence has infinity and 0, so that its weights are 0.
+    rows: those of the longest class and so many ``beyond``; a row beyond the sequence has infinity and 0, so that its
+    weights are 0.
     """
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
-    log2_lse, delta = _empty_rows(lse, length, modulus, tile)
-    rows = max(1, 4096 // dim)
+    log2_lse, delta = _empty_rows(lse, length, modulus, beyond)
+    columns = triton.next_power_of_2(dim)
+    rows = max(1, 4096 // columns)
     _row_sums_kernel[(triton.cdiv(length, rows) * batch * num_heads,)](
         out,
         dout,
@@ -73,31 +75,30 @@ def row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int = 1, tile: int
         num_heads,
         log2_lse.shape[-1],
         R=modulus,
-        DIM=dim,
+        HEAD_DIM=dim,
+        DIM=columns,
         ROWS=rows,
     )
     return log2_lse, delta
 
 
-def reordered(sums: tuple[Tensor, Tensor], length: int, modulus: int, tile: int) -> tuple[Tensor, Tensor]:
-    """``sums`` of `row_sums` for another modulus and tile. length: N."""
-    old_modulus = sums[0].shape[2]
-    if sums[0].shape[2:] == (modulus, _rows(length, modulus, tile)):
+def reordered(sums: tuple[Tensor, Tensor], length: int, modulus: int, beyond: int) -> tuple[Tensor, Tensor]:
+    """``sums`` of `row_sums` for another modulus and more or fewer rows beyond. length: N."""
+    results = _empty_rows(sums[0], length, modulus, beyond)
+    if sums[0].shape == results[0].shape:
         return sums
-    results = _empty_rows(sums[0], length, modulus, tile)
+    whole = length // modulus
     for old, new in zip(sums, results, strict=True):
-        by_token = old[..., : length // old_modulus].transpose(-1, -2).flatten(-2)
-        new[..., : length // modulus] = by_token.unflatten(-1, (-1, modulus)).transpose(-1, -2)
+        by_token = old.transpose(-1, -2).flatten(-2)[..., :length]
+        new[..., :whole] = by_token[..., : whole * modulus].unflatten(-1, (-1, modulus)).transpose(-1, -2)
+        if whole * modulus < length:
+            new[..., : length % modulus, whole] = by_token[..., whole * modulus :]
     return results
 
 
-def _rows(length: int, modulus: int, tile: int) -> int:
-    return -(-(length // modulus) // tile) * tile
-
-
-def _empty_rows(like: Tensor, length: int, modulus: int, tile: int) -> tuple[Tensor, Tensor]:
+def _empty_rows(like: Tensor, length: int, modulus: int, beyond: int) -> tuple[Tensor, Tensor]:
     """Tensors for (log2 lse, delta), filled with infinity and 0 for rows beyond the sequence."""
-    shape = (*like.shape[:2], modulus, _rows(length, modulus, tile))
+    shape = (*like.shape[:2], modulus, -(-length // modulus) + beyond)
     if shape[-1] * modulus == length:
         return like.new_empty(shape), like.new_empty(shape)
     return like.new_full(shape, float("inf")), like.new_zeros(shape)

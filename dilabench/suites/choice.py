@@ -89,8 +89,12 @@ def by_priority(catalogue: Catalogue, workload: Workload, ranks: int = 1) -> tup
 
 
 def _usable(catalogue: Catalogue, machine: Machine, case: Case) -> bool:
+    """Whether it can run here, and does so unasked."""
     there = case.implementation in catalogue.implementations
     if not there or (case.backend is not None and case.backend not in catalogue.backends):
+        return False
+    preferred = catalogue.implementations.get(case.implementation).preferred_for
+    if preferred is not None and preferred.reasons(case.workload, machine.device, case.world_size):
         return False
     return not catalogue.reasons_against(case, machine)
 

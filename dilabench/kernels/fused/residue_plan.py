@@ -1,11 +1,11 @@
 """Residue-class plans: the union of dilated branches as a list of dense tiles, each distinct pair once.
 
-A contiguous ``[B, N, H, D]`` tensor seen as ``[B * N / R, R * H * D]`` puts token ``l * R + c`` of head h at row l,
-columns ``(c * H + h) * D``. Let R be a multiple of every dilation rate that divides every segment length, and W the
-longest segment. Then all rows of one *class* c (the token modulo R) of a head take part in the same branches, so a
-tile of rows of one class against a tile of rows of another is either wholly visible (apart from the causal edge) or
-not at all, and the number m of branches that give a pair is constant in the tile: multiplicity becomes a scalar bias
-log2(m) on the logits of the tile.
+A ``[B, N, H, D]`` tensor seen as ``[B, N / R, R, H, D]`` puts token ``l * R + c`` at row l of *class* c; where R does
+not divide N, the first N mod R classes have a row more than the others. Let R be a multiple of every dilation rate that
+divides every segment length, and W the longest segment. Then all rows of one class of a head take part in the same
+branches, so a tile of rows of one class against a tile of rows of another is either wholly visible (apart from the
+causal edge and where a segment ends) or not at all, and the number m of branches that give a pair is constant in the
+tile: multiplicity becomes a scalar bias log2(m) on the logits of the tile.
 
 Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
 *groups*, each with its own R. A branch that fits no group is listed in ``ResiduePlan.leftover`` with the reason; the
@@ -21,7 +21,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from dilabench.kernels.fused.branch_group import (
-    LARGEST_TILE,
     MAX_MODULUS,
     MAX_MULTIPLICITY,
     SMALLEST_TILE,
@@ -31,7 +30,7 @@ from dilabench.kernels.fused.branch_group import (
     OffsetBy,
     head_offset,
 )
-from dilabench.kernels.fused.tile_tables import computed_pairs
+from dilabench.kernels.fused.tile_tables import computed_pairs, table_entries
 
 # Tables beyond this many entries (4 bytes each) cost more than they save; segments this long belong to a dense kernel.
 MAX_TABLE_ENTRIES = 1 << 25
@@ -51,6 +50,11 @@ class ResiduePlan:
     @property
     def complete(self) -> bool:
         return not self.leftover
+
+    @property
+    def modulus(self) -> int:
+        """What a length must be a multiple of for the rows of every group to be whole."""
+        return math.lcm(*(group.modulus for group in self.groups))
 
 
 @lru_cache(maxsize=256)
@@ -148,14 +152,12 @@ def _fit(
         return f"lcm of the dilation rates is {modulus}, above {MAX_MODULUS}"
     if len(ordered) > MAX_MULTIPLICITY:
         return f"{len(ordered)} branches share keys, above {MAX_MULTIPLICITY}"
-    if sequence_length % modulus:
-        return f"sequence length {sequence_length} is not a multiple of {modulus}, the lcm of the dilation rates"
     lengths: list[int] = []
     for i in ordered:
         length = segment_lengths[i]
         if length >= sequence_length:
-            # One segment holds everything: its length may be rounded up, to nest over shorter ones or to whole tiles.
-            step = lengths[-1] if lengths else modulus * LARGEST_TILE
+            # One segment holds everything: its length may be rounded up, to nest over shorter ones or to whole rows.
+            step = lengths[-1] if lengths else modulus
             length = -(-sequence_length // step) * step
         if length % modulus:
             return f"segment length {length} is not a multiple of {modulus}, the lcm of the dilation rates"
@@ -170,7 +172,7 @@ def _fit(
         modulus,
         rates,
         tuple(length // modulus for length in lengths),
-        sequence_length // modulus,
+        sequence_length,
         kinds,
         head_kind,
         head_shift,
@@ -183,21 +185,9 @@ def _fit(
         )
     if group.super_rows // SMALLEST_TILE >= 1 << TILE_BITS:
         return f"segment length {lengths[-1]} has more than {1 << TILE_BITS} tiles per class"
-    tile = min(group.largest_tile, 64)
-    if _table_entries_bound(group, tile) > MAX_TABLE_ENTRIES:
+    if table_entries(group, min(group.largest_tile, 64), causal=False).sum() > MAX_TABLE_ENTRIES:
         return f"tile table of segment length {lengths[-1]} passes {MAX_TABLE_ENTRIES} entries"
     return group
-
-
-def _table_entries_bound(group: BranchGroup, tile: int) -> int:
-    """Upper bound of the number of table entries: every visible (class, class) block of tiles, all kinds, both
-    variants.
-    """
-    total = 0
-    for rate, rows in zip(group.rates, group.segment_rows, strict=True):
-        classes = group.modulus // rate
-        total += classes * classes * (group.super_rows // tile) * -(-rows // tile)
-    return 2 * total * len(group.kinds)
 
 
 def _frames(

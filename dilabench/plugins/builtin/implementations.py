@@ -3,9 +3,12 @@
 The names of the source documents work as aliases.
 """
 
+from dataclasses import replace
+
 from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 DENSE = frozenset({"dense"})
 DILATED = frozenset({"dilated"})
@@ -13,18 +16,41 @@ BLOCK_SPARSE = frozenset({"block_sparse"})
 HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
-FUSED_HEAD_DIMS = (16, 32, 64, 128, 256)
+FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def _no_flex_head_dim(workload: Workload) -> str | None:
+    """The reason against a head dim that FlexAttention has no tiles for."""
+    known = ", ".join(map(str, FLEX_HEAD_DIMS))
+    return None if workload.head_dim in FLEX_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
 
 
 def _no_fused_head_dim(workload: Workload) -> str | None:
-    """The reason against a head dim that Triton kernels have no tiles for."""
-    known = ", ".join(map(str, FUSED_HEAD_DIMS))
-    return None if workload.head_dim in FUSED_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
+    """The reason against a head whose rows bulk copies cannot step over."""
+    row_bytes = workload.head_dim * (4 if workload.dtype == "float32" else 2)
+    return (
+        f"rows of {row_bytes} bytes (head_dim {workload.head_dim}) are not a multiple of 16" if row_bytes % 16 else None
+    )
 
 
-FUSED = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
+def _mostly_unplanned(workload: Workload) -> str | None:
+    """The reason against `fused` where most of its pairs would go branch by branch through a plain kernel."""
+    pattern = DilatedPattern.of(workload)
+    if workload.window != UNBOUNDED or pattern.heads != "all":
+        return "a window and grouped heads go branch by branch"
+    # Pairs of a branch per query, on average over residues.
+    pairs = {(w, r): min(w, workload.seq_len) / r**2 for w, r in pattern.branches}
+    apart = sum(cost for (w, r), cost in pairs.items() if w < workload.seq_len and w % r)
+    return (
+        "most pairs lie in branches whose rate does not divide the segment" if 2 * apart > sum(pairs.values()) else None
+    )
+
+
+FUSED = Capabilities(
+    patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, max_head_dim=256, check=_no_fused_head_dim
+)
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
-FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
+FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_flex_head_dim)
 
 
 def no_block_tiles(workload: Workload) -> str | None:
@@ -102,6 +128,7 @@ IMPLEMENTATIONS = (
         requires=("cuda>=sm80", "triton"),
         deterministic=True,
         priority=20,
+        preferred_for=replace(FUSED, check=_mostly_unplanned),
     ),
     Implementation(
         "flex",
