@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["length", "stats_rows"])
+@triton.jit(do_not_specialize=["length", "stats_rows", "R"])
 def _row_sums_kernel(
     out_ptr,
     dout_ptr,
@@ -25,7 +25,7 @@ def _row_sums_kernel(
     length,
     n_heads,
     stats_rows,
-    R: tl.constexpr,
+    R,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -45,7 +45,7 @@ def _row_sums_kernel(
     dout = tl.load(dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns, there, 0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     lse = tl.load(lse_ptr + (batch * n_heads + head) * length + at, valid, 0.0)
-    target = ((batch * n_heads + head) * R + at % R) * stats_rows + at // R
+    target = ((batch * n_heads + head) * R + tokens % R) * stats_rows + tokens // R
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(log2_lse_ptr + target, log2_lse, valid)

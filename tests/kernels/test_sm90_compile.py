@@ -62,8 +62,8 @@ NOT_ALIGNED = {
 # free, and the shape is 15 % faster than the best one without (see tuning.py).
 PARKED_BYTES = {
     (128, False, "forward", False): 32,
-    (128, False, "backward_key", True): 4,
-    (128, True, "backward_key", False): 8,
+    (128, False, "backward_key", True): 8,
+    (128, True, "backward_key", False): 16,
 }
 
 
@@ -94,7 +94,6 @@ def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: boo
     """
     kernel = KERNELS[direction]
     constants = {
-        "R": 4,
         "HEAD_DIM": dim,
         "DIM": dim,
         "BLOCK_M": config.block_m,
@@ -207,7 +206,7 @@ def test_specialised_forward(causal: bool, cut: bool, tmp_path: Path) -> None:
     config = specialized_config(128, causal, 128)
     assert config is not None
     kernel = fused_forward_sm90._forward_kernel
-    constants = {"R": 4, "DIM": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
+    constants = {"DIM": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
     constants |= {"STAGES": config.num_stages, "PERSISTENT": not (causal or cut), "RAGGED": cut}
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):

@@ -17,8 +17,10 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
+    Arguments,
     check_operands,
     check_scale,
+    launch,
     launch_arguments,
     padded_dim,
     row_addressable,
@@ -35,6 +37,7 @@ from dilabench.kernels.fused.tile_walk import (
     split_program,
     tile_mask,
     tile_offsets,
+    turned,
     unpack,
 )
 from dilabench.kernels.row_sums import reordered, row_sums
@@ -68,7 +71,7 @@ def _query_kernel(
     super_rows,
     n_blocks,
     item_major,
-    R: tl.constexpr,
+    R,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -90,7 +93,7 @@ def _query_kernel(
     n_full = tl.load(item_ptr + 3)
     n_masked = tl.load(item_ptr + 4)
 
-    residue = (u + shift) % R
+    residue = turned(u, shift, R)
     base_row = super_index * super_rows
     row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
@@ -136,7 +139,7 @@ def _query_kernel(
 
     dq = dq * scale
     dq_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
-    offsets = tile_offsets(n_heads, BLOCK_M, R, HEAD_DIM, DIM)
+    offsets = tile_offsets(n_heads, R, BLOCK_M, HEAD_DIM, DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
     there = tile_mask(rows, BLOCK_M, HEAD_DIM, DIM)
     if ADD:
@@ -174,8 +177,8 @@ def _key_kernel(
     super_rows,
     n_blocks,
     item_major,
+    R,
     GROUP: tl.constexpr,
-    R: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -196,7 +199,7 @@ def _key_kernel(
     if u < 0:
         return
     tile = tl.load(order_at + 1)
-    residue = (u + tl.load(heads_ptr + kv_head * GROUP * 2 + 1)) % R
+    residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row = super_index * super_rows
     row = base_row + tile * BLOCK_N
@@ -211,7 +214,7 @@ def _key_kernel(
         head = kv_head * GROUP + member
         kind = tl.load(heads_ptr + head * 2)
         shift = tl.load(heads_ptr + head * 2 + 1)
-        own = (residue + R - shift) % R
+        own = turned(residue, R - shift, R)
         list_at = lookup_ptr + (((variant * n_kinds + kind) * R + own) * n_tiles + tile) * 3
         entry_ptr = entries_ptr + tl.load(list_at)
         n_full = tl.load(list_at + 1)
@@ -259,7 +262,7 @@ def _key_kernel(
 
     dk = dk * scale
     place = place_of(row, residue, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
-    offsets = tile_offsets(n_kv_heads, BLOCK_N, R, HEAD_DIM, DIM)
+    offsets = tile_offsets(n_kv_heads, R, BLOCK_N, HEAD_DIM, DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
     there = tile_mask(rows, BLOCK_N, HEAD_DIM, DIM)
     if ADD:
@@ -328,20 +331,25 @@ def _run_query(
     q = operands["q"]
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     tiles, n_items = _tiles(operands, config), tables.items.shape[2]
-    grid, arguments = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
-    _query_kernel[grid](
-        dq_ptr=dq,
-        log2_lse_ptr=stats[0],
-        delta_ptr=stats[1],
-        stats_rows=stats[0].shape[-1],
-        items_ptr=tables.items,
-        entries_ptr=tables.entries,
-        heads_ptr=tables.heads,
-        heads_per_kv=group.heads_per_kv,
-        scale=scale,
-        ADD=add,
-        **arguments,
-    )
+    own = {
+        "dq_ptr": dq,
+        "log2_lse_ptr": stats[0],
+        "delta_ptr": stats[1],
+        "stats_rows": stats[0].shape[-1],
+        "items_ptr": tables.items,
+        "entries_ptr": tables.entries,
+        "heads_ptr": tables.heads,
+        "heads_per_kv": group.heads_per_kv,
+        "scale": scale,
+        "ADD": add,
+    }
+
+    def arguments(ragged: bool) -> Arguments:
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config, ragged)
+        return grid, shared | own
+
+    kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
 def _run_key(
@@ -355,27 +363,32 @@ def _run_key(
     config: TileConfig,
     add: bool,
 ) -> None:
-    n_kv_heads = operands["k"].shape[2]
+    q, n_kv_heads = operands["q"], operands["k"].shape[2]
     tables = tile_tables(group, config.block_n, config.block_m, causal, True, dk.device)
     tiles, n_items = _tiles(operands, config), tables.order.shape[1]
-    grid, arguments = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
-    _key_kernel[grid](
-        dk_ptr=dk,
-        dv_ptr=dv,
-        n_tiles=tables.lookup.shape[3],
-        log2_lse_ptr=stats[0],
-        delta_ptr=stats[1],
-        stats_rows=stats[0].shape[-1],
-        lookup_ptr=tables.lookup,
-        order_ptr=tables.order,
-        entries_ptr=tables.entries,
-        heads_ptr=tables.heads,
-        n_kv_heads=n_kv_heads,
-        scale=scale,
-        GROUP=group.heads_per_kv,
-        ADD=add,
-        **arguments,
-    )
+    own = {
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        "n_tiles": tables.lookup.shape[3],
+        "log2_lse_ptr": stats[0],
+        "delta_ptr": stats[1],
+        "stats_rows": stats[0].shape[-1],
+        "lookup_ptr": tables.lookup,
+        "order_ptr": tables.order,
+        "entries_ptr": tables.entries,
+        "heads_ptr": tables.heads,
+        "n_kv_heads": n_kv_heads,
+        "scale": scale,
+        "GROUP": group.heads_per_kv,
+        "ADD": add,
+    }
+
+    def arguments(ragged: bool) -> Arguments:
+        grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config, ragged)
+        return grid, shared | own
+
+    kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    launch(_key_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
 def _tiles(operands: dict[str, Tensor], config: TileConfig) -> dict[str, tuple[Tensor, int]]:

@@ -15,8 +15,10 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
+    Arguments,
     check_operands,
     check_scale,
+    launch,
     launch_arguments,
     padded_dim,
     row_addressable,
@@ -33,6 +35,7 @@ from dilabench.kernels.fused.tile_walk import (
     split_program,
     tile_mask,
     tile_offsets,
+    turned,
     unpack,
 )
 from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
@@ -61,7 +64,7 @@ def _forward_kernel(
     super_rows,
     n_blocks,
     item_major,
-    R: tl.constexpr,
+    R,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -84,7 +87,7 @@ def _forward_kernel(
     n_full = tl.load(item_ptr + 3)
     n_masked = tl.load(item_ptr + 4)
 
-    residue = (u + shift) % R
+    residue = turned(u, shift, R)
     base_row = super_index * super_rows
     kv_head = head // heads_per_kv
     q = load_tile(q_desc, batch, base_row + tile * BLOCK_M, residue, head)
@@ -141,7 +144,7 @@ def _forward_kernel(
     lse_at += tl.arange(0, BLOCK_M) * R
     inside = tl.arange(0, BLOCK_M) < rows
     out_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
-    offsets = tile_offsets(n_heads, BLOCK_M, R, HEAD_DIM, DIM)
+    offsets = tile_offsets(n_heads, R, BLOCK_M, HEAD_DIM, DIM)
     there = tile_mask(rows, BLOCK_M, HEAD_DIM, DIM)
     if MERGE:
         old_lse = tl.load(lse_at, inside, float("-inf"))
@@ -179,28 +182,21 @@ def fused_forward(
     lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
     q, k, v = (whole_classes(row_addressable(x), plan.modulus) for x in (q, k, v))
     for index, group in enumerate(plan.groups):
-        chosen = config or _shipped_config(q, group, plan.causal, first=index == 0)
-        if chosen.specialized and index > 0:
-            chosen = _shipped_config(q, group, plan.causal, first=False)
-        if chosen.specialized:
+        specialized = None if config or index else _specialized(q, group, plan.causal)
+        if specialized:
             from dilabench.kernels.fused.forward_sm90 import run_group
 
-            run_group(q, k, v, out, lse, group, plan.causal, scale, chosen)
+            run_group(q, k, v, out, lse, group, plan.causal, scale, specialized)
         else:
-            _run_group(q, k, v, out, lse, group, plan.causal, scale, chosen.fitted(group.largest_tile), merge=index > 0)
+            _run_group(q, k, v, out, lse, group, plan.causal, scale, config, merge=index > 0)
     return out, lse
 
 
-def _shipped_config(q: Tensor, group: BranchGroup, causal: bool, first: bool) -> TileConfig:
-    """The measured configuration; the Hopper kernel only where it can run, and only to write results, not to merge."""
-    dim, size = q.shape[-1], q.element_size()
-    if first and size == 2 and _hopper(q.device):
-        specialized = specialized_config(dim, causal, group.largest_tile)
-        if specialized:
-            return specialized
-    dim = padded_dim(dim)
-    config = tile_config(dim, causal, "forward", group.largest_tile, size)
-    return tile_config(dim, causal, "forward", group.largest_tile, size, cut=group.cuts_tiles(config.block_n))
+def _specialized(q: Tensor, group: BranchGroup, causal: bool) -> TileConfig | None:
+    """The configuration of the Hopper kernel where it can run and wins; it writes results and does not merge."""
+    if q.element_size() != 2 or not _hopper(q.device):
+        return None
+    return specialized_config(q.shape[-1], causal, group.largest_tile)
 
 
 @lru_cache(maxsize=16)
@@ -219,19 +215,30 @@ def _run_group(
     group: BranchGroup,
     causal: bool,
     scale: float,
-    config: TileConfig,
+    config: TileConfig | None,
     merge: bool,
 ) -> None:
-    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
-    tiles = {"q": (q, config.block_m), "k": (k, config.block_n), "v": (v, config.block_n)}
-    grid, arguments = launch_arguments(tiles, tables.items.shape[2], group, q.shape[2], causal, scale, config)
-    _forward_kernel[grid](
-        out_ptr=out,
-        lse_ptr=lse,
-        entries_ptr=tables.entries,
-        heads_ptr=tables.heads,
-        items_ptr=tables.items,
-        heads_per_kv=group.heads_per_kv,
-        MERGE=merge,
-        **arguments,
-    )
+    dim, size = padded_dim(q.shape[-1]), q.element_size()
+
+    def arguments(ragged: bool) -> Arguments:
+        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, cut=ragged)
+        chosen = chosen.fitted(group.largest_tile)
+        tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
+        tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
+        n_items = tables.items.shape[2]
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen, ragged)
+        own = {
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            "items_ptr": tables.items,
+            "heads_per_kv": group.heads_per_kv,
+            "MERGE": merge,
+        }
+        return grid, shared | own
+
+    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
+    ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
+    kind = (q.dtype, q.shape[-1], causal, merge, group.heads_per_kv, len(group.kinds), whole)
+    launch(_forward_kernel, arguments, ragged, *kind)

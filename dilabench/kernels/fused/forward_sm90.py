@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view
+from dilabench.kernels.fused.row_layout import PER_LENGTH, Arguments, class_view, launch
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.tuning import TileConfig
 
@@ -55,6 +55,13 @@ def _locate(work, geometry, items_ptr, heads_ptr):
 
 
 @gluon.jit
+def _turned(u, shift, R):
+    """Class ``u`` of a frame as a token class: (u + shift) mod R for both below R."""
+    residue = u + shift
+    return gl.where(residue < R, residue, residue - R)
+
+
+@gluon.jit
 def _end_of(residue, ends):
     """Rows of a class in a super-segment; ``ends``: whole rows left in the sequence, longer classes, super rows."""
     rows_left, longer_classes, super_rows = ends
@@ -72,7 +79,7 @@ def _produce_item(
     geometry,
     tiles,
     barriers,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -87,7 +94,7 @@ def _produce_item(
     item_ptr, head, _, shift, _, base_row = _locate(work, geometry, items_ptr, heads_ptr)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
     if n > 0:
-        residue = (gl.load(item_ptr) + shift) % R
+        residue = _turned(gl.load(item_ptr), shift, R)
         row = base_row + gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
         column = residue * q_token + head * q_head
@@ -101,7 +108,7 @@ def _produce_item(
         for j in range(n):
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
-            partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
+            partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
             key_row = base_row + (entry & _TILE_MASK) * BLOCK_N
             following = gl.load(first + gl.minimum(j + 1, n - 1))
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -127,7 +134,7 @@ def _produce(
     geometry,
     tiles,
     barriers,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -174,7 +181,7 @@ def _weights(
     ends,
     MASK: gl.constexpr,
     CAUSAL: gl.constexpr,
-    R: gl.constexpr,
+    R,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -183,7 +190,7 @@ def _weights(
     bias = gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
     if MASK:
         key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
+        partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
         if CAUSAL:
             ahead = first_row - (partner > residue).to(gl.int32) - (entry & _TILE_MASK) * BLOCK_N
             last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
@@ -217,7 +224,7 @@ def _consume_tile(
     barriers,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
-    R: gl.constexpr,
+    R,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -322,7 +329,7 @@ def _consume_item(
     scale_log2,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -341,7 +348,7 @@ def _consume_item(
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if n > 0:
-        residue = (gl.load(item_ptr) + shift) % R
+        residue = _turned(gl.load(item_ptr), shift, R)
         first = entries_ptr + gl.load(item_ptr + 2)
         first_row = gl.load(item_ptr + 1) * BLOCK_M + half * ROWS
         ends = (whole_rows - super_index * super_rows, longer_classes, super_rows)
@@ -398,7 +405,7 @@ def _consume(
     scale_log2,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -480,7 +487,7 @@ def _forward_kernel(
     length,
     n_work,
     heads_per_kv,
-    R: gl.constexpr,
+    R,
     DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -615,42 +622,47 @@ def run_group(
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     n_items = tables.items.shape[2]
     n_work = n_items * batch * num_heads * group.n_supers
-    # Longer lists gain from programs that stay (840 against 815 TFLOP/s effective, not causal), shorter causal ones
-    # lose (503 against 540): the loop over tiles costs the consumers registers, which spill beside a third loop.
-    ragged = group.cuts_tiles(max(config.block_m, config.block_n))
-    persistent = not causal and not ragged
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    programs = min(processors, n_work) if persistent else n_work
-    _forward_kernel[(programs,)](
-        _tile_descriptor(q, group.modulus, config.block_m // 2),
-        _tile_descriptor(k, group.modulus, config.block_n),
-        _tile_descriptor(v, group.modulus, config.block_n),
-        out,
-        lse,
-        tables.items,
-        tables.entries,
-        tables.heads,
-        *(s for x in (q, k, v) for s in x.stride()[1:3]),
-        scale * _LOG2E,
-        group.n_supers,
-        group.full_supers,
-        len(group.kinds),
-        n_items,
-        num_heads,
-        length // group.modulus,
-        group.super_rows,
-        group.whole_rows,
-        group.longer_classes,
-        group.length,
-        n_work,
-        num_heads // k.shape[2],
-        R=group.modulus,
-        DIM=dim,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        CAUSAL=causal,
-        RAGGED=ragged and not causal,
-        STAGES=config.num_stages,
-        PERSISTENT=persistent,
-        num_warps=config.num_warps,
-    )
+
+    def arguments(ragged: bool) -> Arguments:
+        # Longer lists gain from programs that stay (840 against 815 TFLOP/s effective, not causal), shorter causal ones
+        # lose (503 against 540): the loop over tiles costs the consumers registers, which spill beside a third loop.
+        persistent = not causal and not ragged
+        own = {
+            "q_desc": _tile_descriptor(q, group.modulus, config.block_m // 2),
+            "k_desc": _tile_descriptor(k, group.modulus, config.block_n),
+            "v_desc": _tile_descriptor(v, group.modulus, config.block_n),
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "items_ptr": tables.items,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            **{f"{name}_token": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
+            **{f"{name}_head": x.stride(2) for name, x in (("q", q), ("k", k), ("v", v))},
+            "scale_log2": scale * _LOG2E,
+            "n_supers": group.n_supers,
+            "full_supers": group.full_supers,
+            "n_kinds": len(group.kinds),
+            "n_items": n_items,
+            "n_heads": num_heads,
+            "sequence_rows": length // group.modulus,
+            "super_rows": group.super_rows,
+            "whole_rows": group.whole_rows,
+            "longer_classes": group.longer_classes,
+            "length": group.length,
+            "n_work": n_work,
+            "heads_per_kv": num_heads // k.shape[2],
+            "R": group.modulus,
+            "DIM": dim,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "CAUSAL": causal,
+            "RAGGED": ragged and not causal,
+            "STAGES": config.num_stages,
+            "PERSISTENT": persistent,
+            "num_warps": config.num_warps,
+        }
+        return (min(processors, n_work) if persistent else n_work,), own
+
+    kind = (q.dtype, causal, group.heads_per_kv, len(group.kinds), config)
+    launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from dilabench.kernels.tuning import TileConfig
 SMALLEST_DIM, LARGEST_HEAD_DIM = 16, 256
 # Bulk copies step in units of so many bytes.
 COPY_BYTES = 16
+
+Arguments = tuple[tuple[int], dict[str, Any]]
+"""Grid and keyword arguments of a launch."""
 
 # What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
 # integers that are 1 or that 16 divides.
@@ -35,6 +39,7 @@ PER_LENGTH = (
     "item_major",
     "rows",
     "key_rows",
+    "R",
 )
 
 
@@ -102,8 +107,9 @@ def launch_arguments(
     causal: bool,
     scale: float,
     config: TileConfig,
-) -> tuple[tuple[int], dict[str, Any]]:
-    """(grid, keyword arguments) that the fused kernels share. ``tiles`` names each operand with its rows per tile;
+    ragged: bool,
+) -> Arguments:
+    """What the fused kernels are all given. ``tiles`` names each operand with its rows per tile;
     each of ``n_items`` is visited once per super-segment, batch element and one of ``heads_per_batch`` heads.
     """
     q, k = tiles["q"][0], tiles["k"][0]
@@ -127,7 +133,7 @@ def launch_arguments(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "RAGGED": group.cuts_tiles(max(config.block_m, config.block_n)),
+        "RAGGED": ragged,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
@@ -136,6 +142,23 @@ def launch_arguments(
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows)
     return (n_items * n_blocks,), arguments
+
+
+_compiled: set[tuple[Any, ...]] = set()
+
+
+def launch(kernel: Any, arguments: Callable[[bool], Arguments], ragged: bool, *kind: Any) -> None:
+    """Run a kernel on its ``arguments(ragged)``, where tiles are cut or not.
+
+    At the first call of a ``kind`` (all else that it is compiled for) both forms are compiled, so that no later length
+    compiles anything.
+    """
+    if (kernel, *kind) not in _compiled:
+        _compiled.add((kernel, *kind))
+        grid, other = arguments(not ragged)
+        kernel.warmup(grid=grid, **other)
+    grid, own = arguments(ragged)
+    kernel[grid](**own)
 
 
 def check_head_dim(q: Tensor) -> None:

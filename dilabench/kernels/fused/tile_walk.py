@@ -52,14 +52,14 @@ def load_tile(desc, batch, row, residue, head):
 
 
 @triton.jit
-def place_of(row, residue, batch, head, length, n_heads, R: tl.constexpr, HEAD_DIM: tl.constexpr):
+def place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM: tl.constexpr):
     """Where the row of a class begins in a contiguous [B, N, H, D]."""
     token = batch.to(tl.int64) * length + row * R + residue
     return (token * n_heads + head) * HEAD_DIM
 
 
 @triton.jit
-def tile_offsets(n_heads, ROWS: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+def tile_offsets(n_heads, R, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """Where a tile's numbers lie from its first one on, [rows, D]."""
     return tl.arange(0, ROWS)[:, None] * (n_heads * R * HEAD_DIM) + tl.arange(0, DIM)[None, :]
 
@@ -77,9 +77,16 @@ def end_of(residue, rows_left, longer_classes, super_rows):
 
 
 @triton.jit
-def unpack(entry, shift, R: tl.constexpr):
+def turned(u, shift, R):
+    """Class ``u`` of a frame as a token class: (u + shift) mod R for both below R."""
+    residue = u + shift
+    return tl.where(residue < R, residue, residue - R)
+
+
+@triton.jit
+def unpack(entry, shift, R):
     """(tile, token class, log2 of the multiplicity) of a list entry."""
-    partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
+    partner = turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
     return entry & _TILE_MASK, partner, tl.log2((entry >> _COUNT_SHIFT).to(tl.float32))
 
 
