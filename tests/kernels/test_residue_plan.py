@@ -8,7 +8,8 @@ import torch
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.fused.tile_tables import computed_pairs, tile_tables
+from dilabench.kernels.fused.tile_lists import computed_pairs
+from dilabench.kernels.fused.tile_tables import tile_tables
 
 SHAPES = [
     (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.forward import head_rows, visible_pairs
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
-from dilabench.kernels.row_sums import row_sums
+from dilabench.kernels.row_sums import StatsLayout, row_sums
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
@@ -275,7 +275,7 @@ def block_sparse_backward(
     batch, rows, num_heads, _ = q.shape
     dim = padded_dim(q.shape[-1])
     num_kv_heads = k.shape[2]
-    log2_lse, delta = row_sums(out, dout, lse.contiguous())
+    log2_lse, delta = row_sums(out, dout, lse.contiguous(), StatsLayout.of(rows))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shared = {
         "DIM": dim,

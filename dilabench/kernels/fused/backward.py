@@ -40,8 +40,12 @@ from dilabench.kernels.fused.tile_walk import (
     turned,
     unpack,
 )
-from dilabench.kernels.row_sums import reordered, row_sums
+from dilabench.kernels.row_sums import StatsLayout, reordered, row_sums
 from dilabench.kernels.tuning import TileConfig, tile_config
+
+# Rows of statistics come in blocks of so many, which the compiler must know to read them wide.
+STATS_BLOCK = 16
+_STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -67,7 +71,7 @@ def _query_kernel(
     length,
     whole_rows,
     longer_classes,
-    stats_rows,
+    stats_blocks,
     super_rows,
     n_blocks,
     item_major,
@@ -100,7 +104,8 @@ def _query_kernel(
     q = load_tile(q_desc, batch, row, residue, head)
     dout = load_tile(dout_desc, batch, row, residue, head)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    stats_at = ((batch * n_heads + head) * R + residue).to(tl.int64) * stats_rows + base_row
+    stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
+    stats_at = stats_at.to(tl.int64) * (stats_blocks * _STATS_BLOCK)
     log2_lse = tl.load(log2_lse_ptr + stats_at + query_row)
     delta = tl.load(delta_ptr + stats_at + query_row)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)
@@ -173,7 +178,7 @@ def _key_kernel(
     length,
     whole_rows,
     longer_classes,
-    stats_rows,
+    stats_blocks,
     super_rows,
     n_blocks,
     item_major,
@@ -184,7 +189,6 @@ def _key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -202,6 +206,7 @@ def _key_kernel(
     residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row = super_index * super_rows
+    stats_rows = stats_blocks * _STATS_BLOCK
     row = base_row + tile * BLOCK_N
     rows_left = whole_rows - base_row
     k = load_tile(k_desc, batch, row, residue, kv_head)
@@ -217,44 +222,46 @@ def _key_kernel(
         own = turned(residue, R - shift, R)
         list_at = lookup_ptr + (((variant * n_kinds + kind) * R + own) * n_tiles + tile) * 3
         entry_ptr = entries_ptr + tl.load(list_at)
+        # Queries beyond the end of a segment have weight 0 by their statistics: they need no mask.
         n_full = tl.load(list_at + 1)
         n_masked = tl.load(list_at + 2)
-        stats_at = (batch * n_heads + head).to(tl.int64) * R * stats_rows + base_row
+        if not CAUSAL:
+            n_full += n_masked
+        stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64) * stats_rows
+        log2_lse_at, delta_at = log2_lse_ptr + stats_at, delta_ptr + stats_at
         for _ in tl.range(0, n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             query_tile, partner, bias = unpack(entry, shift, R)
             query_tile *= BLOCK_M
             q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
-            stats = stats_at + partner.to(tl.int64) * stats_rows + query_tile + tl.arange(0, BLOCK_M)
-            log2_lse = tl.load(log2_lse_ptr + stats) - bias
+            stats = partner * (n_supers * stats_rows) + query_tile + tl.arange(0, BLOCK_M)
+            log2_lse = tl.load(log2_lse_at + stats) - bias
             logits = tl.dot(k, q.T, input_precision=PRECISION)
             dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-            delta = tl.load(delta_ptr + stats)
+            delta = tl.load(delta_at + stats)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        if CAUSAL or RAGGED:
+        if CAUSAL:
             for _ in tl.range(0, n_masked, num_stages=STAGES):
                 entry = tl.load(entry_ptr)
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
                 q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
-                stats = stats_at + partner.to(tl.int64) * stats_rows + query_tile + tl.arange(0, BLOCK_M)
-                log2_lse = tl.load(log2_lse_ptr + stats) - bias
+                stats = partner * (n_supers * stats_rows) + query_tile + tl.arange(0, BLOCK_M)
+                log2_lse = tl.load(log2_lse_at + stats) - bias
                 logits = tl.dot(k, q.T, input_precision=PRECISION)
                 dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
                 query_row = query_tile + tl.arange(0, BLOCK_M)
                 last_row = query_row - (residue > partner).to(tl.int32)
-                seen = key_row[:, None] <= last_row[None, :] if CAUSAL else (query_row >= 0)[None, :]
-                if RAGGED:
-                    seen = seen & (query_row < end_of(partner, rows_left, longer_classes, super_rows))[None, :]
+                seen = key_row[:, None] <= last_row[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-                delta = tl.load(delta_ptr + stats)
+                delta = tl.load(delta_at + stats)
                 dp = tl.dot(v, dout.T, input_precision=PRECISION)
                 dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
@@ -301,18 +308,17 @@ def fused_backward(
     operands = {name: whole_classes(row_addressable(x), plan.modulus) for name, x in given.items()}
     lse = lse.contiguous()
     stats: tuple[Tensor, Tensor] | None = None
+    layout = StatsLayout.of(q.shape[1])
     dim = padded_dim(q.shape[-1])
     for index, group in enumerate(plan.groups):
         fit = (group.largest_tile, q.element_size())
         query_tiles = query_config or tile_config(dim, plan.causal, "backward_query", *fit)
         key_tiles = key_config or tile_config(dim, plan.causal, "backward_key", *fit)
         query_tiles, key_tiles = query_tiles.fitted(group.largest_tile), key_tiles.fitted(group.largest_tile)
-        tile = max(query_tiles.block_m, key_tiles.block_m)
-        beyond = tile if group.cuts_tiles(tile) else 0
-        if stats is None:
-            stats = row_sums(out, dout, lse, group.modulus, beyond)
-        else:
-            stats = reordered(stats, group.length, group.modulus, beyond)
+        # Tiles of statistics begin at multiples of sixteen bytes, whatever their rows.
+        tile = max(query_tiles.block_m, key_tiles.block_m, STATS_BLOCK)
+        before, layout = layout, StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
+        stats = reordered(stats, group.length, before, layout) if stats else row_sums(out, dout, lse, layout)
         _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add=index > 0)
         _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add=index > 0)
     return dq, dk, dv
@@ -335,7 +341,7 @@ def _run_query(
         "dq_ptr": dq,
         "log2_lse_ptr": stats[0],
         "delta_ptr": stats[1],
-        "stats_rows": stats[0].shape[-1],
+        "stats_blocks": stats[0].shape[-1] // STATS_BLOCK,
         "items_ptr": tables.items,
         "entries_ptr": tables.entries,
         "heads_ptr": tables.heads,
@@ -345,8 +351,8 @@ def _run_query(
     }
 
     def arguments(ragged: bool) -> Arguments:
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config, ragged)
-        return grid, shared | own
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
+        return grid, shared | own | {"RAGGED": ragged}
 
     kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
     launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
@@ -363,7 +369,7 @@ def _run_key(
     config: TileConfig,
     add: bool,
 ) -> None:
-    q, n_kv_heads = operands["q"], operands["k"].shape[2]
+    n_kv_heads = operands["k"].shape[2]
     tables = tile_tables(group, config.block_n, config.block_m, causal, True, dk.device)
     tiles, n_items = _tiles(operands, config), tables.order.shape[1]
     own = {
@@ -372,7 +378,7 @@ def _run_key(
         "n_tiles": tables.lookup.shape[3],
         "log2_lse_ptr": stats[0],
         "delta_ptr": stats[1],
-        "stats_rows": stats[0].shape[-1],
+        "stats_blocks": stats[0].shape[-1] // STATS_BLOCK,
         "lookup_ptr": tables.lookup,
         "order_ptr": tables.order,
         "entries_ptr": tables.entries,
@@ -383,12 +389,8 @@ def _run_key(
         "ADD": add,
     }
 
-    def arguments(ragged: bool) -> Arguments:
-        grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config, ragged)
-        return grid, shared | own
-
-    kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
-    launch(_key_kernel, arguments, group.cuts_tiles(config.longest), *kind)
+    grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
+    _key_kernel[grid](**shared, **own)
 
 
 def _tiles(operands: dict[str, Tensor], config: TileConfig) -> dict[str, tuple[Tensor, int]]:

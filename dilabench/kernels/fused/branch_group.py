@@ -47,7 +47,7 @@ class BranchGroup:
     head_shift: tuple[int, ...]
     heads_per_kv: int
 
-    @property
+    @cached_property
     def one_frame_per_kv_head(self) -> bool:
         """Whether all heads of a K/V head see the classes alike, so that idle key tiles are known without asking each
         head.
@@ -55,34 +55,34 @@ class BranchGroup:
         g = self.heads_per_kv
         return len(self.kinds) == 1 and all(s == self.head_shift[h - h % g] for h, s in enumerate(self.head_shift))
 
-    @property
+    @cached_property
     def sequence_rows(self) -> int:
         """Rows that the longest classes have; the last row may hold fewer than R tokens."""
         return -(-self.length // self.modulus)
 
-    @property
+    @cached_property
     def whole_rows(self) -> int:
         """Rows that every class has."""
         return self.length // self.modulus
 
-    @property
+    @cached_property
     def longer_classes(self) -> int:
         """How many classes, the first ones, have one row more than the others."""
         return self.length % self.modulus
 
-    @property
+    @cached_property
     def super_rows(self) -> int:
         return self.segment_rows[-1]
 
-    @property
+    @cached_property
     def full_supers(self) -> int:
         return self.whole_rows // self.super_rows
 
-    @property
+    @cached_property
     def tail_rows(self) -> int:
         return self.sequence_rows - self.full_supers * self.super_rows
 
-    @property
+    @cached_property
     def n_supers(self) -> int:
         return self.full_supers + (self.tail_rows > 0)
 
@@ -91,7 +91,7 @@ class BranchGroup:
         """Whether each class of each head takes part in some branch of the group."""
         return all(self.active(kind, u) for kind in range(len(self.kinds)) for u in range(self.modulus))
 
-    @property
+    @cached_property
     def largest_tile(self) -> int:
         """Largest power of two that divides every segment inside of the longest, and that the longest segment, or a
         shorter sequence, fills by more than half (but for the smallest tile there is).

@@ -226,7 +226,7 @@ def _run_group(
         tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
         tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
         n_items = tables.items.shape[2]
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen, ragged)
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen)
         own = {
             "out_ptr": out,
             "lse_ptr": lse,
@@ -235,6 +235,7 @@ def _run_group(
             "items_ptr": tables.items,
             "heads_per_kv": group.heads_per_kv,
             "MERGE": merge,
+            "RAGGED": ragged,
         }
         return grid, shared | own
 

@@ -15,7 +15,6 @@ caller computes those another way and merges by lse (forward) or adds (backward)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -30,7 +29,7 @@ from dilabench.kernels.fused.branch_group import (
     OffsetBy,
     head_offset,
 )
-from dilabench.kernels.fused.tile_tables import computed_pairs, table_entries
+from dilabench.kernels.fused.tile_lists import computed_pairs
 
 # Tables beyond this many entries (4 bytes each) cost more than they save; segments this long belong to a dense kernel.
 MAX_TABLE_ENTRIES = 1 << 25
@@ -99,31 +98,56 @@ def residue_plan(
             leftover.append((i, fit))
         else:
             usable.append(i)
-    groups = _cheapest_cut(usable, segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
+    groups = _groups(tuple(usable), segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
     return ResiduePlan(groups, tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
+
+
+def _groups(
+    usable: tuple[int, ...],
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    sequence_length: int,
+    heads: tuple[int, int, Offset, OffsetBy],
+    causal: bool,
+    tile: int,
+) -> tuple[BranchGroup, ...]:
+    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length."""
+    rounded = 1 << (sequence_length - 1).bit_length()
+    for length in (rounded, sequence_length):
+        parts = _cheapest_cut(usable, segment_lengths, dilation_rates, length, heads, causal, tile)
+        smallest = [SMALLEST_TILE if len(part) == 1 else min(tile, 64) for part in parts]
+        found = [
+            _fit(part, segment_lengths, dilation_rates, sequence_length, heads, least)
+            for part, least in zip(parts, smallest, strict=True)
+        ]
+        groups = tuple(fit for fit in found if not isinstance(fit, str))
+        if len(groups) == len(parts):
+            break
+    return groups
 
 
 # A later group re-reads and re-writes the output rows it covers; one such row costs about as much as this many pairs.
 _MERGE_COST_PAIRS = 64
 
 
+@lru_cache(maxsize=256)
 def _cheapest_cut(
-    usable: Sequence[int],
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    usable: tuple[int, ...],
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
     sequence_length: int,
     heads: tuple[int, int, Offset, OffsetBy],
     causal: bool,
     tile: int,
-) -> tuple[BranchGroup, ...]:
+) -> tuple[tuple[int, ...], ...]:
     """Dynamic programme over cuts of ``usable`` (rising dilation rate) into runs; a run that does not fit is not a
     choice.
     """
-    best: list[tuple[float, tuple[BranchGroup, ...]]] = [(0.0, ())]
+    best: list[tuple[float, tuple[tuple[int, ...], ...]]] = [(0.0, ())]
     for end in range(1, len(usable) + 1):
-        options: list[tuple[float, tuple[BranchGroup, ...]]] = []
+        options: list[tuple[float, tuple[tuple[int, ...], ...]]] = []
         for start in range(end):
-            branches = tuple(usable[start:end])
+            branches = usable[start:end]
             smallest = SMALLEST_TILE if end - start == 1 else min(tile, 64)
             group = _fit(branches, segment_lengths, dilation_rates, sequence_length, heads, smallest)
             if isinstance(group, str):
@@ -131,7 +155,7 @@ def _cheapest_cut(
             cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
             if start:
                 cost += _MERGE_COST_PAIRS * heads[0] * sequence_length / min(group.rates)
-            options.append((best[start][0] + cost, (*best[start][1], group)))
+            options.append((best[start][0] + cost, (*best[start][1], branches)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]
 
@@ -185,11 +209,23 @@ def _fit(
         )
     if group.super_rows // SMALLEST_TILE >= 1 << TILE_BITS:
         return f"segment length {lengths[-1]} has more than {1 << TILE_BITS} tiles per class"
-    if table_entries(group, min(group.largest_tile, 64), causal=False).sum() > MAX_TABLE_ENTRIES:
+    if _most_entries(group, min(group.largest_tile, 64)) > MAX_TABLE_ENTRIES:
         return f"tile table of segment length {lengths[-1]} passes {MAX_TABLE_ENTRIES} entries"
     return group
 
 
+def _most_entries(group: BranchGroup, tile: int) -> int:
+    """Upper bound of the number of table entries: every visible (class, class) block of tiles, all kinds, both
+    variants.
+    """
+    total = 0
+    for rate, rows in zip(group.rates, group.segment_rows, strict=True):
+        classes = group.modulus // rate
+        total += classes * classes * -(-group.super_rows // tile) * -(-rows // tile)
+    return 2 * total * len(group.kinds)
+
+
+@lru_cache(maxsize=1024)
 def _frames(
     rates: tuple[int, ...], modulus: int, num_heads: int, num_kv_heads: int, offset: Offset, offset_by: OffsetBy
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]:

@@ -35,7 +35,7 @@ PER_LENGTH = (
     "whole_rows",
     "longer_classes",
     "super_rows",
-    "stats_rows",
+    "stats_blocks",
     "item_major",
     "rows",
     "key_rows",
@@ -107,7 +107,6 @@ def launch_arguments(
     causal: bool,
     scale: float,
     config: TileConfig,
-    ragged: bool,
 ) -> Arguments:
     """What the fused kernels are all given. ``tiles`` names each operand with its rows per tile;
     each of ``n_items`` is visited once per super-segment, batch element and one of ``heads_per_batch`` heads.
@@ -133,7 +132,6 @@ def launch_arguments(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "RAGGED": ragged,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
