@@ -99,6 +99,12 @@ def residue_plan(
         else:
             usable.append(i)
     groups = _groups(tuple(usable), segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
+    padded = [i for group in groups if sequence_length % group.modulus for i in group.branches]
+    pairs_per_row = sum(min(segment_lengths[i], sequence_length) / dilation_rates[i] ** 2 for i in padded)
+    if pairs_per_row < _PADDING_COST_PAIRS and sequence_length * num_heads > _CHEAP_ROWS:
+        groups = tuple(group for group in groups if not sequence_length % group.modulus)
+        why = f"sequence length {sequence_length} would be padded for few pairs"
+        leftover += [(i, why) for i in padded]
     return ResiduePlan(groups, tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
 
 
@@ -126,6 +132,10 @@ def _groups(
     return groups
 
 
+# Where R does not divide N, q, k and v are copied to a length that it divides. A row costs about as much as these pairs
+# (768 bytes read and written at 4 TB/s, a pair of 256 FLOPs at 500 TFLOP/s); up to so many rows a launch costs more.
+_PADDING_COST_PAIRS = 375
+_CHEAP_ROWS = 1 << 17
 # A later group re-reads and re-writes the output rows it covers; one such row costs about as much as this many pairs.
 _MERGE_COST_PAIRS = 64
 
