@@ -205,7 +205,8 @@ class Suite:
     `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
     in the record apart from the rows, and no table of measurements shows it.
     `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
-    suite `all` asks the highest first, and last of all the one that `takes_the_rest` of the time.
+    suite `all` asks the highest first, and last of all the one that `takes_the_rest` of the time. `tunes`: its cases
+    are those that `dilabench tune` chooses among.
     """
 
     name: str
@@ -221,6 +222,7 @@ class Suite:
     options: tuple[str, ...] | None = None
     priority: int = 0
     takes_the_rest: bool = False
+    tunes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def tune(
     found = discovered()
     request = run_request(
         found.catalogue,
-        suite="implementations",
+        suite=next(suite.name for suite in found.catalogue.suites if suite.tunes),
         configs=config or (),
         assignments=assignments or (),
         workload=given(mode=mode),

@@ -19,6 +19,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.overview.findings:analyse",
         priority=50,
         options=(),
+        tunes=True,
     ),
     Suite(
         "range",
