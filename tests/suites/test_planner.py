@@ -121,6 +121,12 @@ def test_quick_is_three_lengths_of_five_implementations(catalogue):
     assert {(p.case.workload.batch_size, p.case.workload.head_dim) for p in planned} == {(1, 64)}
 
 
+def test_quick_shows_what_auto_takes_on_a_gpu(catalogue):
+    names = [p.case.implementation for p in plan(catalogue, suite="quick", machine=HOPPER)]
+    assert names.count("fused") == 3
+    assert names.count("strided") == 3
+
+
 def test_quick_with_a_length_or_preset_runs_just_that(catalogue):
     assert len(plan(catalogue, suite="quick", workload={"seq_len": "777"})) == 5
     assert {p.case.workload.seq_len for p in plan(catalogue, suite="quick", configs=["seed_small"])} == {2048}

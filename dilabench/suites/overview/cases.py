@@ -1,20 +1,27 @@
 """Suites `quick` (does it work, and how fast is it roughly?) and `implementations` (what is fastest and smallest?)."""
 
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
+from dilabench.workload.spec import DEFAULT_PATTERN
 
 QUICK_LENGTHS = (1024, 4096, 16384)
 
 
 def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """What calls a dense kernel, and so runs everywhere, at each length; full attention as a yardstick.
+    """What calls a dense kernel, and so runs everywhere, and what `auto` takes on this device, at each length.
 
-    One sequence of two heads: under a minute on two CPU cores.
+    Full attention is a yardstick. One sequence of two heads: under a minute on two CPU cores.
     """
     shape = {"batch_size": 1, "num_heads": 2, "head_dim": 64}
     workloads = planner.workload_requests([{**shape, "seq_len": length} for length in QUICK_LENGTHS])
-    default = planner.where(lambda one: one.uses_backend and one.supports.max_world_size == 1)
+
+    def is_shown(one: Implementation) -> bool:
+        here = planner.machine.device in one.supports.devices and one.supports.computes(DEFAULT_PATTERN)
+        return one.supports.max_world_size == 1 and (one.uses_backend or (one.priority > 0 and here))
+
+    default = planner.where(is_shown)
     return planner.compare(workloads, planner.implementations(default))
 
 
