@@ -145,3 +145,11 @@ def test_a_tile_that_does_not_divide_the_segment_is_refused() -> None:
     group = residue_plan((64,), (1,), 192, 1, 1, False).groups[0]
     with pytest.raises(ValueError, match="use at most 64"):
         tile_tables(group, 128, 64, False, False, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("length", [2**17, 150_000, 185_363, 185_364])
+def test_a_segment_that_only_longer_sequences_cut_is_planned(length: int) -> None:
+    segments, rates = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)
+    plan = residue_plan(segments, rates, length, 16, 16, False)
+    planned = {i for group in plan.groups for i in group.branches}
+    assert planned == ({0, 1, 2, 4} if length > 185_363 else {0, 1, 2, 3, 4})

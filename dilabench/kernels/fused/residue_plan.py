@@ -119,7 +119,12 @@ def _groups(
 ) -> tuple[BranchGroup, ...]:
     """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length."""
     rounded = 1 << (sequence_length - 1).bit_length()
+    groups: tuple[BranchGroup, ...] = ()
     for length in (rounded, sequence_length):
+        # A segment that holds all of this length may be cut in a longer one, and then not fit.
+        alone = (_fit((i,), segment_lengths, dilation_rates, length, heads, SMALLEST_TILE) for i in usable)
+        if any(isinstance(fit, str) for fit in alone):
+            continue
         parts = _cheapest_cut(usable, segment_lengths, dilation_rates, length, heads, causal, tile)
         smallest = [SMALLEST_TILE if len(part) == 1 else min(tile, 64) for part in parts]
         found = [
