@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import as_one_operator, new_number, register
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
@@ -32,7 +33,8 @@ def build(workload: Workload, context: BuildContext) -> Fused:
     """Plan the tiles of the workload; tables reach the device with the first call."""
     plan = _plan(workload)
     rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
-    return Fused(plan, _per_branch(workload, context, list(rest)), workload.softmax_scale)
+    zero_keys = log_zero_keys(workload, context.device)
+    return Fused(plan, _per_branch(workload, context, list(rest)), workload.softmax_scale, zero_keys)
 
 
 def _plan(workload: Workload) -> ResiduePlan | None:
@@ -53,27 +55,32 @@ def _plan(workload: Workload) -> ResiduePlan | None:
 
 
 def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -> Union | None:
-    """The branches of these indices, each on its own."""
+    """The branches of these indices, each on its own, without zero keys."""
     if not indices:
         return None
     pattern = DilatedPattern.of(workload)
     segments, rates = zip(*(pattern.branches[index] for index in indices), strict=True)
-    chosen = pattern.model_copy(update={"segment_lengths": segments, "dilation_rates": rates})
+    changes = {"segment_lengths": segments, "dilation_rates": rates, "padding": "masked"}
+    chosen = pattern.model_copy(update=changes)
     part = workload.model_copy(update={"pattern": chosen})
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
         return context.patterns.get(("strided rows", part), lambda: strided_rows(part))
 
-    return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)))
+    return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)), context.device)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Fused:
-    """The planned branches in one kernel, and the rest merged onto them. At least one of the two is there."""
+    """The planned branches in one kernel, and the rest merged onto them. At least one of the two is there.
+
+    `zero_keys`: as `null_mass.log_zero_keys` gives them, added to the result of all branches.
+    """
 
     plan: ResiduePlan | None
     rest: Union | None
     scale: float
+    zero_keys: Tensor | None = field(default=None, repr=False, compare=False)
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,8 +102,11 @@ class Fused:
         planned = fused_forward(q, k, v, self.plan, scale=self.scale) if self.plan else None
         if self.rest is None:
             assert planned is not None
-            return planned
-        out, lse, _ = self.rest.forward(q, k, v, onto=planned)
+            out, lse = planned
+        else:
+            out, lse, _ = self.rest.forward(q, k, v, onto=planned)
+        if self.zero_keys is not None:
+            add_null_mass_(out, lse, self.zero_keys)
         return out, lse
 
     def backward(

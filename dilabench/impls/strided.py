@@ -22,4 +22,4 @@ def build(workload: Workload, context: BuildContext) -> Union:
         return context.patterns.get(("strided rows", workload), lambda: strided_rows(workload))
 
     covered = covers_every_row(branches_of(workload))
-    return union_of(workload, context.require_backend(), rows, covered)
+    return union_of(workload, context.require_backend(), rows, covered, context.device)

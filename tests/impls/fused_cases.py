@@ -31,6 +31,21 @@ CASES = {
     },
     "rates that do not divide": {"seq_len": 160, "segment_lengths": (32, 100, 160), "dilation_rates": (1, 3, 6)},
     "window": {"seq_len": 150, "segment_lengths": (64, 100), "dilation_rates": (2, 3), "window": (30, 0)},
+    "zero keys": {
+        "seq_len": 192,
+        "segment_lengths": (64, 128),
+        "dilation_rates": (1, 2),
+        "causal": False,
+        "padding": "zero_key",
+    },
+    "zero keys, partly on their own": {
+        "seq_len": 150,
+        "segment_lengths": (32, 96, 150),
+        "dilation_rates": (1, 3, 4),
+        "causal": False,
+        "padding": "zero_key",
+        "offset": "blocked",
+    },
     "grouped": {
         "seq_len": 130,
         "segment_lengths": (64, 128),

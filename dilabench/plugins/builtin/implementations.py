@@ -22,7 +22,9 @@ def _no_fused_head_dim(workload: Workload) -> str | None:
     return None if workload.head_dim in FUSED_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
 
 
-FUSED = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
+FUSED = Capabilities(
+    patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, zero_keys=True, check=_no_fused_head_dim
+)
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
 FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
 
@@ -63,6 +65,7 @@ IMPLEMENTATIONS = (
             patterns=ANY_PATTERN,
             layouts=frozenset({"padded", "packed"}),
             merge_grads=BOTH_MERGES,
+            zero_keys=True,
         ),
         deterministic=True,
         role="oracle",
@@ -80,7 +83,7 @@ IMPLEMENTATIONS = (
         "gather",
         "per branch: index rows, dense backend, merge by lse (the plain method)",
         "dilabench.impls.gather:build",
-        supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES),
+        supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES, zero_keys=True),
         aliases=("dilated",),
         uses_backend=True,
         role="plain",
@@ -89,7 +92,7 @@ IMPLEMENTATIONS = (
         "strided",
         "per branch: zero-copy strided views, dense backend, fused merge",
         "dilabench.impls.strided:build",
-        supports=Capabilities(patterns=DILATED),
+        supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES, zero_keys=True),
         aliases=("improved",),
         uses_backend=True,
         priority=10,
@@ -123,7 +126,7 @@ IMPLEMENTATIONS = (
         "gather-multihead",
         "projections around gather",
         "dilabench.impls.multihead:build_gather",
-        supports=Capabilities(patterns=DILATED),
+        supports=Capabilities(patterns=DILATED, zero_keys=True),
         aliases=("multihead",),
         uses_backend=True,
         takes="embeddings",
@@ -133,7 +136,7 @@ IMPLEMENTATIONS = (
         "strided-multihead",
         "projections around strided",
         "dilabench.impls.multihead:build_strided",
-        supports=Capabilities(patterns=DILATED),
+        supports=Capabilities(patterns=DILATED, zero_keys=True),
         aliases=("improved-multihead",),
         uses_backend=True,
         takes="embeddings",
