@@ -159,13 +159,19 @@ class Union:
         kept: Sequence[Tensor] = (),
         onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them."""
+        """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them.
+
+        A detached backward computes each call's own results again where they are not `kept`.
+        """
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         total = onto
+        own: Sequence[Tensor]
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[2 * index : 2 * index + 2]
+            if self.detached and not own:
+                own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))
             share = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
             if total is None and rows.whole:
                 dq, dk, dv = (part.reshape(x.shape).contiguous() for part, x in zip(share, (q, k, v), strict=True))
