@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "torchscale"
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.npz")))
+@pytest.mark.parametrize("name", ["gigapath_scaled", "heads_no_multiple_of_rate", "short_last_segment", "whole_causal"])
 @pytest.mark.parametrize("module", [reference, gather, strided], ids=["reference", "gather", "strided"])
 def test_outputs_and_gradients_are_torchscales(module: ModuleType, name: str) -> None:
     with np.load(GOLDEN / f"{name}.npz") as file:
