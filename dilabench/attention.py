@@ -70,9 +70,13 @@ def dilated_attention(
     padding: Literal["masked", "zero_key"] = "masked",
     merge_grad: Literal["exact", "detached"] = "exact",
     sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     backend: str = AUTO,
 ) -> Tensor:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
+
+    With `cu_seqlens`, rising from 0 to T: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
+    Segments begin anew in each sequence. A list is better than a tensor, which has to be read from its device.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
     rates that do not divide segments. `window` is (left, right) in positions, -1 unbounded; `scale` defaults to
@@ -92,6 +96,12 @@ def dilated_attention(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
+    if cu_seqlens is not None:
+        if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
+            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+            raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
+        query, key, value = query[None], key[None], value[None]
+    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
     tensors = (query, key, value) if sink is None else (query, key, value, sink)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if sink is not None:
@@ -112,9 +122,10 @@ def dilated_attention(
         padding,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
+        bounds,
         backend,
     )
-    return out
+    return out if cu_seqlens is None else out[0]
 
 
 def _check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
@@ -210,6 +221,7 @@ class _Options(NamedTuple):
     offset_by: str
     padding: str
     merge_grad: str
+    cu_seqlens: tuple[int, ...]
     backend: str
 
 
@@ -229,11 +241,12 @@ def _forward_op(
     offset_by: str,
     padding: str,
     merge_grad: str,
+    cu_seqlens: Sequence[int],
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N]."""
-    branches = tuple(segment_lengths), tuple(dilation_rates)
-    options = _Options(*branches, causal, tuple(window), scale, heads, offset, offset_by, padding, merge_grad, backend)
+    branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
+    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), backend)
     out, lse = _computation(query, key, value, options).forward(query, key, value)[:2]
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
@@ -265,11 +278,12 @@ def _backward_op(
     offset_by: str,
     padding: str,
     merge_grad: str,
+    cu_seqlens: Sequence[int],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
-    branches = tuple(segment_lengths), tuple(dilation_rates)
-    options = _Options(*branches, causal, tuple(window), scale, heads, offset, offset_by, padding, merge_grad, backend)
+    branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
+    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), backend)
     return _computation(query, key, value, options).backward(dout, query, key, value, out, lse)
 
 
@@ -355,6 +369,7 @@ def _cached_computation(
                 "causal": options.causal,
                 "window": options.window,
                 "scale": options.scale,
+                **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
             },
         )
         if options.backend == AUTO and (fastest := _without_backend(workload, device)):

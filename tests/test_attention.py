@@ -1,6 +1,7 @@
 """The public library: torch's conventions, autograd, torch.compile, clear refusals."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -71,6 +72,36 @@ def test_equals_the_formula(options: dict[str, Any], kv_heads: int) -> None:
         torch.testing.assert_close(gradient, value, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{}, {"padding": "zero_key", "merge_grad": "detached"}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_packed_sequences_equal_separate_ones(options: dict[str, Any], as_tensor: bool) -> None:
+    bounds = [0, 1, 14, 27, 58]
+    q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in tensors(kv_heads=1))
+    packed = dilated_attention(
+        q, k, v, cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if as_tensor else bounds, **BRANCHES, **options
+    )
+    alone = [
+        dilated_attention(*(x[None, start:stop] for x in (q, k, v)), **BRANCHES, **options)[0]
+        for start, stop in itertools.pairwise(bounds)
+    ]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-14)
+    dout = torch.randn(packed.shape, dtype=torch.float64)
+    for gradient, value in zip(
+        torch.autograd.grad(packed, (q, k, v), dout),
+        torch.autograd.grad(torch.cat(alone), (q, k, v), dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, value, rtol=0, atol=1e-13)
+
+
+def test_refuses_packed_tensors_that_do_not_fit() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"with cu_seqlens must be \[T, H, D\].*leave out the batch axis"):
+        dilated_attention(q, k, v, cu_seqlens=[0, 29], **BRANCHES)
+    with pytest.raises(ValueError, match=r"cu_seqlens \[0, 30\] must rise from 0 to seq_len=29"):
+        dilated_attention(q[0], k[0], v[0], cu_seqlens=[0, 30], **BRANCHES)
+
+
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_sinks_are_a_key_of_value_zero(data: st.DataObject) -> None:
@@ -127,7 +158,7 @@ def test_gradcheck(causal: bool) -> None:
 
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
-    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", "math")
+    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], "math")
     inputs = tensors()
     for sink in (None, torch.randn(5, requires_grad=True)):
         torch.library.opcheck(attention._forward_op, (*inputs, sink, *options))

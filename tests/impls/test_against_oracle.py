@@ -63,7 +63,8 @@ def results(attention: WithLse, workload: Workload) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv on inputs drawn from a fixed seed, with a random output gradient."""
     generator = torch.Generator().manual_seed(1)
     B, N, D = workload.batch_size, workload.seq_len, workload.head_dim
-    shapes = [(B, N, heads, D) for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)]
+    lead = (N,) if workload.layout == "packed" else (B, N)
+    shapes = [(*lead, heads, D) for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
     dout = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
     out, lse = attention.with_lse(q, k, v)
@@ -91,6 +92,21 @@ def test_equals_oracle(module: ModuleType, workload: Workload) -> None:
 @given(workload=workloads(merge_grad="detached"))
 def test_gather_equals_oracle_with_detached_merge_weights(workload: Workload) -> None:
     assert_equals_oracle(gather, workload)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    bounds=st.lists(st.integers(1, 47), unique=True, max_size=4).map(lambda inner: (0, *sorted(inner), 48)),
+    workload=workloads(merge_grad="detached", padding="zero_key"),
+    exact=st.booleans(),
+)
+def test_packed_sequences_equal_the_oracle(bounds: tuple[int, ...], workload: Workload, exact: bool) -> None:
+    fields = workload.pattern.model_dump()
+    # Rates that divide all segments fit sequences of any lengths.
+    segments = [-(-w // r) * r for w, r in zip(fields["segment_lengths"], fields["dilation_rates"], strict=True)]
+    pattern = {**fields, "segment_lengths": segments, "merge_grad": "exact" if exact else "detached"}
+    packed = {"layout": "packed", "cu_seqlens": bounds, "batch_size": 1, "seq_len": 48}
+    assert_equals_oracle(strided, workload.replace(pattern=pattern, **packed))
 
 
 @pytest.mark.parametrize("module", [gather, strided], ids=["gather", "strided"])

@@ -18,6 +18,7 @@ PER_BRANCH = {
     "window": True,
     "zero keys": False,
     "zero keys, partly on their own": True,
+    "packed": True,
     "grouped": True,
 }
 

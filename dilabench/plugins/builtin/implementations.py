@@ -13,6 +13,7 @@ BLOCK_SPARSE = frozenset({"block_sparse"})
 HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
+BOTH_LAYOUTS = frozenset({"padded", "packed"})
 FUSED_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -23,7 +24,12 @@ def _no_fused_head_dim(workload: Workload) -> str | None:
 
 
 FUSED = Capabilities(
-    patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, zero_keys=True, check=_no_fused_head_dim
+    patterns=DILATED,
+    devices=CUDA,
+    dtypes=HALF | {"float32"},
+    layouts=BOTH_LAYOUTS,
+    zero_keys=True,
+    check=_no_fused_head_dim,
 )
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
 FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_fused_head_dim)
@@ -63,7 +69,7 @@ IMPLEMENTATIONS = (
         "dilabench.impls.reference:build",
         supports=Capabilities(
             patterns=ANY_PATTERN,
-            layouts=frozenset({"padded", "packed"}),
+            layouts=BOTH_LAYOUTS,
             merge_grads=BOTH_MERGES,
             zero_keys=True,
         ),
@@ -92,7 +98,7 @@ IMPLEMENTATIONS = (
         "strided",
         "per branch: zero-copy strided views, dense backend, fused merge",
         "dilabench.impls.strided:build",
-        supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES, zero_keys=True),
+        supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
         aliases=("improved",),
         uses_backend=True,
         priority=10,

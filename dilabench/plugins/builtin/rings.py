@@ -75,7 +75,7 @@ RINGS = (
         "fused-sharded",
         "whole segments on every rank, fused on each: nothing is sent",
         "dilabench.impls.ring.apart:build",
-        supports=replace(FUSED, max_world_size=None, parts_apart=True, zero_keys=False),
+        supports=replace(FUSED, layouts=frozenset({"padded"}), max_world_size=None, parts_apart=True, zero_keys=False),
         requires=("cuda>=sm80", "triton"),
         deterministic=True,
         priority=70,

@@ -128,4 +128,4 @@ def _local_union(workload: Workload, context: BuildContext, inside: Sequence[Bra
             "padding": "masked",
         }
     )
-    return strided.build(workload.model_copy(update={"seq_len": rows, "pattern": pattern}), context)
+    return strided.padded(workload.model_copy(update={"seq_len": rows, "pattern": pattern}), context)
