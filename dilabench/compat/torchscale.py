@@ -217,7 +217,8 @@ def patch(model: nn.Module, merge_grad: MergeGrad = "detached") -> list[str]:
         raise ValueError(f"merge_grad {merge_grad!r} is not one of {', '.join(get_args(MergeGrad))}")
     swapped = []
     for name, module in model.named_modules():
-        if all(hasattr(module, part) for part in _PARTS):
+        # Wrappers (torch.compile, FSDP) have the parts of what they wrap, but not as their own children.
+        if all(hasattr(module, part) for part in _PARTS) and "q_proj" in dict(module.named_children()):
             # The class alone: whoever holds the module keeps it, and hooks on it still run.
             module.__class__ = DilatedAttention
             module.merge_grad = merge_grad

@@ -9,18 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.impls.union.merging import merge_rows_
+from dilabench.impls.union.merging import has_kernel, merge_rows_
 from dilabench.workload.spec import Workload
 
 
 def add_null_mass_(out: Tensor, lse: Tensor, log_mass: Tensor) -> None:
     """Add to out [B, N, H, D] and lse [B, H, N], in place, a mass whose logarithm broadcasts to lse; -inf adds none.
 
-    It is merged as the result of other keys would be: their out is 0. A row without keys gets lse log n.
+    A row without keys gets lse log n. One pass over out.
     """
-    # One row of zeros, for kernels read whole rows.
-    nothing = out.new_zeros(out.shape[-1]).expand(out.shape)
-    merge_rows_(out, lse, nothing, log_mass.expand(lse.shape))
+    if has_kernel(out.device, out.dtype):
+        # As the result of other keys, whose out is one row of zeros.
+        merge_rows_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
+        return
+    share = torch.sigmoid(lse - log_mass).masked_fill_(log_mass == float("-inf"), 1.0)
+    lse.copy_(torch.logaddexp(lse, log_mass))
+    out.mul_(share.transpose(-1, -2).unsqueeze(-1))
 
 
 def log_zero_keys(

@@ -131,11 +131,11 @@ class TheirDilatedAttention(TheirAttention):
 def test_patch_swaps_what_is_dilated_and_nothing_else() -> None:
     layers = nn.ModuleList(TheirDilatedAttention(arguments(), 16, 4) for _ in range(2))
     model = nn.Sequential(nn.ModuleDict({"self_attn": layers[0], "cross_attn": TheirAttention(arguments(), 16, 4)}))
-    model.append(nn.ModuleDict({"wrapped": nn.Sequential(layers[1])}))
+    model.append(nn.ModuleDict({"wrapped": torch.compile(layers[1])}))
     parameters, keys = [id(one) for one in model.parameters()], list(model.state_dict())
     called: list[str] = []
     layers[0].register_forward_hook(lambda *_: called.append("hook"))
-    assert patch(model, merge_grad="exact") == ["0.self_attn", "1.wrapped.0"]
+    assert patch(model, merge_grad="exact") == ["0.self_attn", "1.wrapped._orig_mod"]
     assert [id(one) for one in model.parameters()] == parameters
     assert list(model.state_dict()) == keys
     assert [type(one).__name__ for one in model[0].values()] == ["DilatedAttention", "TheirAttention"]

@@ -20,7 +20,7 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
     lse -inf is empty and must have out 0, which then stays 0. One Triton kernel on CUDA where Triton runs; elsewhere
     PyTorch, without a copy of the rows.
     """
-    if out.dtype != torch.float64 and _has_kernel(out.device):
+    if has_kernel(out.device, out.dtype):
         # Triton is not installed everywhere, and only CUDA needs it.
         from dilabench.kernels.merge import merge_rows_ as merge_rows_fused_
 
@@ -36,9 +36,9 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
 
 
 @cache
-def _has_kernel(device: torch.device) -> bool:
-    """Whether Triton compiles for the device: from sm_80 on. Where CUDA is only traced, it is taken to be there."""
-    if device.type != "cuda" or find_spec("triton") is None:
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton merges results of the dtype on the device: from sm_80 on, also where CUDA is only traced."""
+    if device.type != "cuda" or dtype == torch.float64 or find_spec("triton") is None:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
