@@ -120,7 +120,7 @@ class Benchmark:
     def compare(self, baseline: Function, candidate: Function, *args: Any, **kwargs: Any) -> JudgedPair:
         """Judge `candidate(*args, **kwargs)` against `baseline`, in rounds in which both take turns.
 
-        A candidate that looks slower is measured once more, and only the second data decide.
+        A candidate that looks slower or faster is measured once more, and only the second data decide.
         """
         from dilabench.stats.decisions.verdicts import confirm
 

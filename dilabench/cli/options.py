@@ -45,6 +45,10 @@ Backends = Annotated[
 ]
 Device = Annotated[DeviceName | None, typer.Option("--device", help="Where to run (default auto).")]
 StrictPlugins = Annotated[bool, typer.Option("--strict-plugins", help="Stop when a plug-in cannot be loaded.")]
+RelativeTo = Annotated[
+    str | None,
+    typer.Option("--relative-to", metavar="IMPL", help="An implementation whose code did not change: noise cancels."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -5,8 +5,10 @@
 `pairing`         slots of two cases that took turns -> rounds (`stats.paired`)
 `within`          rows of one record (or several of the same request) against each other, by interleaved rounds
 `across`          two records joined on `case_id`, by the spread of the stored sessions
+`relative`        times in units of a reference that took turns with them
 `comparison`      the result: compared pairs, and by name every row without a counterpart
 `gate`            exit code of a comparison, and the second measurement of flagged pairs
+`sequential`      looks at sessions that are measured until all is decided
 `selection`       `-k`: the cases that a text names
 ================  ===========================================================================================
 

@@ -1,7 +1,7 @@
 """Two sides measured at different times, joined on `case_id`.
 
-They were not interleaved, so the spread between sessions is the error, and only the baseline's sessions show it: below
-five of them every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
+They were not interleaved, so the spread between sessions is the error (`stats.decisions.history`): below five sessions
+of the baseline every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, is_measured, uncompared
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
 from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
+from dilabench.compare.relative import relative_to
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.record import Measured, Row, RunRecord, Timing
@@ -56,24 +57,27 @@ def compare_across(
     *,
     policy: Policy,
     select: Selection = everything,
+    reference: str | None = None,
 ) -> Comparison:
     """Every case of both sides; each record of a side adds its sessions, and the last record gives everything else.
 
+    reference: the implementation that times are relative to (`relative.relative_to`); its own are told, not judged.
     Call `refusals` first: this compares whatever it is given.
     """
-    old, new = _rows_by_case(baseline, select), _rows_by_case(candidate, select)
+    sides = (baseline, candidate) if reference is None else relative_to(reference, baseline, candidate)
+    old, new = (_rows_by_case(side, lambda case: select(case) or case.implementation == reference) for side in sides)
     matches: list[_Match] = []
     rest: list[Uncompared] = []
     for case_id in dict.fromkeys([*old, *new]):
         found = _match(old.get(case_id, []), new.get(case_id, []))
         if isinstance(found, _Match):
             matches.append(found)
-        else:
+        elif select(found.case):
             rest.append(found)
-    sides = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
-    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in sides]
-    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence)]
-    throttled = [is_throttled(old) or is_throttled(new) for old, new in sides]
+    timings = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
+    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in timings]
+    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence_at(policy.look))]
+    throttled = [is_throttled(old) or is_throttled(new) for old, new in timings]
     pairs = tuple(map(_compared, matches, corrected(verdicts, throttled, policy)))
     warnings = [*soft_warnings(baseline, candidate), *_shared_runs(baseline, candidate)]
     fewest = min((len(one.baseline) for one in stored), default=SESSIONS_FOR_GATE)
@@ -83,7 +87,12 @@ def compare_across(
             f"the sides were measured at different times and the baseline has {fewest} {sessions}: verdicts on time "
             f"are advisory and fail nothing (a gate rests on {SESSIONS_FOR_GATE}); memory and correctness count"
         )
-    return Comparison(pairs=pairs, uncompared=tuple(rest), warnings=tuple(warnings))
+    own = [pair for pair in pairs if pair.candidate.implementation == reference]
+    if own:
+        ratios = ", ".join(f"{pair.verdict.numbers.ratio:.3g}x" for pair in own)
+        warnings.append(f"times are relative to {reference} in the same rounds, itself {ratios} its baseline's")
+    judged = tuple(pair for pair in pairs if pair not in own)
+    return Comparison(pairs=judged, uncompared=tuple(rest), warnings=tuple(warnings))
 
 
 def _rows_by_case(records: Sequence[RunRecord], select: Selection) -> dict[str, list[Row]]:

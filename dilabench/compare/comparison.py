@@ -1,5 +1,6 @@
 """The result of a comparison: verdicts on pairs, and by name every row without a verdict."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,8 +56,18 @@ class Comparison:
 
     @property
     def flagged(self) -> tuple[Case, ...]:
-        """Candidates that look slower and are to be measured once more."""
+        """Candidates that look slower or faster and are to be measured once more."""
         return tuple(pair.candidate for pair in self.pairs if pair.verdict.flagged)
+
+    def updated(self, later: "Comparison", judged: Collection[str]) -> "Comparison":
+        """With what a later comparison found on the cases with these ids in place of what is here, in this order."""
+        pairs = {pair.candidate.case_id: pair for pair in (*self.pairs, *later.pairs)}
+        gone = set(judged) - {pair.candidate.case_id for pair in later.pairs}
+        return Comparison(
+            pairs=tuple(pair for case_id, pair in pairs.items() if case_id not in gone),
+            uncompared=(*self.uncompared, *later.uncompared),
+            warnings=tuple(dict.fromkeys([*self.warnings, *later.warnings])),
+        )
 
 
 def is_measured(row: Row | None) -> bool:

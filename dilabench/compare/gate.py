@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from math import log1p
 
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.errors import ExitCode
@@ -30,6 +31,19 @@ def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "lar
     return ExitCode.INCONCLUSIVE if "inconclusive" in fail_on and undecided else ExitCode.OK
 
 
+def common_change(comparison: Comparison) -> str | None:
+    """What to say where all of several cases moved beyond their margins, one way: the machine may be the reason."""
+    logs = [pair.verdict.numbers.log_ratio for pair in comparison.pairs]
+    beyond = all(abs(pair.verdict.numbers.log_ratio) > log1p(pair.verdict.threshold) for pair in comparison.pairs)
+    if len(logs) < 2 or not beyond or min(logs) < 0 < max(logs):
+        return None
+    way = "slower" if logs[0] > 0 else "faster"
+    return (
+        f"all {len(logs)} cases look {way}: what they share has changed, or the machine since the baseline; "
+        "`--relative-to IMPL`, whose code did not change, tells these apart"
+    )
+
+
 def confirmed(first: Comparison, second: Comparison | None) -> Comparison:
     """The comparison that counts: pairs flagged at first have the verdict of the second data alone.
 
@@ -47,5 +61,8 @@ def _decided(first: ComparedPair, second: ComparedPair | None) -> ComparedPair:
     if not first.verdict.flagged:
         return first
     verdict = confirm(first.verdict, second.verdict if second else None)
+    if verdict.flagged:
+        # It asks for fresh sessions, and these were they.
+        verdict = replace(verdict, hint="")
     note = f"first look: {first.verdict.reason}"
     return replace(first, verdict=verdict, notes=(note, *first.notes))

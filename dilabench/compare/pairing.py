@@ -43,7 +43,7 @@ def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
     sessions: list[list[tuple[Slot, Slot]]] = []
     left_out = 0
     for baseline, candidate in timings:
-        found = _matched(baseline, candidate)
+        found = matched(baseline, candidate)
         left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, found))
         sessions += found
     count = sum(map(len, sessions))
@@ -78,7 +78,7 @@ def is_throttled(timings: Sequence[Timing]) -> bool:
     return sum(bool(FAULTS.intersection(slot.throttle)) for slot in slots) > MAX_FAULTY_SHARE * len(slots)
 
 
-def _matched(baseline: Timing, candidate: Timing) -> list[list[tuple[Slot, Slot]]]:
+def matched(baseline: Timing, candidate: Timing) -> list[list[tuple[Slot, Slot]]]:
     """Pairs of slots by session.
 
     Where a round has one number throughout, that number alone decides: a case whose worker died continues in a new

@@ -14,7 +14,7 @@ from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide, judge_many
-from dilabench.stats.decisions.history import estimate_from_history
+from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Verdict
 
@@ -149,8 +149,8 @@ def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
 def _by_sessions(found: _Pair, policy: Policy) -> Verdict:
     """The verdict on cases that were not interleaved (both did not fit into memory, say), from their sessions."""
     baseline, candidate = zip(*found.timings, strict=True)
-    estimate = estimate_from_history(sessions_of(baseline), sessions_of(candidate), confidence=policy.confidence)
-    return decide(estimate, policy)
+    sides = StoredSessions(sessions_of(baseline), sessions_of(candidate))
+    return decide(estimate_stored([sides], confidence=policy.confidence)[0], policy)
 
 
 def _pairing_notes(pairing: Pairing) -> Iterator[str]:

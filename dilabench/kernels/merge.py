@@ -9,8 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# These change with the length of a sequence, which must compile nothing; the others let 16 bytes be read at a time.
+_PER_LENGTH = (
+    *(f"{side}_{axis}" for side in ("lse", "part_lse") for axis in "sgal"),
+    *(f"n_{axis}" for axis in "gla"),
+)
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_PER_LENGTH)
 def _merge_rows_kernel(
     out_ptr,
     lse_ptr,

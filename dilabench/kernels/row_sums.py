@@ -4,12 +4,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 
-@triton.jit
+class StatsLayout(NamedTuple):
+    """Rows of N tokens as [R, segments, rows]: token t at class t mod R and row t // R, ``segment_rows`` to a segment.
+
+    ``rows`` is that many or more; a row that no token has holds infinity and 0, so that its weights are 0.
+    """
+
+    modulus: int
+    segments: int
+    segment_rows: int
+    rows: int
+
+    @classmethod
+    def of(cls, length: int, modulus: int = 1, segment_rows: int | None = None, tile: int = 1) -> StatsLayout:
+        """Of N tokens in segments of so many rows, all in one by default; each begins with a tile of its own."""
+        most = -(-length // modulus)
+        segment_rows = min(segment_rows or most, most)
+        return cls(modulus, -(-most // segment_rows), segment_rows, -(-segment_rows // tile) * tile)
+
+    def is_filled_by(self, length: int) -> bool:
+        """Whether N tokens leave no row without one."""
+        return self.modulus * self.segments * self.rows == length
+
+
+@triton.jit(do_not_specialize=["length", "segments", "segment_rows", "stats_rows", "R"])
 def _row_sums_kernel(
     out_ptr,
     dout_ptr,
@@ -24,12 +50,15 @@ def _row_sums_kernel(
     dout_h,
     length,
     n_heads,
+    R,
+    segments,
+    segment_rows,
     stats_rows,
-    R: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # delta = rowsum(out * dout) and the base-2 lse, written class by class: [B, H, R, stats_rows].
+    # delta = rowsum(out * dout) and the base-2 lse, written as [B, H, R, segments, stats_rows].
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
     rest = pid // n_heads
@@ -37,30 +66,33 @@ def _row_sums_kernel(
     tokens = (rest % blocks) * ROWS + tl.arange(0, ROWS)
     batch = (rest // blocks).to(tl.int64)
     valid = tokens < length
-    columns = tl.arange(0, DIM)
+    columns = tl.arange(0, DIM)[None, :]
+    there = valid[:, None] & (columns < HEAD_DIM)
     at = tokens.to(tl.int64)
-    out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns[None, :], valid[:, None], 0.0)
-    dout = tl.load(
-        dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns[None, :], valid[:, None], 0.0
-    )
+    out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns, there, 0.0)
+    dout = tl.load(dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns, there, 0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     lse = tl.load(lse_ptr + (batch * n_heads + head) * length + at, valid, 0.0)
-    target = ((batch * n_heads + head) * R + at % R) * stats_rows + at // R
+    row = tokens // R
+    segment = ((batch * n_heads + head) * R + tokens % R) * segments + row // segment_rows
+    target = segment * stats_rows + row % segment_rows
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(log2_lse_ptr + target, log2_lse, valid)
     tl.store(delta_ptr + target, delta, valid)
 
 
-def row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int = 1, tile: int = 1) -> tuple[Tensor, Tensor]:
-    """(lse * log2(e), rowsum(out * dout)) of out, dout [B, N, H, D], lse [B, H, N]: float32 ``[B, H, R, rows]``.
-
-    rows: N / R up to whole tiles; a row beyond the sequence has infinity and 0, so that its weights are 0.
-    """
+def row_sums(out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout) -> tuple[Tensor, Tensor]:
+    """(lse * log2(e), rowsum(out * dout)) of out, dout [B, N, H, D], lse [B, H, N]: float32 ``[B, H, *layout]``."""
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
-    log2_lse, delta = _empty_rows(lse, length, modulus, tile)
-    rows = max(1, 4096 // dim)
+    shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows)
+    if layout.is_filled_by(length):
+        log2_lse, delta = lse.new_empty(shape), lse.new_empty(shape)
+    else:
+        log2_lse, delta = lse.new_full(shape, float("inf")), lse.new_zeros(shape)
+    columns = triton.next_power_of_2(dim)
+    rows = max(1, 4096 // columns)
     _row_sums_kernel[(triton.cdiv(length, rows) * batch * num_heads,)](
         out,
         dout,
@@ -71,33 +103,27 @@ def row_sums(out: Tensor, dout: Tensor, lse: Tensor, modulus: int = 1, tile: int
         *dout.stride()[:3],
         length,
         num_heads,
-        log2_lse.shape[-1],
-        R=modulus,
-        DIM=dim,
+        layout.modulus,
+        layout.segments,
+        layout.segment_rows,
+        layout.rows,
+        HEAD_DIM=dim,
+        DIM=columns,
         ROWS=rows,
     )
     return log2_lse, delta
 
 
-def reordered(sums: tuple[Tensor, Tensor], length: int, modulus: int, tile: int) -> tuple[Tensor, Tensor]:
-    """``sums`` of `row_sums` for another modulus and tile. length: N."""
-    old_modulus = sums[0].shape[2]
-    if sums[0].shape[2:] == (modulus, _rows(length, modulus, tile)):
+def reordered(sums: tuple[Tensor, Tensor], length: int, old: StatsLayout, new: StatsLayout) -> tuple[Tensor, Tensor]:
+    """``sums`` of `row_sums` of N tokens in one layout, in another."""
+    if old == new:
         return sums
-    results = _empty_rows(sums[0], length, modulus, tile)
-    for old, new in zip(sums, results, strict=True):
-        by_token = old[..., : length // old_modulus].transpose(-1, -2).flatten(-2)
-        new[..., : length // modulus] = by_token.unflatten(-1, (-1, modulus)).transpose(-1, -2)
-    return results
+    log2_lse, delta = sums
+    return _reordered(log2_lse, length, old, new, float("inf")), _reordered(delta, length, old, new, 0.0)
 
 
-def _rows(length: int, modulus: int, tile: int) -> int:
-    return -(-(length // modulus) // tile) * tile
-
-
-def _empty_rows(like: Tensor, length: int, modulus: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Tensors for (log2 lse, delta), filled with infinity and 0 for rows beyond the sequence."""
-    shape = (*like.shape[:2], modulus, _rows(length, modulus, tile))
-    if shape[-1] * modulus == length:
-        return like.new_empty(shape), like.new_empty(shape)
-    return like.new_full(shape, float("inf")), like.new_zeros(shape)
+def _reordered(sums: Tensor, length: int, old: StatsLayout, new: StatsLayout, empty: float) -> Tensor:
+    by_token = sums[..., : old.segment_rows].permute(0, 1, 3, 4, 2).flatten(2)[..., :length]
+    missing = new.modulus * new.segments * new.segment_rows - length
+    by_row = pad(by_token, (0, missing), value=empty).unflatten(2, (new.segments, new.segment_rows, new.modulus))
+    return pad(by_row.permute(0, 1, 4, 2, 3), (0, new.rows - new.segment_rows), value=empty).contiguous()

@@ -21,6 +21,11 @@ class TileConfig:
     num_stages: int
     specialized: bool = False
 
+    @property
+    def longest(self) -> int:
+        """Rows of the longer side, of which the other is a divisor."""
+        return max(self.block_m, self.block_n)
+
     def fitted(self, largest_tile: int) -> TileConfig:
         """This configuration with tiles no larger than ``largest_tile`` rows; fewer warps when the tile shrinks below
         them.

@@ -136,7 +136,8 @@ class Implementation:
     over many lengths has it only by name.
     `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
-    name. `preferred_for`: the workloads for which they have it unasked, where that is less than it supports.
+    name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
+    supports.
     """
 
     name: str

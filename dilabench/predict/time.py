@@ -1,9 +1,13 @@
-"""How long a run might take, from FLOPs and an assumed rate: a prediction to decide by, never a result."""
+"""How long a run might take, from what was measured or from FLOPs: a prediction to decide by, never a result."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
 
 from dilabench.machine import Machine
-from dilabench.record import Case
+from dilabench.record import Case, Measured, Row, RunRecord
 from dilabench.workload.work import flops
 
 # Rates that good attention kernels reach in half precision, by compute capability; per core in float32 on a CPU.
@@ -14,6 +18,7 @@ SLOWDOWN = {"float64": 16.0, "float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
 # Starting a worker, building, verifying: what a case takes before its first sample.
 OVERHEAD_S = 5.0
 CALLS_PER_CASE = 10
+ROUND_TO_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,44 @@ def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
 def sufficient_budget_s(case: Case, machine: Machine, cores: int) -> float:
     """A budget with which at least this case should get its samples, in seconds."""
     return OVERHEAD_S + CALLS_PER_CASE * plan_time(case, machine, cores).seconds
+
+
+def budget_option(seconds: float) -> str:
+    """The option that allows at least so much time."""
+    return f"--budget {ROUND_TO_S * max(1, math.ceil(seconds / ROUND_TO_S))}s"
+
+
+def elapsed_seconds(record: RunRecord) -> float:
+    """Seconds from a run's start to its end, to whole ones; 0 where its end is not known."""
+    if record.finished_at is None:
+        return 0.0
+    return (datetime.fromisoformat(record.finished_at) - datetime.fromisoformat(record.started_at)).total_seconds()
+
+
+def case_seconds(rows: Sequence[Row], wall_s: float) -> dict[str, float]:
+    """What each measured case took, by its id, where all together took `wall_s` seconds.
+
+    Processes and passes that no row shows are shared out like the rest: verification, set-up, warm-up and samples.
+    """
+    shown_s = {row.case.case_id: _shown_s(row.outcome) for row in rows if isinstance(row.outcome, Measured)}
+    total_s = sum(shown_s.values())
+    return {case_id: wall_s * (one / total_s if total_s else 1 / len(shown_s)) for case_id, one in shown_s.items()}
+
+
+def seconds_like(case: Case, rows: Sequence[Row], took_s: Mapping[str, float]) -> float:
+    """How long a case should take where measured rows took `took_s`; a longer one verifies and calls in proportion."""
+    measured = [row for row in rows if row.case.case_id in took_s]
+    longest = max(measured, key=lambda row: flops(row.case.workload))
+    assert isinstance(longest.outcome, Measured)
+    beyond = max(0.0, flops(case.workload) / max(1, flops(longest.case.workload)) - 1)
+    calls_ns = [sample for timing in longest.outcome.timings for sample in timing.samples_ns]
+    growing_s = (longest.outcome.verification.duration_ns + CALLS_PER_CASE * median(calls_ns or [0])) * 1e-9
+    return max(took_s[longest.case.case_id], sum(took_s.values()) / len(took_s)) + beyond * growing_s
+
+
+def _shown_s(outcome: Measured) -> float:
+    timed_ns = sum(sum(timing.warmup_ns) + sum(timing.samples_ns) for timing in outcome.timings)
+    return (outcome.verification.duration_ns + sum(outcome.setup_ns.values()) + timed_ns) * 1e-9
 
 
 def _rate(case: Case, machine: Machine, cores: int) -> float:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -89,8 +90,12 @@ def by_priority(catalogue: Catalogue, workload: Workload, ranks: int = 1) -> tup
 
 
 def _usable(catalogue: Catalogue, machine: Machine, case: Case) -> bool:
+    """Whether it can run here, and does so unasked."""
     there = case.implementation in catalogue.implementations
     if not there or (case.backend is not None and case.backend not in catalogue.backends):
+        return False
+    preferred = catalogue.implementations.get(case.implementation).preferred_for
+    if preferred is not None and preferred.reasons(case.workload, machine.device, case.world_size):
         return False
     return not catalogue.reasons_against(case, machine)
 
@@ -117,11 +122,16 @@ def _distance(a: Workload, b: Workload) -> float:
 def read_tune_file(path: Path) -> TuneFile | None:
     """The file, or None when there is none. Raises ConfigError when it cannot be understood."""
     try:
-        return TuneFile.model_validate_json(path.read_bytes())
+        return _tune_file(path, path.stat().st_mtime_ns)
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
         raise ConfigError(f"tune file {str(path)!r} cannot be read ({error}); delete it and tune again") from None
+
+
+@lru_cache(maxsize=4)
+def _tune_file(path: Path, _changed_ns: int) -> TuneFile:
+    return TuneFile.model_validate_json(path.read_bytes())
 
 
 def shipped_path(machine: Machine) -> Path:
@@ -143,6 +153,7 @@ def device_name(machine: Machine) -> str:
     return machine.gpus[0].name if machine.device == "cuda" else "cpu"
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages whose kernels are compared."""
     found = {}
@@ -154,6 +165,7 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+@cache
 def kernel_hash() -> str:
     """Eight hex digits over the sources of our kernels."""
     digest = hashlib.sha256()

@@ -1,11 +1,15 @@
 """`dilabench check`: the gate, with a measurer that answers what the test wants."""
 
 import json
+import re
 from collections.abc import Sequence
+from functools import partial
+from math import exp
 
 import pytest
 
-from dilabench.cli.compare import remeasure
+from dilabench.cli.compare import remeasure, session_budget
+from dilabench.cli.compare.session_budget import SessionBudget
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Verification
 from dilabench.store.archive import Archive
@@ -16,20 +20,25 @@ LEVELS = (0.997, 1.002, 1.0, 0.999, 1.003, 1.001)
 
 @pytest.fixture
 def baseline(cli, make_row, make_record):
-    """Six sessions of two cases of one cell, named main."""
+    """Six sessions of 12 s with two cases of one group and one of another, named main."""
     archive = Archive()
     for index, level in enumerate(LEVELS):
         rows = [make_row(name, seed=index, ns=1e7 * level, position=i) for i, name in enumerate(("gather", "strided"))]
-        archive.add(make_record([*rows, make_row("other", seq_len=7, seed=index)], run_id=f"base{index}"))
+        took = {"started_at": "2026-01-02T03:04:05+00:00", "finished_at": "2026-01-02T03:04:17+00:00"}
+        archive.add(make_record([*rows, make_row("other", seq_len=7, seed=index)], run_id=f"base{index}", **took))
     assert cli("baseline", "save", "main", *(f"base{index}" for index in range(6))).exit_code == 0
 
 
 @pytest.fixture
 def measured(monkeypatch, make_row, make_record):
-    """Stands in for the engine: the n-th measurement finds `strided` slower by the n-th ratio. Keeps what was asked."""
+    """Stands in for the engine: the n-th measurement finds `strided` slower by the n-th ratio. Keeps what was asked.
+
+    `spread`: how far sessions lie apart, every other one above, in log units.
+    """
 
     class Measurer:
         ratios: Sequence[float] = ()
+        spread = 0.0
         hard = None
         outcome = None
         asked: list = []  # noqa: RUF012
@@ -49,11 +58,14 @@ def measured(monkeypatch, make_row, make_record):
                     make_row(
                         one.case.implementation,
                         seed=50 + session,
+                        position=turn,
                         seq_len=one.case.workload.seq_len,
-                        ns=1e7 * (ratio if one.case.implementation == "strided" else 1.0),
+                        ns=1e7
+                        * exp(self.spread * (-1) ** session)
+                        * (ratio if one.case.implementation == "strided" else 1),
                         outcome=self.outcome if one.case.implementation == "strided" else None,
                     )
-                    for one in planned
+                    for turn, one in enumerate(planned)
                 ]
                 records.append(make_record(rows, run_id=f"new{len(self.asked)}{session}", hard=self.hard))
             return records
@@ -68,20 +80,64 @@ def test_the_same_code_passes_without_a_second_look(cli, measured):
     measured.ratios = [1.0]
     result = cli("check", "--against", "main")
     assert result.exit_code == 0, result.stdout
-    assert measured.asked == [(["gather", "strided", "other"], 1)]
+    assert measured.asked == [(["gather", "strided", "other"], 3)]
     assert result.stdout.splitlines()[-1].startswith("verdict: ok")
 
 
 @pytest.mark.usefixtures("baseline")
-@pytest.mark.parametrize(("second", "code"), [(1.0, 0), (1.2, 6)])
-def test_only_the_second_data_of_a_flagged_cell_decide(cli, measured, second, code):
-    """The whole cell is measured again, so that the case has its neighbours; other cells are not."""
-    measured.ratios = [1.2, second]
+@pytest.mark.parametrize(
+    ("first", "second", "code", "word"),
+    [(1.2, 1.0, 0, "3 SAME"), (1.2, 1.2, 6, "1 SLOWER"), (0.8, 0.8, 0, "1 FASTER"), (0.8, 1.0, 0, "3 SAME")],
+)
+def test_only_the_second_data_of_a_flagged_case_decide_in_either_direction(cli, measured, first, second, code, word):
+    """The whole group is measured again, so that the case has its neighbours; other groups are not."""
+    measured.ratios = [first, second]
     result = cli("check", "--against", "main")
     assert result.exit_code == code, result.stdout
-    assert measured.asked == [(["gather", "strided", "other"], 1), (["gather", "strided"], 3)]
-    assert "hold slower cases" in result.stderr
+    assert measured.asked == [(["gather", "strided", "other"], 3), (["gather", "strided"], 3)]
+    assert "measuring 2 of 3 cases in 3 fresh sessions" in result.stderr
     assert "first look: " in result.stdout
+    assert word in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("baseline")
+def test_before_measuring_it_says_how_long_that_takes(cli, measured):
+    measured.ratios = [1.0]
+    assert "a session of 3 cases takes about 12 s here; SAME is expected after 3 sessions (36 s)\n" in (
+        cli("check", "--against", "main").stderr
+    )
+    measured.asked.clear()
+    short = cli("check", "--against", "main", "--budget", "30s")
+    assert "(36 s), for which --budget 80s should suffice" in short.stderr
+    assert [count for _, count in measured.asked] == [1]
+
+
+@pytest.mark.usefixtures("baseline")
+def test_sessions_are_added_while_the_budget_holds_them_and_then_it_says_which_would_do(
+    cli, measured, monkeypatch, make_row
+):
+    """Time passes only while something is measured, 12 s a session."""
+    clock = partial(SessionBudget, clock=lambda: 12.0 * sum(count for _, count in measured.asked))
+    monkeypatch.setattr(session_budget, "SessionBudget", clock)
+    measured.ratios, measured.spread = [1.0] * 9, 0.017
+    result = cli("check", "--against", "main", "--budget", "60s", "--fail-on", "inconclusive")
+    assert result.exit_code == 7, result.stdout
+    assert [count for _, count in measured.asked] == [2, 1]
+    needed, suggested = re.search(r"--budget (\d+)s should suffice \((\d+) sessions", result.stdout).groups()[::-1]
+    measured.asked.clear()
+    allowed = SessionBudget([make_row("strided").planned], int(suggested), clock.keywords["clock"])
+    allowed.took_s = {make_row("strided").case.case_id: 12.0}
+    while more := allowed.further({make_row("strided").case.case_id}, sum(count for _, count in measured.asked)):
+        measured.asked.append(([], more))
+    assert sum(count for _, count in measured.asked) >= int(needed)
+
+
+@pytest.mark.usefixtures("baseline")
+def test_sessions_that_lie_too_far_apart_for_the_baseline_end_it_early(cli, measured):
+    measured.ratios, measured.spread = [1.0], 0.05
+    result = cli("check", "--against", "main")
+    assert "too far for the baseline's 6" in result.stdout
+    assert len(measured.asked) == 1
 
 
 @pytest.mark.usefixtures("baseline")
@@ -116,6 +172,23 @@ def test_margin_and_selection(cli, measured):
 
 
 @pytest.mark.usefixtures("baseline")
+def test_times_relative_to_a_reference_are_measured_with_it_and_judged_without(cli, measured):
+    measured.ratios = [1.0]
+    result = cli("check", "--against", "main", "-k", "strided", "--relative-to", "gather", "--json")
+    assert measured.asked == [(["strided", "gather"], 3)]
+    document = json.loads(result.stdout)
+    assert [cell["verdict"]["code"] for cell in document["cells"]] == ["SAME"]
+    assert "times are relative to gather in the same rounds, itself 1x its baseline's" in document["warnings"]
+
+
+@pytest.mark.usefixtures("baseline")
+def test_an_unknown_reference_is_refused_before_anything_is_measured(cli, measured):
+    result = cli("check", "--against", "main", "--relative-to", "gathr", "--sessions", "2")
+    assert (result.exit_code, measured.asked) == (2, [])
+    assert "unknown reference 'gathr'; did you mean gather" in result.stderr
+
+
+@pytest.mark.usefixtures("baseline")
 def test_a_record_instead_of_a_measurement(cli, measured, tmp_path, make_row, make_record):
     path = tmp_path / "new.json"
     path.write_text(make_record([make_row("strided", seed=9)], run_id="new").model_dump_json())
@@ -130,7 +203,7 @@ def test_a_record_instead_of_a_measurement(cli, measured, tmp_path, make_row, ma
 def test_a_record_to_judge_and_sessions_to_measure_exclude_each_other(cli, measured):
     result = cli("check", "--against", "main", "--run", "base0", "--sessions", "3")
     assert (result.exit_code, measured.asked) == (2, [])
-    assert "--run base0 is judged instead of 3 sessions measured now; leave one of them out" in result.stderr
+    assert "--run base0 and --sessions 3 each say what is judged; give one of them" in result.stderr
 
 
 @pytest.mark.usefixtures("baseline")
@@ -158,6 +231,7 @@ def test_below_five_sessions_times_only_advise(cli, measured, make_row, make_rec
     result = cli("check", "--against", "main")
     assert result.exit_code == 0
     assert "advisory" in result.stdout
+    assert "one tells nothing of their spread" in result.stderr
     assert len(measured.asked) == 1
 
 

@@ -88,7 +88,7 @@ def test_a_budget_too_small_says_what_would_suffice(fresh, tmp_path):
         DILABENCH_LOCK_DIR=str(tmp_path),
     )
     assert result.returncode == 8, result.stdout + result.stderr
-    assert "cases had no time: go on with `dilabench run extreme --resume" in " ".join(result.stdout.split())
+    assert "cases had no time: `dilabench run extreme --resume" in " ".join(result.stdout.split())
     assert "NOTHING MEASURED" in result.stdout
 
 

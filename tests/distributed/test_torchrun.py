@@ -120,9 +120,10 @@ def test_the_command_on_two_nodes_is_planned_printed_and_written_by_rank_0(two_n
         assert row.outcome.counters["received_keys_bytes"] > 0
 
 
-def listening(process):
-    """(process, port) of all TCP sockets on which it and its descendants listen."""
+def listening(pid):
+    """(process, port) of all TCP sockets on which it and its descendants listen; nothing when it has ended."""
     with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
         for one in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 for connection in one.net_connections("tcp"):
@@ -136,16 +137,16 @@ def test_only_torch_listens_and_silent_clients_hold_nothing_up(tmp_path):
     texts, clients, command_lines = [], {}, {}
     waiting = threading.Thread(target=lambda: texts.extend(ended(node) for node in nodes))
     waiting.start()
-    while waiting.is_alive():
-        for process, address in (found for node in nodes for found in listening(psutil.Process(node.pid))):
-            if address not in clients:
-                with contextlib.suppress(psutil.Error):
-                    command_lines[address] = " ".join(process.cmdline())
-                with contextlib.suppress(OSError):
-                    clients[address] = socket.create_connection(address[:2], timeout=5)
-        time.sleep(0.05)
-    for client in clients.values():
-        client.close()
+    with contextlib.ExitStack() as opened:
+        while waiting.is_alive():
+            for process, address in (found for node in nodes for found in listening(node.pid)):
+                if address not in clients:
+                    with contextlib.suppress(psutil.Error):
+                        command_lines[address] = " ".join(process.cmdline())
+                    with contextlib.suppress(OSError):
+                        client = socket.create_connection(address[:2], timeout=5)
+                        clients[address] = opened.enter_context(client)
+            time.sleep(0.05)
     assert [code for _, code in texts] == [0, 0], texts
     assert "verdict: ok" in texts[0][0]
     assert int(port) in {address.port for address in clients}

@@ -38,9 +38,9 @@ CASES = {
         "causal": False,
         "padding": "zero_key",
     },
-    "zero keys, partly on their own": {
+    "zero keys, ragged": {
         "seq_len": 150,
-        "segment_lengths": (32, 96, 150),
+        "segment_lengths": (32, 96, 300),
         "dilation_rates": (1, 3, 4),
         "causal": False,
         "padding": "zero_key",

@@ -17,8 +17,8 @@ PER_BRANCH = {
     "rates that do not divide": True,
     "window": True,
     "zero keys": False,
-    "zero keys, partly on their own": True,
-    "packed": True,
+    "zero keys, ragged": False,
+    "packed": False,
     "grouped": True,
 }
 

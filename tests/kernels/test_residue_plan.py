@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.fused.tile_tables import computed_pairs, tile_tables
+from dilabench.kernels.fused.tile_lists import computed_pairs
+from dilabench.kernels.fused.tile_tables import tile_tables
 
 SHAPES = [
     (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),
@@ -19,6 +21,12 @@ SHAPES = [
     (200, 5, 5, (64, 128), (1, 2), "modulo", "head"),
     (212, 3, 3, (64, 128, 256), (1, 2, 4), "modulo", "head"),
     (36, 4, 2, (64, 1000), (2, 4), "blocked", "head"),
+    # Lengths that no rate divides, and segments that no tile divides.
+    (211, 3, 3, (64, 128, 256), (1, 2, 4), "modulo", "head"),
+    (241, 4, 2, (64, 1000, 3000), (1, 4, 8), "modulo", "head"),
+    (197, 3, 3, (90, 256), (1, 2), "modulo", "head"),
+    (239, 4, 4, (20, 90, 150), (1, 2, 3), "modulo", "head"),
+    (150, 2, 2, (16,), (2,), "modulo", "head"),
 ]
 
 
@@ -35,34 +43,36 @@ def defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, bran
 
 def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal: bool, by_key: bool):
     """Multiplicities that the tables spell out, query by key; a pair listed twice fails."""
-    tables = tile_tables(group, own, other, causal, by_key)
+    tables = tile_tables(group, own, other, causal, by_key, torch.device("cpu"))
+    entries = tables.entries.numpy()
     r = group.modulus
-    # The last tile may reach beyond the sequence; the kernels drop those rows of their own, and mask such keys.
-    padded = n + max(own, other) * r
-    count = np.zeros((heads, padded, padded), dtype=np.int64)
+    count = np.zeros((heads, n, n), dtype=np.int64)
+
+    def tokens(tile: int, rows: int, u: int, seg: int, h: int) -> np.ndarray:
+        """Of a tile; -1 beyond the segment or the sequence, where kernels mask what is masked."""
+        row = tile * rows + np.arange(rows)
+        token = (seg * group.super_rows + row) * r + (u + group.head_shift[h]) % r
+        return np.where((row < group.super_rows) & (token < n), token, -1)
+
     for h in range(heads):
         for seg in range(group.n_supers):
             variant = int(seg >= group.full_supers)
-            for u, tile, first, full, masked in tables.items[variant, group.head_kind[h]]:
+            for u, tile, first, full, masked in tables.items[variant, group.head_kind[h]].tolist():
                 if u < 0:
                     continue
-                own_class = (u + group.head_shift[h]) % r
-                mine = (seg * group.super_rows + tile * own + np.arange(own)) * r + own_class
-                for place, entry in enumerate(tables.entries[first : first + full + masked]):
+                mine = tokens(tile, own, u, seg, h)
+                for place, entry in enumerate(entries[first : first + full + masked]):
                     m, partner = entry >> (TILE_BITS + CLASS_BITS), (entry >> TILE_BITS) & ((1 << CLASS_BITS) - 1)
-                    rows = seg * group.super_rows + (entry & ((1 << TILE_BITS) - 1)) * other + np.arange(other)
-                    theirs = rows * r + (partner + group.head_shift[h]) % r
-                    block = np.full((own, other), m)
-                    if not by_key:
-                        assert place >= full or theirs.max() < n, "a wholly visible tile passes the end"
+                    theirs = tokens(entry & ((1 << TILE_BITS) - 1), other, partner, seg, h)
+                    seen = (theirs >= 0)[None] & np.ones((own, 1), bool)
                     if causal:
-                        seen = theirs[None] >= mine[:, None] if by_key else theirs[None] <= mine[:, None]
-                        assert place >= full or seen.all(), "a tile listed as wholly visible is cut by the diagonal"
-                        block = block * seen
-                    at = np.ix_([h], theirs, mine) if by_key else np.ix_([h], mine, theirs)
-                    assert not (count[at] * (block.T if by_key else block)).any(), "a pair is listed twice"
-                    count[at] += block.T[None] if by_key else block[None]
-    return count[:, :n, :n]
+                        seen = seen & (theirs[None] >= mine[:, None] if by_key else theirs[None] <= mine[:, None])
+                    assert place >= full or seen[mine >= 0].all(), "a tile listed as wholly visible is cut"
+                    for i, j in np.argwhere(seen & (mine >= 0)[:, None]):
+                        at = (h, theirs[j], mine[i]) if by_key else (h, mine[i], theirs[j])
+                        assert not count[at], "a pair is listed twice"
+                        count[at] = m
+    return count
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -114,8 +124,7 @@ def test_causal_groups_compute_fewer_pairs_than_the_multiset() -> None:
     ("segments", "rates", "length", "reason"),
     [
         ((2048,), (6,), 12288, "segment length 2048 is not a multiple of 6"),
-        ((1024, 1024), (1, 7), 8192, "sequence length 8192 is not a multiple of 7"),
-        ((64,), (8,), 1024, "allow tiles of 8 rows"),
+        ((1024, 1024), (1, 7), 8192, "segment length 1024 is not a multiple of 7"),
     ],
 )
 def test_branches_that_do_not_fit_say_why(segments, rates, length: int, reason: str) -> None:
@@ -135,4 +144,4 @@ def test_segments_that_do_not_nest_go_to_groups_of_their_own() -> None:
 def test_a_tile_that_does_not_divide_the_segment_is_refused() -> None:
     group = residue_plan((64,), (1,), 192, 1, 1, False).groups[0]
     with pytest.raises(ValueError, match="use at most 64"):
-        tile_tables(group, 128, 64, False, False)
+        tile_tables(group, 128, 64, False, False, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """A stored baseline against new sessions."""
 
 from math import exp, log, sqrt
-from statistics import mean, stdev
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.calibration import detection_rate
 from dilabench.stats.decisions.decide import decide
-from dilabench.stats.decisions.history import StoredSessions, estimate_from_history, estimate_stored
+from dilabench.stats.decisions.history import StoredSessions, estimate_stored, sessions_needed
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code
 
@@ -21,19 +21,24 @@ slots = st.lists(st.lists(st.integers(900, 1100), min_size=1, max_size=4), min_s
 sides = st.lists(slots, min_size=1, max_size=4)
 
 
+def estimate_from_history(baseline, candidate):
+    return estimate_stored([StoredSessions(baseline, candidate)])[0]
+
+
 def stored(levels, n=20):
     """Sessions whose slots all take exactly exp(level)."""
     return [[[exp(level)] * n] * 3 for level in levels]
 
 
-def test_prediction_interval_is_the_stated_formula():
+def test_the_interval_is_students():
     baseline = [log(1e7) + x for x in (0.0, 0.01, -0.02, 0.015, 0.005, -0.01)]
     candidate = [log(1e7) + x for x in (0.05, 0.06)]
     result = estimate_from_history(stored(baseline), stored(candidate))
-    theta = mean(candidate) - mean(baseline)
-    reach = scipy.stats.t.ppf(0.975, 5) * stdev(baseline) * sqrt(1 / 2 + 1 / 6)
-    assert result.log_ratio == pytest.approx(theta)
-    assert (result.interval.low, result.interval.high) == (pytest.approx(theta - reach), pytest.approx(theta + reach))
+    expected = scipy.stats.ttest_ind(candidate, baseline)
+    low, high = expected.confidence_interval(0.95)
+    assert result.log_ratio == pytest.approx(mean(candidate) - mean(baseline))
+    assert (result.interval.low, result.interval.high) == (pytest.approx(low), pytest.approx(high))
+    assert result.df == expected.df
     assert (result.unit, result.sessions, result.rounds, result.advisory) == ("session", 2, 6, False)
 
 
@@ -50,20 +55,29 @@ def test_fewer_than_five_stored_sessions_never_fail_a_gate():
     assert five.fails_gate
 
 
-def test_as_many_more_sessions_as_asked_for_decide_and_no_fewer():
-    """The history's degrees of freedom stay what they are, however many sessions the candidate adds."""
-    base = stored([log(1e7) + x for x in (0.0, 0.004, -0.006, 0.005, -0.003)])
-    level = log(1e7) + 0.029
-    verdict = decide(estimate_from_history(base, stored([level])), POLICY)
-    assert verdict.cause is Cause.IMPRECISE
-    enough = next(
-        k for k in range(1, 99) if decide(estimate_from_history(base, stored([level] * k)), POLICY).fails_gate
-    )
-    assert verdict.numbers.rounds_needed / 3 == pytest.approx(enough - 1, abs=1)
-    assert f"about {enough - 1} more sessions would decide" in verdict.hint
+@pytest.mark.parametrize(("spread", "count"), [(0.006, 3), (0.009, 6), (0.010, 12)])
+def test_as_many_sessions_as_are_said_to_be_needed_show_the_same_four_times_in_five(spread, count):
+    levels = log(1e7) + spread * np.array([1, -1] * 4) * sqrt(7 / 8)
+    base = estimate_from_history(stored(levels), stored(levels))
+    assert sessions_needed(base, log(1.02), POLICY) == count
+    look = 1 + int(np.log2(count / 3))
+    draws = np.random.default_rng(3).normal(log(1e7), spread, (500, 8 + count))
+    sides = [StoredSessions(stored(draw[:8], 1), stored(draw[8:], 1)) for draw in draws]
+    estimates = estimate_stored(sides, confidence=POLICY.confidence_at(look))
+    rate = detection_rate([decide(one, POLICY) for one in estimates], Code.SAME).rate
+    assert 0.7 <= rate <= 1.0
 
 
-def test_one_stored_session_gives_no_interval():
+def test_a_baseline_too_small_for_its_spread_is_named_with_the_size_that_would_do():
+    base = stored(log(1e7) + 0.03 * np.array([-1, 1, 0, 1, -1]))
+    verdict = decide(estimate_from_history(base, stored([log(1e7)] * 3)), POLICY)
+    assert (verdict.code, verdict.cause, verdict.undecided) == (Code.INCONCLUSIVE, Cause.OUT_OF_REACH, False)
+    assert verdict.numbers.sessions_needed is None
+    assert "too far for the baseline's 5: " in verdict.hint
+    assert f"{verdict.numbers.both_needed} on either side should decide" in verdict.hint
+
+
+def test_one_session_on_each_side_gives_no_interval():
     verdict = decide(estimate_from_history(stored([log(1e7)]), stored([log(2e7)])), POLICY)
     assert (verdict.code, verdict.cause) == (Code.INCONCLUSIVE, Cause.TOO_FEW_SESSIONS)
     assert verdict.numbers.ratio == pytest.approx(2.0)

@@ -1,20 +1,27 @@
 """`dilabench check`: the gate of a CI job."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.options import AsJson, StrictPlugins
+from dilabench.cli.options import AsJson, RelativeTo, StrictPlugins
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover
-from dilabench.record import Case, PlannedCase, RunRecord
+from dilabench.record import PlannedCase, RunRecord
+from dilabench.units import parse_duration
+
+if TYPE_CHECKING:
+    from dilabench.compare.comparison import Comparison
+    from dilabench.stats.decisions.policy import Policy
 
 DEFAULT_FOLDER = Path("benchmark_results")
-SECOND_LOOK_SESSIONS = 3
+DEFAULT_BUDGET = "5m"
 
 
 def check(
@@ -24,11 +31,15 @@ def check(
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="Judge this run instead of measuring now.")
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help=f"Time to decide in (default {DEFAULT_BUDGET}).")
+    ] = None,
     sessions: Annotated[
-        int | None, typer.Option("--sessions", metavar="N", min=1, help="Sessions to measure now (default 1).")
+        int | None, typer.Option("--sessions", metavar="N", min=1, help="Judge N sessions, whatever they show.")
     ] = None,
     threshold: Threshold = None,
     only: Only = None,
+    relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
     as_json: AsJson = False,
     output: Annotated[
@@ -39,44 +50,69 @@ def check(
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.
 
-    Cases that look slower are measured once more in three fresh sessions, and only those decide. Times are gated from
-    five baseline sessions on (`dilabench baseline save NAME RUN --add`), below that they advise; memory and correctness
-    always count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided
-    (with --fail-on inconclusive), 8 nothing measured.
+    Sessions are added until every case is shown to be the same within the margin, or to have changed, or the budget
+    ends. What looks slower or faster is measured again in as many fresh sessions, and only those decide. Times are
+    gated from five baseline sessions on (`baseline save --add`), below that they advise; memory and correctness always
+    count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with
+    --fail-on inconclusive), 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.compare.remeasure import Remeasure
+    from dilabench.cli.compare.session_budget import SessionBudget
     from dilabench.compare.across import compare_across
-    from dilabench.compare.gate import confirmed, exit_code
+    from dilabench.compare.gate import common_change, exit_code
     from dilabench.compare.selection import selection
+    from dilabench.compare.sequential import CaseIds, until_decided
+    from dilabench.predict.time import elapsed_seconds
     from dilabench.store.lookup import Store
 
-    if run is not None and sessions is not None:
-        raise ConfigError(f"--run {run} is judged instead of {sessions} sessions measured now; leave one of them out")
-    store = Store(tell=note)
+    options = {"--run": run, "--budget": budget, "--sessions": sessions}
+    given = [f"{option} {value}" for option, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} each say what is judged; give one of them")
+    store, select = Store(tell=note), selection(only or ())
     baseline = store.records(against)
-    cases = _cases(baseline, only or ())
+    cases = _cases(baseline, only or (), relative_to)
     calibration = store.calibration_of(baseline)
-    policy = policy_for(baseline, threshold, calibration)
+    allowed = SessionBudget(cases, parse_duration(budget or DEFAULT_BUDGET))
+    allowed.learn(baseline[-1], mean(map(elapsed_seconds, baseline)))
+    stored = store.records(run) if run is not None else ()
+    refuse_other_machine(baseline, stored, ConfigError)
+    to_judge = [stored] if stored else []
 
-    def measure(planned: Sequence[PlannedCase], count: int) -> Sequence[RunRecord]:
+    def measure(ids: CaseIds, count: int) -> Sequence[RunRecord]:
+        if to_judge:
+            return to_judge.pop()
         again = Remeasure(discover(strict_plugins), baseline[-1], output, store if keep else None)
-        refuse_other_machine(baseline, [again.here()], EnvironmentNotReady)
-        records = again.sessions(planned, count)
-        refuse_other_machine(baseline, records, EnvironmentNotReady)
+        planned = allowed.groups_of(ids)
+        try:
+            refuse_other_machine(baseline, [again.here()], EnvironmentNotReady)
+            note(f"measuring {len(planned)} of {len(cases)} cases in {count} fresh sessions")
+            began_s = allowed.clock()
+            records = again.sessions(planned, count)
+            allowed.learn(records[-1], (allowed.clock() - began_s) / count)
+            refuse_other_machine(baseline, records, EnvironmentNotReady)
+        except EnvironmentNotReady as error:
+            if not stored:
+                raise
+            note(f"not possible here: {error}")
+            return ()
         return records
 
-    if run is None:
-        new = measure(cases, sessions or 1)
-    else:
-        new = store.records(run)
-        refuse_other_machine(baseline, new, ConfigError)
-    comparison = compare_across(baseline, new, policy=policy, select=selection(only or ()))
-    flagged = {case.case_id: case for case in comparison.flagged}
-    if flagged:
-        records = _second_look(flagged.values(), cases, measure)
-        second = compare_across(baseline, records, policy=policy, select=lambda case: case.case_id in flagged)
-        comparison = confirmed(comparison, second if records else None)
+    def judge(records: Sequence[RunRecord], ids: CaseIds, policy: "Policy") -> "Comparison":
+        return compare_across(
+            baseline, records, policy=policy, select=lambda case: case.case_id in ids, reference=relative_to
+        )
+
+    policy = policy_for(baseline, threshold, calibration)
+    ids = {row.case.case_id for record in (*baseline, *stored) for row in record.rows if select(row.case)}
+    itself, fixed = judge(baseline, ids, policy), len(stored) or sessions
+    if fixed is None:
+        note(allowed.forecast(itself))
+    further = allowed.further if fixed is None else lambda _, measured: 0 if measured else fixed
+    comparison = until_decided(ids, measure, judge, further, policy)
+    hints = filter(None, (allowed.sufficient(comparison), common_change(comparison)))
+    comparison = replace(comparison, warnings=(*comparison.warnings, *hints))
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     if as_json:
         say(verdict_view.as_json(comparison, code, calibration))
@@ -85,36 +121,18 @@ def check(
     raise typer.Exit(code)
 
 
-def _cases(baseline: Sequence[RunRecord], only: Sequence[str]) -> list[PlannedCase]:
-    """What the baseline measured, each case once. Raises ConfigError when that is nothing."""
+def _cases(baseline: Sequence[RunRecord], only: Sequence[str], reference: str | None) -> list[PlannedCase]:
+    """What the baseline measured, each case once, and the reference. Raises ConfigError when that is nothing."""
     from dilabench.compare.comparison import is_measured
     from dilabench.compare.selection import selection
 
     select = selection(only)
     rows = [row for record in baseline for row in record.rows if is_measured(row) and select(row.case)]
+    groups = {row.case.group_id for row in rows}
+    for record in baseline if reference else ():
+        rows += [row for row in record.rows if row.case.implementation == reference and row.case.group_id in groups]
     cases = {row.case.case_id: row.planned for row in rows}
     if not cases:
         among = f" that contains {' or '.join(map(repr, only))}" if only else ""
         raise ConfigError(f"the baseline has no measured case{among}; save a run that has one")
     return list(cases.values())
-
-
-def _second_look(
-    flagged: Iterable[Case],
-    cases: Sequence[PlannedCase],
-    measure: Callable[[Sequence[PlannedCase], int], Sequence[RunRecord]],
-) -> Sequence[RunRecord]:
-    """Measure the whole workload groups of cases that look slower again, so that each case has the same neighbours.
-
-    Empty when this is not the baseline's machine (a run that was brought here, say): then nothing can be confirmed.
-    """
-    groups = {case.group_id for case in flagged}
-    say(
-        f"{len(groups)} groups hold slower cases and are measured again in {SECOND_LOOK_SESSIONS} fresh sessions",
-        err=True,
-    )
-    try:
-        return measure([one for one in cases if one.case.group_id in groups], SECOND_LOOK_SESSIONS)
-    except EnvironmentNotReady as error:
-        say(f"not possible here: {error}", err=True)
-        return ()

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.options import AsJson
+from dilabench.cli.options import AsJson, RelativeTo
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError
 
@@ -28,6 +28,7 @@ def compare(
     base: Annotated[str | None, typer.Option("--base", metavar="NAME", help="With --by: what to compare with.")] = None,
     threshold: Threshold = None,
     only: Only = None,
+    relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,6 +48,8 @@ def compare(
         raise ConfigError(f"{len(runs)} runs are given; name two, BASE and NEW, or compare the rows of one by --by")
     if by is None and base is not None:
         raise ConfigError(f"--base {base} says which rows to compare with and needs --by")
+    if by is not None and relative_to is not None:
+        raise ConfigError(f"--relative-to {relative_to} is for two records; rows of one took turns anyway")
     store = Store(tell=note)
     sides = [store.records(run) for run in runs]
     records = [record for side in sides for record in side]
@@ -58,7 +61,7 @@ def compare(
     if by is None:
         baseline, candidate = sides
         refuse_other_machine(baseline, candidate, ConfigError)
-        comparison = compare_across(baseline, candidate, policy=policy, select=select)
+        comparison = compare_across(baseline, candidate, policy=policy, select=select, reference=relative_to)
         wanted |= {FailOn.SLOWER, FailOn.LARGER}
     else:
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)

@@ -42,7 +42,7 @@ class Remeasure:
         return RunRecord.model_validate(self._header().model_dump())
 
     def sessions(self, planned: Sequence[PlannedCase], count: int) -> list[RunRecord]:
-        """Measure the cases in `count` sessions, one after the other. Stops early when one is interrupted."""
+        """Measure the cases in `count` sessions, one after the other. Ctrl-C in one of them ends it all."""
         records: list[RunRecord] = []
         for _ in range(count):
             records.append(self._session(planned))

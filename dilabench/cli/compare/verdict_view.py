@@ -15,8 +15,8 @@ from dilabench.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from dilabench.compare.comparison import ComparedPair, Comparison
 
-COLUMNS = ("verdict", "case", "baseline", "candidate", "ratio", "95 % CI", "MDE", "A12", "memory")
-NUMBERS = ("baseline", "candidate", "ratio", "95 % CI", "MDE", "A12")
+COLUMNS = ("verdict", "case", "baseline", "candidate", "ratio", "CI", "MDE", "A12", "memory")
+NUMBERS = ("baseline", "candidate", "ratio", "CI", "MDE", "A12")
 UNKNOWN = "—"
 WORDS = {
     ExitCode.OK: "ok",
@@ -110,7 +110,9 @@ def _row(pair: "ComparedPair") -> Sequence[str]:
         format_seconds(numbers.baseline_ns * 1e-9),
         format_seconds(numbers.candidate_ns * 1e-9),
         f"{numbers.ratio:.3f}",
-        f"{numbers.ratio_low:.3f} to {numbers.ratio_high:.3f}" if known else UNKNOWN,
+        f"{numbers.ratio_low:.3f} to {numbers.ratio_high:.3f} ({100 * (numbers.confidence or 0):.4g} %)"
+        if known
+        else UNKNOWN,
         f"{numbers.mde:.1%}" if numbers.mde is not None else UNKNOWN,
         f"{numbers.a12:.2f}",
         _memory(pair),

@@ -16,7 +16,8 @@ from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.workload.spec import Workload
 
 # Head dims that the kernels are made for; others are padded with zeros, which changes neither scores nor out.
-HEAD_DIMS = (16, 32, 64, 128, 256)
+# Bulk copies step over rows in units of so many bytes.
+COPY_BYTES = 16
 
 
 def build(workload: Workload, context: BuildContext) -> BlockUnion:
@@ -55,7 +56,7 @@ def tiles_backward(
 
 
 def _padded(x: Tensor) -> Tensor:
-    missing = next(size for size in HEAD_DIMS if size >= x.shape[-1]) - x.shape[-1]
+    missing = -x.shape[-1] % (COPY_BYTES // x.element_size())
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 

@@ -12,15 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.forward import check_head_dim, head_rows, visible_pairs
+from dilabench.kernels.block_sparse.forward import head_rows, visible_pairs
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.kernels.row_sums import row_sums
+from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
+from dilabench.kernels.row_sums import StatsLayout, row_sums
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _block_query_kernel(
     q_desc,
     k_desc,
@@ -139,7 +140,7 @@ def _query_tile(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _block_key_kernel(
     q_desc,
     k_desc,
@@ -270,10 +271,11 @@ def block_sparse_backward(
     A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
     """
     plan.check(q, k, v)
-    check_head_dim(q.shape[-1])
-    batch, rows, num_heads, dim = q.shape
+    check_head_dim(q)
+    batch, rows, num_heads, _ = q.shape
+    dim = padded_dim(q.shape[-1])
     num_kv_heads = k.shape[2]
-    log2_lse, delta = row_sums(out, dout, lse.contiguous())
+    log2_lse, delta = row_sums(out, dout, lse.contiguous(), StatsLayout.of(rows))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shared = {
         "DIM": dim,

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.kernels.fused.row_layout import HEAD_DIMS
+from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
@@ -29,7 +29,7 @@ def visible_pairs(query_row, key_row, left, right, LEFT: tl.constexpr, RIGHT: tl
     return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _block_forward_kernel(
     q_desc,
     k_desc,
@@ -126,11 +126,11 @@ def block_sparse_forward(
     do not fit the plan.
     """
     plan.check(q, k, v)
-    check_head_dim(q.shape[-1])
+    check_head_dim(q)
     if config is None and can_run(q, k, v, plan):
         return block_sparse_forward_sm90(q, k, v, plan, scale=scale)
     batch, rows, num_heads, dim = q.shape
-    config = plan.config(dim, "forward", q.element_size(), config)
+    config = plan.config(padded_dim(dim), "forward", q.element_size(), config)
     tables = plan.tables(config, by_key=False, device=q.device)
     out = torch.empty((batch, rows, num_heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, rows), dtype=torch.float32, device=q.device)
@@ -151,7 +151,7 @@ def block_sparse_forward(
         plan.keys,
         plan.left,
         plan.right,
-        DIM=dim,
+        DIM=padded_dim(dim),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         LEFT=plan.left >= 0,
@@ -164,15 +164,12 @@ def block_sparse_forward(
     return out, lse
 
 
-def check_head_dim(dim: int) -> None:
-    """Raises ValueError when there is no kernel for the head dimension."""
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"head dimension {dim} is not one of {HEAD_DIMS}: pad it, or use the blocked path")
-
-
 def head_rows(x: Tensor, rows: int) -> TensorDescriptor:
-    """``x [B, N, H, D]`` as [B, H, N, D] in tiles of [1, 1, rows, D]; reads past the end give 0, writes go nowhere."""
+    """``x [B, N, H, D]`` as [B, H, N, D] in tiles of [1, 1, rows, `padded_dim`].
+
+    Reads past an end give 0, writes go nowhere.
+    """
     if x.stride(3) != 1 or any(stride * x.element_size() % 16 for stride in x.stride()[:3]) or x.data_ptr() % 16:
         x = x.contiguous()
     view = x.transpose(1, 2)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, x.shape[3]])
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, padded_dim(x.shape[3])])

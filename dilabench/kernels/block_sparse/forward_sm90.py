@@ -71,8 +71,7 @@ def block_sparse_forward_sm90(
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     if persistent is None:
         persistent = not plan.causal
-    persistent = persistent and n_work > processors
-    _forward_kernel[(processors if persistent else n_work,)](
+    _forward_kernel[(min(processors, n_work) if persistent else n_work,)](
         _tile_descriptor(q, 1, TILES.block_m // 2),
         _tile_descriptor(k, 1, TILES.block_n),
         _tile_descriptor(v, 1, TILES.block_n),
@@ -89,6 +88,9 @@ def block_sparse_forward_sm90(
         n_items,
         num_heads,
         rows,
+        rows,
+        rows,
+        0,
         rows,
         n_work,
         num_heads // k.shape[2],

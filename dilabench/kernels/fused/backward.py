@@ -16,46 +16,50 @@ from torch import Tensor
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
+    PER_LENGTH,
+    Arguments,
     check_operands,
     check_scale,
-    class_rows,
-    device_tables,
+    launch,
     launch_arguments,
+    padded_dim,
     row_addressable,
+    whole_classes,
 )
+from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
+    end_of,
     load_tile,
+    place_of,
     query_item,
     seen_keys,
     split_block,
     split_program,
-    store_tile,
+    tile_mask,
+    tile_offsets,
+    turned,
     unpack,
 )
-from dilabench.kernels.row_sums import reordered, row_sums
+from dilabench.kernels.row_sums import StatsLayout, reordered, row_sums
 from dilabench.kernels.tuning import TileConfig, tile_config
 
+# Rows of statistics come in blocks of so many, which the compiler must know to read them wide.
+STATS_BLOCK = 16
+_STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 
-@triton.jit
+
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _query_kernel(
     q_desc,
     k_desc,
     v_desc,
     dout_desc,
-    dq_desc,
+    dq_ptr,
     log2_lse_ptr,
     delta_ptr,
     items_ptr,
     entries_ptr,
     heads_ptr,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    dout_token,
-    dout_head,
     scale,
     scale_log2,
     n_supers,
@@ -64,22 +68,25 @@ def _query_kernel(
     n_items,
     n_heads,
     heads_per_kv,
-    sequence_rows,
-    stats_rows,
+    length,
+    whole_rows,
+    longer_classes,
+    stats_blocks,
     super_rows,
     n_blocks,
-    R: tl.constexpr,
+    item_major,
+    R,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     RAGGED: tl.constexpr,
     ADD: tl.constexpr,
-    ITEM_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    item, block = split_program(n_items, n_blocks, ITEM_MAJOR)
+    item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
     item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
     u = tl.load(item_ptr)
@@ -90,15 +97,15 @@ def _query_kernel(
     n_full = tl.load(item_ptr + 3)
     n_masked = tl.load(item_ptr + 4)
 
-    residue = (u + shift) % R
+    residue = turned(u, shift, R)
     base_row = super_index * super_rows
     row = base_row + tile * BLOCK_M
-    k_column = (head // heads_per_kv) * k_head
-    v_column = (head // heads_per_kv) * v_head
-    q = load_tile(q_desc, batch, row, residue * q_token + head * q_head)
-    dout = load_tile(dout_desc, batch, row, residue * dout_token + head * dout_head)
+    kv_head = head // heads_per_kv
+    q = load_tile(q_desc, batch, row, residue, head)
+    dout = load_tile(dout_desc, batch, row, residue, head)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    stats_at = ((batch * n_heads + head) * R + residue).to(tl.int64) * stats_rows + base_row
+    stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
+    stats_at = stats_at.to(tl.int64) * (stats_blocks * _STATS_BLOCK)
     log2_lse = tl.load(log2_lse_ptr + stats_at + query_row)
     delta = tl.load(delta_ptr + stats_at + query_row)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)
@@ -109,98 +116,101 @@ def _query_kernel(
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
-        k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
-        v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
+        k = load_tile(k_desc, batch, key_row, partner, kv_head)
+        v = load_tile(v_desc, batch, key_row, partner, kv_head)
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
+    rows_left = whole_rows - base_row
     if CAUSAL or RAGGED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
-            v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
+            k = load_tile(k_desc, batch, key_row, partner, kv_head)
+            v = load_tile(v_desc, batch, key_row, partner, kv_head)
             logits = tl.dot(q, k.T, input_precision=PRECISION)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)
-            seen = seen_keys(query_row, residue, key_tile, partner, sequence_rows - base_row, BLOCK_N, CAUSAL)
+            end = end_of(partner, rows_left, longer_classes, super_rows)
+            seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
     dq = dq * scale
-    column = (residue * n_heads + head) * DIM
+    dq_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
+    offsets = tile_offsets(n_heads, R, BLOCK_M, HEAD_DIM, DIM)
+    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
+    there = tile_mask(rows, BLOCK_M, HEAD_DIM, DIM)
     if ADD:
-        dq += load_tile(dq_desc, batch, row, column).to(tl.float32)
-    store_tile(dq_desc, batch, row, column, dq)
+        dq += tl.load(dq_ptr + offsets, there, 0.0).to(tl.float32)
+    tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _key_kernel(
     q_desc,
     k_desc,
     v_desc,
     dout_desc,
-    dk_desc,
-    dv_desc,
+    dk_ptr,
+    dv_ptr,
     log2_lse_ptr,
     delta_ptr,
     lookup_ptr,
     order_ptr,
     entries_ptr,
     heads_ptr,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    dout_token,
-    dout_head,
     scale,
     scale_log2,
     n_supers,
     full_supers,
     n_kinds,
     n_items,
+    n_tiles,
     n_heads,
     n_kv_heads,
-    stats_rows,
+    length,
+    whole_rows,
+    longer_classes,
+    stats_blocks,
     super_rows,
     n_blocks,
+    item_major,
+    R,
     GROUP: tl.constexpr,
-    R: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     ADD: tl.constexpr,
-    ITEM_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # One program: one key tile of one class, over the query tiles of every head that shares the K/V head.
-    item, block = split_program(n_items, n_blocks, ITEM_MAJOR)
+    item, block = split_program(n_items, n_blocks, item_major)
     super_index, kv_head, batch = split_block(block, n_supers, n_kv_heads)
     variant = (super_index >= full_supers).to(tl.int32)
-    n_tiles = super_rows // BLOCK_N
     # `order` lists (class, tile) in the frame of the first head of the group, heaviest first.
     order_at = order_ptr + (variant * n_items + item) * 2
     u = tl.load(order_at)
     if u < 0:
         return
     tile = tl.load(order_at + 1)
-    residue = (u + tl.load(heads_ptr + kv_head * GROUP * 2 + 1)) % R
+    residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row = super_index * super_rows
+    stats_rows = stats_blocks * _STATS_BLOCK
     row = base_row + tile * BLOCK_N
-    k = load_tile(k_desc, batch, row, residue * k_token + kv_head * k_head)
-    v = load_tile(v_desc, batch, row, residue * v_token + kv_head * v_head)
+    rows_left = whole_rows - base_row
+    k = load_tile(k_desc, batch, row, residue, kv_head)
+    v = load_tile(v_desc, batch, row, residue, kv_head)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dk = tl.zeros([BLOCK_N, DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
@@ -209,26 +219,28 @@ def _key_kernel(
         head = kv_head * GROUP + member
         kind = tl.load(heads_ptr + head * 2)
         shift = tl.load(heads_ptr + head * 2 + 1)
-        own = (residue + R - shift) % R
+        own = turned(residue, R - shift, R)
         list_at = lookup_ptr + (((variant * n_kinds + kind) * R + own) * n_tiles + tile) * 3
         entry_ptr = entries_ptr + tl.load(list_at)
+        # Queries beyond the end of a segment have weight 0 by their statistics: they need no mask.
         n_full = tl.load(list_at + 1)
         n_masked = tl.load(list_at + 2)
-        q_column = head * q_head
-        dout_column = head * dout_head
-        stats_at = (batch * n_heads + head).to(tl.int64) * R * stats_rows + base_row
+        if not CAUSAL:
+            n_full += n_masked
+        stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64) * stats_rows
+        log2_lse_at, delta_at = log2_lse_ptr + stats_at, delta_ptr + stats_at
         for _ in tl.range(0, n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             query_tile, partner, bias = unpack(entry, shift, R)
             query_tile *= BLOCK_M
-            q = load_tile(q_desc, batch, base_row + query_tile, partner * q_token + q_column)
-            stats = stats_at + partner.to(tl.int64) * stats_rows + query_tile + tl.arange(0, BLOCK_M)
-            log2_lse = tl.load(log2_lse_ptr + stats) - bias
+            q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
+            stats = partner * (n_supers * stats_rows) + query_tile + tl.arange(0, BLOCK_M)
+            log2_lse = tl.load(log2_lse_at + stats) - bias
             logits = tl.dot(k, q.T, input_precision=PRECISION)
-            dout = load_tile(dout_desc, batch, base_row + query_tile, partner * dout_token + dout_column)
+            dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-            delta = tl.load(delta_ptr + stats)
+            delta = tl.load(delta_at + stats)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
@@ -239,29 +251,33 @@ def _key_kernel(
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
-                q = load_tile(q_desc, batch, base_row + query_tile, partner * q_token + q_column)
-                stats = stats_at + partner.to(tl.int64) * stats_rows + query_tile + tl.arange(0, BLOCK_M)
-                log2_lse = tl.load(log2_lse_ptr + stats) - bias
+                q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
+                stats = partner * (n_supers * stats_rows) + query_tile + tl.arange(0, BLOCK_M)
+                log2_lse = tl.load(log2_lse_at + stats) - bias
                 logits = tl.dot(k, q.T, input_precision=PRECISION)
-                dout = load_tile(dout_desc, batch, base_row + query_tile, partner * dout_token + dout_column)
-                last_row = query_tile + tl.arange(0, BLOCK_M) - (residue > partner).to(tl.int32)
+                dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
+                query_row = query_tile + tl.arange(0, BLOCK_M)
+                last_row = query_row - (residue > partner).to(tl.int32)
                 seen = key_row[:, None] <= last_row[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-                delta = tl.load(delta_ptr + stats)
+                delta = tl.load(delta_at + stats)
                 dp = tl.dot(v, dout.T, input_precision=PRECISION)
                 dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     dk = dk * scale
-    column = (residue * n_kv_heads + kv_head) * DIM
+    place = place_of(row, residue, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
+    offsets = tile_offsets(n_kv_heads, R, BLOCK_N, HEAD_DIM, DIM)
+    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
+    there = tile_mask(rows, BLOCK_N, HEAD_DIM, DIM)
     if ADD:
-        dk += load_tile(dk_desc, batch, row, column).to(tl.float32)
-    store_tile(dk_desc, batch, row, column, dk)
+        dk += tl.load(dk_ptr + place + offsets, there, 0.0).to(tl.float32)
+    tl.store(dk_ptr + place + offsets, dk.to(dk_ptr.dtype.element_ty), there)
     if ADD:
-        dv += load_tile(dv_desc, batch, row, column).to(tl.float32)
-    store_tile(dv_desc, batch, row, column, dv)
+        dv += tl.load(dv_ptr + place + offsets, there, 0.0).to(tl.float32)
+    tl.store(dv_ptr + place + offsets, dv.to(dv_ptr.dtype.element_ty), there)
 
 
 def fused_backward(
@@ -284,24 +300,25 @@ def fused_backward(
     """
     check_operands(q, k, v, plan)
     scale = check_scale(scale, q.shape[-1])
-    q, k, v, dout = row_addressable(q), row_addressable(k), row_addressable(v), row_addressable(dout)
-    lse = lse.contiguous()
     covered = plan.groups[0].covers_every_row
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not covered:
         dq.zero_(), dk.zero_(), dv.zero_()
-    operands = {"q": q, "k": k, "v": v, "dout": dout}
+    given = {"q": q, "k": k, "v": v, "dout": dout}
+    operands = {name: whole_classes(row_addressable(x), plan.modulus) for name, x in given.items()}
+    lse = lse.contiguous()
     stats: tuple[Tensor, Tensor] | None = None
+    layout = StatsLayout.of(q.shape[1])
+    dim = padded_dim(q.shape[-1])
     for index, group in enumerate(plan.groups):
         fit = (group.largest_tile, q.element_size())
-        query_tiles = query_config or tile_config(q.shape[-1], plan.causal, "backward_query", *fit)
-        key_tiles = key_config or tile_config(q.shape[-1], plan.causal, "backward_key", *fit)
+        query_tiles = query_config or tile_config(dim, plan.causal, "backward_query", *fit)
+        key_tiles = key_config or tile_config(dim, plan.causal, "backward_key", *fit)
         query_tiles, key_tiles = query_tiles.fitted(group.largest_tile), key_tiles.fitted(group.largest_tile)
-        tile = max(query_tiles.block_m, key_tiles.block_m)
-        if stats is None:
-            stats = row_sums(out, dout, lse, group.modulus, tile)
-        else:
-            stats = reordered(stats, q.shape[1], group.modulus, tile)
+        # Tiles of statistics begin at multiples of sixteen bytes, whatever their rows.
+        tile = max(query_tiles.block_m, key_tiles.block_m, STATS_BLOCK)
+        before, layout = layout, StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
+        stats = reordered(stats, group.length, before, layout) if stats else row_sums(out, dout, lse, layout)
         _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add=index > 0)
         _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add=index > 0)
     return dq, dk, dv
@@ -318,23 +335,27 @@ def _run_query(
     add: bool,
 ) -> None:
     q = operands["q"]
-    tables = device_tables(group, config.block_m, config.block_n, causal, False, q.device)
-    grid, arguments = launch_arguments(_tiles(operands, config), tables.items, group, q.shape[2], causal, scale, config)
-    _query_kernel[grid](
-        dq_desc=class_rows(dq, group.modulus, config.block_m),
-        log2_lse_ptr=stats[0],
-        delta_ptr=stats[1],
-        stats_rows=stats[0].shape[-1],
-        items_ptr=tables.items,
-        entries_ptr=tables.entries,
-        heads_ptr=tables.heads,
-        heads_per_kv=group.heads_per_kv,
-        sequence_rows=group.sequence_rows,
-        scale=scale,
-        RAGGED=not causal and group.cuts_tiles(config.block_n),
-        ADD=add,
-        **arguments,
-    )
+    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
+    tiles, n_items = _tiles(operands, config), tables.items.shape[2]
+    own = {
+        "dq_ptr": dq,
+        "log2_lse_ptr": stats[0],
+        "delta_ptr": stats[1],
+        "stats_blocks": stats[0].shape[-1] // STATS_BLOCK,
+        "items_ptr": tables.items,
+        "entries_ptr": tables.entries,
+        "heads_ptr": tables.heads,
+        "heads_per_kv": group.heads_per_kv,
+        "scale": scale,
+        "ADD": add,
+    }
+
+    def arguments(ragged: bool) -> Arguments:
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
+        return grid, shared | own | {"RAGGED": ragged}
+
+    kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
 def _run_key(
@@ -349,24 +370,27 @@ def _run_key(
     add: bool,
 ) -> None:
     n_kv_heads = operands["k"].shape[2]
-    tables = device_tables(group, config.block_n, config.block_m, causal, True, dk.device)
-    grid, arguments = launch_arguments(_tiles(operands, config), tables.order, group, n_kv_heads, causal, scale, config)
-    _key_kernel[grid](
-        dk_desc=class_rows(dk, group.modulus, config.block_n),
-        dv_desc=class_rows(dv, group.modulus, config.block_n),
-        log2_lse_ptr=stats[0],
-        delta_ptr=stats[1],
-        stats_rows=stats[0].shape[-1],
-        lookup_ptr=tables.lookup,
-        order_ptr=tables.order,
-        entries_ptr=tables.entries,
-        heads_ptr=tables.heads,
-        n_kv_heads=n_kv_heads,
-        scale=scale,
-        GROUP=group.heads_per_kv,
-        ADD=add,
-        **arguments,
-    )
+    tables = tile_tables(group, config.block_n, config.block_m, causal, True, dk.device)
+    tiles, n_items = _tiles(operands, config), tables.order.shape[1]
+    own = {
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        "n_tiles": tables.lookup.shape[3],
+        "log2_lse_ptr": stats[0],
+        "delta_ptr": stats[1],
+        "stats_blocks": stats[0].shape[-1] // STATS_BLOCK,
+        "lookup_ptr": tables.lookup,
+        "order_ptr": tables.order,
+        "entries_ptr": tables.entries,
+        "heads_ptr": tables.heads,
+        "n_kv_heads": n_kv_heads,
+        "scale": scale,
+        "GROUP": group.heads_per_kv,
+        "ADD": add,
+    }
+
+    grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
+    _key_kernel[grid](**shared, **own)
 
 
 def _tiles(operands: dict[str, Tensor], config: TileConfig) -> dict[str, tuple[Tensor, int]]:

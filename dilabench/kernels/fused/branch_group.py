@@ -30,7 +30,8 @@ def head_offset(head: int, rate: int, num_heads: int, num_kv_heads: int, offset:
 
 @dataclass(frozen=True)
 class BranchGroup:
-    """Branches that share one R, in the order of rising segment length; all lengths are in rows of R tokens.
+    """Branches that share one R, in the order of rising segment length; all lengths but ``length``, the N of the
+    sequence in tokens, are in rows of R tokens.
 
     ``kinds[k][i]`` is the residue of branch i in the frame of kind k; head h has kind ``head_kind[h]`` and sees class
     ``(u + head_shift[h]) % modulus`` where the frame says u.
@@ -40,13 +41,13 @@ class BranchGroup:
     modulus: int
     rates: tuple[int, ...]
     segment_rows: tuple[int, ...]
-    sequence_rows: int
+    length: int
     kinds: tuple[tuple[int, ...], ...]
     head_kind: tuple[int, ...]
     head_shift: tuple[int, ...]
     heads_per_kv: int
 
-    @property
+    @cached_property
     def one_frame_per_kv_head(self) -> bool:
         """Whether all heads of a K/V head see the classes alike, so that idle key tiles are known without asking each
         head.
@@ -54,19 +55,34 @@ class BranchGroup:
         g = self.heads_per_kv
         return len(self.kinds) == 1 and all(s == self.head_shift[h - h % g] for h, s in enumerate(self.head_shift))
 
-    @property
+    @cached_property
+    def sequence_rows(self) -> int:
+        """Rows that the longest classes have; the last row may hold fewer than R tokens."""
+        return -(-self.length // self.modulus)
+
+    @cached_property
+    def whole_rows(self) -> int:
+        """Rows that every class has."""
+        return self.length // self.modulus
+
+    @cached_property
+    def longer_classes(self) -> int:
+        """How many classes, the first ones, have one row more than the others."""
+        return self.length % self.modulus
+
+    @cached_property
     def super_rows(self) -> int:
         return self.segment_rows[-1]
 
-    @property
+    @cached_property
     def full_supers(self) -> int:
-        return self.sequence_rows // self.super_rows
+        return self.whole_rows // self.super_rows
 
-    @property
+    @cached_property
     def tail_rows(self) -> int:
-        return self.sequence_rows % self.super_rows
+        return self.sequence_rows - self.full_supers * self.super_rows
 
-    @property
+    @cached_property
     def n_supers(self) -> int:
         return self.full_supers + (self.tail_rows > 0)
 
@@ -75,15 +91,19 @@ class BranchGroup:
         """Whether each class of each head takes part in some branch of the group."""
         return all(self.active(kind, u) for kind in range(len(self.kinds)) for u in range(self.modulus))
 
-    @property
+    @cached_property
     def largest_tile(self) -> int:
-        """Largest power of two that divides the shortest segment, and that a short sequence fills by more than half."""
-        rows = self.segment_rows[0]
-        return min(rows & -rows, 1 << (self.sequence_rows - 1).bit_length())
+        """Largest power of two that divides every segment inside of the longest, and that the longest segment, or a
+        shorter sequence, fills by more than half (but for the smallest tile there is).
+        """
+        filled = max(SMALLEST_TILE, 1 << (min(self.super_rows, self.sequence_rows) - 1).bit_length())
+        inner = self.segment_rows[0]
+        return min(filled, LARGEST_TILE if inner == self.super_rows else inner & -inner)
 
     def cuts_tiles(self, tile: int) -> bool:
-        """Whether the sequence ends inside a tile of this many rows."""
-        return self.tail_rows % tile > 0
+        """Whether a segment or the sequence ends inside a tile of this many rows."""
+        cut_super = self.full_supers > 0 and self.super_rows % tile > 0
+        return cut_super or self.tail_rows % tile > 0 or self.longer_classes > 0
 
     def active(self, kind: int, u: int) -> tuple[int, ...]:
         """Indices (into this group) of the branches that class ``u`` takes part in."""

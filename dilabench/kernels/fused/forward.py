@@ -14,41 +14,43 @@ from torch import Tensor
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
+    PER_LENGTH,
+    Arguments,
     check_operands,
     check_scale,
-    class_rows,
-    device_tables,
+    launch,
     launch_arguments,
+    padded_dim,
     row_addressable,
+    whole_classes,
 )
+from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
+    end_of,
     load_tile,
+    place_of,
     query_item,
     seen_keys,
     split_block,
     split_program,
-    store_tile,
+    tile_mask,
+    tile_offsets,
+    turned,
     unpack,
 )
 from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _forward_kernel(
     q_desc,
     k_desc,
     v_desc,
-    out_desc,
+    out_ptr,
     lse_ptr,
     items_ptr,
     entries_ptr,
     heads_ptr,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
     scale_log2,
     n_supers,
     full_supers,
@@ -56,22 +58,25 @@ def _forward_kernel(
     n_items,
     n_heads,
     heads_per_kv,
-    sequence_rows,
+    length,
+    whole_rows,
+    longer_classes,
     super_rows,
     n_blocks,
-    R: tl.constexpr,
+    item_major,
+    R,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     RAGGED: tl.constexpr,
     MERGE: tl.constexpr,
-    ITEM_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # One program: one query tile of one class.
-    item, block = split_program(n_items, n_blocks, ITEM_MAJOR)
+    item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
     item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
     u = tl.load(item_ptr)
@@ -82,12 +87,10 @@ def _forward_kernel(
     n_full = tl.load(item_ptr + 3)
     n_masked = tl.load(item_ptr + 4)
 
-    residue = (u + shift) % R
+    residue = turned(u, shift, R)
     base_row = super_index * super_rows
-    row = base_row + tile * BLOCK_M
-    k_column = (head // heads_per_kv) * k_head
-    v_column = (head // heads_per_kv) * v_head
-    q = load_tile(q_desc, batch, row, residue * q_token + head * q_head)
+    kv_head = head // heads_per_kv
+    q = load_tile(q_desc, batch, base_row + tile * BLOCK_M, residue, head)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
@@ -98,27 +101,29 @@ def _forward_kernel(
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
-        k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
+        k = load_tile(k_desc, batch, key_row, partner, kv_head)
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
         p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
         decay = tl.math.exp2(top - new_top)
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
-        v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
+        v = load_tile(v_desc, batch, key_row, partner, kv_head)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
 
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows_left = whole_rows - base_row
     if CAUSAL or RAGGED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k = load_tile(k_desc, batch, key_row, partner * k_token + k_column)
+            k = load_tile(k_desc, batch, key_row, partner, kv_head)
             logits = tl.dot(q, k.T, input_precision=PRECISION)
-            seen = seen_keys(query_row, residue, key_tile, partner, sequence_rows - base_row, BLOCK_N, CAUSAL)
+            end = end_of(partner, rows_left, longer_classes, super_rows)
+            seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
             # A row may see nothing yet; -inf - (-inf) must not reach exp2.
@@ -127,26 +132,30 @@ def _forward_kernel(
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
             acc = acc * decay[:, None]
-            v = load_tile(v_desc, batch, key_row, partner * v_token + v_column)
+            v = load_tile(v_desc, batch, key_row, partner, kv_head)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
 
     acc = acc / total[:, None]
     lse = (top + tl.log2(total)) * 0.6931471805599453
-    rows = base_row + query_row
-    inside = rows < sequence_rows
-    lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * sequence_rows * R + rows.to(tl.int64) * R + residue
-    out_column = (residue * n_heads + head) * DIM
+    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
+    row = base_row + tile * BLOCK_M
+    lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * length + row.to(tl.int64) * R + residue
+    lse_at += tl.arange(0, BLOCK_M) * R
+    inside = tl.arange(0, BLOCK_M) < rows
+    out_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
+    offsets = tile_offsets(n_heads, R, BLOCK_M, HEAD_DIM, DIM)
+    there = tile_mask(rows, BLOCK_M, HEAD_DIM, DIM)
     if MERGE:
         old_lse = tl.load(lse_at, inside, float("-inf"))
         higher = tl.maximum(old_lse, lse)
         mine = tl.exp(lse - higher)
         theirs = tl.exp(old_lse - higher)
         share = 1.0 / (mine + theirs)
-        old = load_tile(out_desc, batch, row, out_column).to(tl.float32)
+        old = tl.load(out_ptr + offsets, there, 0.0).to(tl.float32)
         acc = acc * (mine * share)[:, None] + old * (theirs * share)[:, None]
         lse = higher + tl.log(mine + theirs)
-    store_tile(out_desc, batch, row, out_column, acc)
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), there)
     tl.store(lse_at, lse, inside)
 
 
@@ -167,36 +176,27 @@ def fused_forward(
     """
     check_operands(q, k, v, plan)
     scale = check_scale(scale, q.shape[-1])
-    q, k, v = row_addressable(q), row_addressable(k), row_addressable(v)
     batch, length, num_heads, _ = q.shape
     covered = plan.groups[0].covers_every_row
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if covered else q.new_zeros(q.shape)
     lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
+    q, k, v = (whole_classes(row_addressable(x), plan.modulus) for x in (q, k, v))
     for index, group in enumerate(plan.groups):
-        chosen = config or _shipped_config(q, group, plan.causal, first=index == 0)
-        if chosen.specialized and index > 0:
-            chosen = _shipped_config(q, group, plan.causal, first=False)
-        if chosen.specialized:
+        specialized = None if config or index else _specialized(q, group, plan.causal)
+        if specialized:
             from dilabench.kernels.fused.forward_sm90 import run_group
 
-            run_group(q, k, v, out, lse, group, plan.causal, scale, chosen)
+            run_group(q, k, v, out, lse, group, plan.causal, scale, specialized)
         else:
-            _run_group(q, k, v, out, lse, group, plan.causal, scale, chosen.fitted(group.largest_tile), merge=index > 0)
+            _run_group(q, k, v, out, lse, group, plan.causal, scale, config, merge=index > 0)
     return out, lse
 
 
-def _shipped_config(q: Tensor, group: BranchGroup, causal: bool, first: bool) -> TileConfig:
-    """The measured configuration; the Hopper kernel only where it can run, and only to write results, not to merge.
-
-    Where tiles are cut it takes single sequences only: a tile would read on into the next batch element.
-    """
-    dim, size = q.shape[-1], q.element_size()
-    if first and size == 2 and _hopper(q.device):
-        specialized = specialized_config(dim, causal, group.largest_tile)
-        if specialized and (q.shape[0] == 1 or not group.cuts_tiles(max(specialized.block_m, specialized.block_n))):
-            return specialized
-    config = tile_config(dim, causal, "forward", group.largest_tile, size)
-    return tile_config(dim, causal, "forward", group.largest_tile, size, cut=group.cuts_tiles(config.block_n))
+def _specialized(q: Tensor, group: BranchGroup, causal: bool) -> TileConfig | None:
+    """The configuration of the Hopper kernel where it can run and wins; it writes results and does not merge."""
+    if q.element_size() != 2 or not _hopper(q.device):
+        return None
+    return specialized_config(q.shape[-1], causal, group.largest_tile)
 
 
 @lru_cache(maxsize=16)
@@ -215,21 +215,31 @@ def _run_group(
     group: BranchGroup,
     causal: bool,
     scale: float,
-    config: TileConfig,
+    config: TileConfig | None,
     merge: bool,
 ) -> None:
-    tables = device_tables(group, config.block_m, config.block_n, causal, False, q.device)
-    tiles = {"q": (q, config.block_m), "k": (k, config.block_n), "v": (v, config.block_n)}
-    grid, arguments = launch_arguments(tiles, tables.items, group, q.shape[2], causal, scale, config)
-    _forward_kernel[grid](
-        out_desc=class_rows(out, group.modulus, config.block_m),
-        lse_ptr=lse,
-        entries_ptr=tables.entries,
-        heads_ptr=tables.heads,
-        items_ptr=tables.items,
-        heads_per_kv=group.heads_per_kv,
-        sequence_rows=group.sequence_rows,
-        RAGGED=not causal and group.cuts_tiles(config.block_n),
-        MERGE=merge,
-        **arguments,
-    )
+    dim, size = padded_dim(q.shape[-1]), q.element_size()
+
+    def arguments(ragged: bool) -> Arguments:
+        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, cut=ragged)
+        chosen = chosen.fitted(group.largest_tile)
+        tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
+        tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
+        n_items = tables.items.shape[2]
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen)
+        own = {
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            "items_ptr": tables.items,
+            "heads_per_kv": group.heads_per_kv,
+            "MERGE": merge,
+            "RAGGED": ragged,
+        }
+        return grid, shared | own
+
+    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
+    ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
+    kind = (q.dtype, q.shape[-1], causal, merge, group.heads_per_kv, len(group.kinds), whole)
+    launch(_forward_kernel, arguments, ragged, *kind)

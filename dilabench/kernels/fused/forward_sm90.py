@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
-from dilabench.kernels.fused.row_layout import class_view, device_tables
+from dilabench.kernels.fused.row_layout import PER_LENGTH, Arguments, class_view, launch
+from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.tuning import TileConfig
 
 _TILE_BITS = gl.constexpr(TILE_BITS)
@@ -39,7 +40,7 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 @gluon.jit
 def _locate(work, geometry, items_ptr, heads_ptr):
     """Item list position, head, and row of one piece of work; all partitions derive the same from its number."""
-    n_supers, full_supers, n_kinds, n_items, n_heads, sequence_rows, super_rows = geometry
+    n_supers, full_supers, n_kinds, n_items, n_heads, sequence_rows, super_rows = geometry[:7]
     item = work % n_items
     block = work // n_items
     super_index = block % n_supers
@@ -54,6 +55,20 @@ def _locate(work, geometry, items_ptr, heads_ptr):
 
 
 @gluon.jit
+def _turned(u, shift, R):
+    """Class ``u`` of a frame as a token class: (u + shift) mod R for both below R."""
+    residue = u + shift
+    return gl.where(residue < R, residue, residue - R)
+
+
+@gluon.jit
+def _end_of(residue, ends):
+    """Rows of a class in a super-segment; ``ends``: whole rows left in the sequence, longer classes, super rows."""
+    rows_left, longer_classes, super_rows = ends
+    return gl.minimum(super_rows, rows_left + (residue < longer_classes).to(gl.int32))
+
+
+@gluon.jit
 def _produce_item(
     work,
     step,
@@ -64,7 +79,7 @@ def _produce_item(
     geometry,
     tiles,
     barriers,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -79,7 +94,7 @@ def _produce_item(
     item_ptr, head, _, shift, _, base_row = _locate(work, geometry, items_ptr, heads_ptr)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
     if n > 0:
-        residue = (gl.load(item_ptr) + shift) % R
+        residue = _turned(gl.load(item_ptr), shift, R)
         row = base_row + gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
         column = residue * q_token + head * q_head
@@ -93,7 +108,7 @@ def _produce_item(
         for j in range(n):
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
-            partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
+            partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
             key_row = base_row + (entry & _TILE_MASK) * BLOCK_N
             following = gl.load(first + gl.minimum(j + 1, n - 1))
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -119,7 +134,7 @@ def _produce(
     geometry,
     tiles,
     barriers,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -163,10 +178,10 @@ def _weights(
     first_row,
     residue,
     shift,
-    end,
+    ends,
     MASK: gl.constexpr,
     CAUSAL: gl.constexpr,
-    R: gl.constexpr,
+    R,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -175,13 +190,13 @@ def _weights(
     bias = gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
     if MASK:
         key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
         if CAUSAL:
-            partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
             ahead = first_row - (partner > residue).to(gl.int32) - (entry & _TILE_MASK) * BLOCK_N
             last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
             seen = key_row[None, :] <= last[:, None]
         else:
-            seen = (key_row < end - (entry & _TILE_MASK) * BLOCK_N)[None, :]
+            seen = (key_row < _end_of(partner, ends) - (entry & _TILE_MASK) * BLOCK_N)[None, :]
         logits = gl.where(seen, logits, float("-inf"))
     new_top = gl.maximum(top, gl.max(logits, 1) * scale_log2 + bias)
     safe_top = new_top
@@ -204,12 +219,12 @@ def _consume_tile(
     first_row,
     residue,
     shift,
-    end,
+    ends,
     tiles,
     barriers,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
-    R: gl.constexpr,
+    R,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -245,7 +260,7 @@ def _consume_tile(
         first_row,
         residue,
         shift,
-        end,
+        ends,
         CAUSAL or RAGGED,
         CAUSAL,
         R,
@@ -277,7 +292,7 @@ def _consume_tile(
                 first_row,
                 residue,
                 shift,
-                end,
+                ends,
                 masked == 1,
                 CAUSAL,
                 R,
@@ -314,7 +329,7 @@ def _consume_item(
     scale_log2,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -327,14 +342,16 @@ def _consume_item(
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (DIM // 8), DIM // 8], [4, 1], [1, 0])
     out_ptr, lse_ptr = results
     items_ptr, entries_ptr, heads_ptr = tables
-    n_heads, sequence_rows, super_rows = geometry[4], geometry[5], geometry[6]
-    item_ptr, head, batch, shift, super_index, base_row = _locate(work, geometry, items_ptr, heads_ptr)
+    n_heads, super_rows, whole_rows = geometry[4], geometry[6], geometry[7]
+    longer_classes, length = geometry[8], geometry[9]
+    item_ptr, head, batch, shift, super_index, _ = _locate(work, geometry, items_ptr, heads_ptr)
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if n > 0:
-        residue = (gl.load(item_ptr) + shift) % R
+        residue = _turned(gl.load(item_ptr), shift, R)
         first = entries_ptr + gl.load(item_ptr + 2)
         first_row = gl.load(item_ptr + 1) * BLOCK_M + half * ROWS
+        ends = (whole_rows - super_index * super_rows, longer_classes, super_rows)
         acc, top, total = _consume_tile(
             half,
             first,
@@ -346,7 +363,7 @@ def _consume_item(
             first_row,
             residue,
             shift,
-            sequence_rows - super_index * super_rows,
+            ends,
             tiles,
             barriers,
             CAUSAL,
@@ -362,17 +379,17 @@ def _consume_item(
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, O_LAYOUT))[:, None]
         lse = (top + gl.log2(total)) * 0.6931471805599453
         result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
-        row = (base_row + first_row).to(gl.int64)
-        out_at = row * (n_heads * R * DIM) + (residue * n_heads + head) * DIM
+        token = ((super_index * super_rows + first_row).to(gl.int64)) * R + residue
+        out_at = ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT)).to(gl.int64)
         columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORE_LAYOUT))
-        # Rows beyond the end of the sequence read as 0 and are not written.
-        end = sequence_rows - super_index * super_rows - first_row
+        # Rows beyond the end of the segment are another's, or none.
+        end = _end_of(residue, ends) - first_row
         inside = (rows < end)[:, None]
         gl.store(out_ptr + out_at + rows[:, None] * (n_heads * R * DIM) + columns[None, :], result, inside)
-        lse_at = (batch * n_heads + head).to(gl.int64) * sequence_rows + super_index * super_rows + first_row
         lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        gl.store(lse_ptr + (lse_at + lse_rows) * R + residue, lse, lse_rows < end)
+        lse_at = (batch * n_heads + head).to(gl.int64) * length + token
+        gl.store(lse_ptr + lse_at + lse_rows * R, lse, lse_rows < end)
     return step + n, turn + (n > 0).to(gl.int32)
 
 
@@ -388,7 +405,7 @@ def _consume(
     scale_log2,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
-    R: gl.constexpr,
+    R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
@@ -441,7 +458,7 @@ def _consume(
         )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=PER_LENGTH)
 def _forward_kernel(
     q_desc,
     k_desc,
@@ -465,9 +482,12 @@ def _forward_kernel(
     n_heads,
     sequence_rows,
     super_rows,
+    whole_rows,
+    longer_classes,
+    length,
     n_work,
     heads_per_kv,
-    R: gl.constexpr,
+    R,
     DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -494,7 +514,18 @@ def _forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
     tables = (items_ptr, entries_ptr, heads_ptr)
-    geometry = (n_supers, full_supers, n_kinds, n_items, n_heads, sequence_rows, super_rows)
+    geometry = (
+        n_supers,
+        full_supers,
+        n_kinds,
+        n_items,
+        n_heads,
+        sequence_rows,
+        super_rows,
+        whole_rows,
+        longer_classes,
+        length,
+    )
     tiles = (q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     descriptors = (q_desc, k_desc, v_desc)
@@ -587,43 +618,51 @@ def run_group(
     config: TileConfig,
 ) -> None:
     """Write ``out`` and ``lse`` of one group of branches; rows that the group does not cover are left as they are."""
-    batch, _, num_heads, dim = q.shape
-    tables = device_tables(group, config.block_m, config.block_n, causal, False, q.device)
+    batch, length, num_heads, dim = q.shape
+    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     n_items = tables.items.shape[2]
     n_work = n_items * batch * num_heads * group.n_supers
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    # Longer lists gain from programs that stay (840 against 815 TFLOP/s effective, not causal), shorter causal ones
-    # lose (503 against 540): the loop over tiles costs the consumers registers, which spill beside a third loop.
-    ragged = not causal and group.cuts_tiles(config.block_n)
-    persistent = not causal and not ragged and n_work > processors
-    programs = processors if persistent else n_work
-    _forward_kernel[(programs,)](
-        _tile_descriptor(q, group.modulus, config.block_m // 2),
-        _tile_descriptor(k, group.modulus, config.block_n),
-        _tile_descriptor(v, group.modulus, config.block_n),
-        out,
-        lse,
-        tables.items,
-        tables.entries,
-        tables.heads,
-        *(s for x in (q, k, v) for s in x.stride()[1:3]),
-        scale * _LOG2E,
-        group.n_supers,
-        group.full_supers,
-        len(group.kinds),
-        n_items,
-        num_heads,
-        group.sequence_rows,
-        group.super_rows,
-        n_work,
-        num_heads // k.shape[2],
-        R=group.modulus,
-        DIM=dim,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        CAUSAL=causal,
-        RAGGED=ragged,
-        STAGES=config.num_stages,
-        PERSISTENT=persistent,
-        num_warps=config.num_warps,
-    )
+
+    def arguments(ragged: bool) -> Arguments:
+        # Longer lists gain from programs that stay (840 against 815 TFLOP/s effective, not causal), shorter causal ones
+        # lose (503 against 540): the loop over tiles costs the consumers registers, which spill beside a third loop.
+        persistent = not causal and not ragged
+        own = {
+            "q_desc": _tile_descriptor(q, group.modulus, config.block_m // 2),
+            "k_desc": _tile_descriptor(k, group.modulus, config.block_n),
+            "v_desc": _tile_descriptor(v, group.modulus, config.block_n),
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "items_ptr": tables.items,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            **{f"{name}_token": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
+            **{f"{name}_head": x.stride(2) for name, x in (("q", q), ("k", k), ("v", v))},
+            "scale_log2": scale * _LOG2E,
+            "n_supers": group.n_supers,
+            "full_supers": group.full_supers,
+            "n_kinds": len(group.kinds),
+            "n_items": n_items,
+            "n_heads": num_heads,
+            "sequence_rows": length // group.modulus,
+            "super_rows": group.super_rows,
+            "whole_rows": group.whole_rows,
+            "longer_classes": group.longer_classes,
+            "length": group.length,
+            "n_work": n_work,
+            "heads_per_kv": num_heads // k.shape[2],
+            "R": group.modulus,
+            "DIM": dim,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "CAUSAL": causal,
+            "RAGGED": ragged and not causal,
+            "STAGES": config.num_stages,
+            "PERSISTENT": persistent,
+            "num_warps": config.num_warps,
+        }
+        return (min(processors, n_work) if persistent else n_work,), own
+
+    kind = (q.dtype, causal, group.heads_per_kv, len(group.kinds), config)
+    launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -1,11 +1,11 @@
 """Residue-class plans: the union of dilated branches as a list of dense tiles, each distinct pair once.
 
-A contiguous ``[B, N, H, D]`` tensor seen as ``[B * N / R, R * H * D]`` puts token ``l * R + c`` of head h at row l,
-columns ``(c * H + h) * D``. Let R be a multiple of every dilation rate that divides every segment length, and W the
-longest segment. Then all rows of one *class* c (the token modulo R) of a head take part in the same branches, so a
-tile of rows of one class against a tile of rows of another is either wholly visible (apart from the causal edge) or
-not at all, and the number m of branches that give a pair is constant in the tile: multiplicity becomes a scalar bias
-log2(m) on the logits of the tile.
+A ``[B, N, H, D]`` tensor seen as ``[B, N / R, R, H, D]`` puts token ``l * R + c`` at row l of *class* c; where R does
+not divide N, the first N mod R classes have a row more than the others. Let R be a multiple of every dilation rate that
+divides every segment length, and W the longest segment. Then all rows of one class of a head take part in the same
+branches, so a tile of rows of one class against a tile of rows of another is either wholly visible (apart from the
+causal edge and where a segment ends) or not at all, and the number m of branches that give a pair is constant in the
+tile: multiplicity becomes a scalar bias log2(m) on the logits of the tile.
 
 Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
 *groups*, each with its own R. A branch that fits no group is listed in ``ResiduePlan.leftover`` with the reason; the
@@ -15,13 +15,11 @@ caller computes those another way and merges by lse (forward) or adds (backward)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 from dilabench.kernels.fused.branch_group import (
-    LARGEST_TILE,
     MAX_MODULUS,
     MAX_MULTIPLICITY,
     SMALLEST_TILE,
@@ -31,7 +29,7 @@ from dilabench.kernels.fused.branch_group import (
     OffsetBy,
     head_offset,
 )
-from dilabench.kernels.fused.tile_tables import computed_pairs
+from dilabench.kernels.fused.tile_lists import computed_pairs
 
 # Tables beyond this many entries (4 bytes each) cost more than they save; segments this long belong to a dense kernel.
 MAX_TABLE_ENTRIES = 1 << 25
@@ -51,6 +49,11 @@ class ResiduePlan:
     @property
     def complete(self) -> bool:
         return not self.leftover
+
+    @property
+    def modulus(self) -> int:
+        """What a length must be a multiple of for the rows of every group to be whole."""
+        return math.lcm(*(group.modulus for group in self.groups))
 
 
 @lru_cache(maxsize=256)
@@ -95,31 +98,66 @@ def residue_plan(
             leftover.append((i, fit))
         else:
             usable.append(i)
-    groups = _cheapest_cut(usable, segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
+    groups = _groups(tuple(usable), segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
+    padded = [i for group in groups if sequence_length % group.modulus for i in group.branches]
+    pairs_per_row = sum(min(segment_lengths[i], sequence_length) / dilation_rates[i] ** 2 for i in padded)
+    if pairs_per_row < _PADDING_COST_PAIRS and sequence_length * num_heads > _CHEAP_ROWS:
+        groups = tuple(group for group in groups if not sequence_length % group.modulus)
+        why = f"sequence length {sequence_length} would be padded for few pairs"
+        leftover += [(i, why) for i in padded]
     return ResiduePlan(groups, tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
 
 
-# A later group re-reads and re-writes the output rows it covers; one such row costs about as much as this many pairs.
-_MERGE_COST_PAIRS = 64
-
-
-def _cheapest_cut(
-    usable: Sequence[int],
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+def _groups(
+    usable: tuple[int, ...],
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
     sequence_length: int,
     heads: tuple[int, int, Offset, OffsetBy],
     causal: bool,
     tile: int,
 ) -> tuple[BranchGroup, ...]:
+    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length."""
+    rounded = 1 << (sequence_length - 1).bit_length()
+    for length in (rounded, sequence_length):
+        parts = _cheapest_cut(usable, segment_lengths, dilation_rates, length, heads, causal, tile)
+        smallest = [SMALLEST_TILE if len(part) == 1 else min(tile, 64) for part in parts]
+        found = [
+            _fit(part, segment_lengths, dilation_rates, sequence_length, heads, least)
+            for part, least in zip(parts, smallest, strict=True)
+        ]
+        groups = tuple(fit for fit in found if not isinstance(fit, str))
+        if len(groups) == len(parts):
+            break
+    return groups
+
+
+# Where R does not divide N, q, k and v are copied to a length that it divides. A row costs about as much as these pairs
+# (768 bytes read and written at 4 TB/s, a pair of 256 FLOPs at 500 TFLOP/s); up to so many rows a launch costs more.
+_PADDING_COST_PAIRS = 375
+_CHEAP_ROWS = 1 << 17
+# A later group re-reads and re-writes the output rows it covers; one such row costs about as much as this many pairs.
+_MERGE_COST_PAIRS = 64
+
+
+@lru_cache(maxsize=256)
+def _cheapest_cut(
+    usable: tuple[int, ...],
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    sequence_length: int,
+    heads: tuple[int, int, Offset, OffsetBy],
+    causal: bool,
+    tile: int,
+) -> tuple[tuple[int, ...], ...]:
     """Dynamic programme over cuts of ``usable`` (rising dilation rate) into runs; a run that does not fit is not a
     choice.
     """
-    best: list[tuple[float, tuple[BranchGroup, ...]]] = [(0.0, ())]
+    best: list[tuple[float, tuple[tuple[int, ...], ...]]] = [(0.0, ())]
     for end in range(1, len(usable) + 1):
-        options: list[tuple[float, tuple[BranchGroup, ...]]] = []
+        options: list[tuple[float, tuple[tuple[int, ...], ...]]] = []
         for start in range(end):
-            branches = tuple(usable[start:end])
+            branches = usable[start:end]
             smallest = SMALLEST_TILE if end - start == 1 else min(tile, 64)
             group = _fit(branches, segment_lengths, dilation_rates, sequence_length, heads, smallest)
             if isinstance(group, str):
@@ -127,7 +165,7 @@ def _cheapest_cut(
             cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
             if start:
                 cost += _MERGE_COST_PAIRS * heads[0] * sequence_length / min(group.rates)
-            options.append((best[start][0] + cost, (*best[start][1], group)))
+            options.append((best[start][0] + cost, (*best[start][1], branches)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]
 
@@ -148,14 +186,12 @@ def _fit(
         return f"lcm of the dilation rates is {modulus}, above {MAX_MODULUS}"
     if len(ordered) > MAX_MULTIPLICITY:
         return f"{len(ordered)} branches share keys, above {MAX_MULTIPLICITY}"
-    if sequence_length % modulus:
-        return f"sequence length {sequence_length} is not a multiple of {modulus}, the lcm of the dilation rates"
     lengths: list[int] = []
     for i in ordered:
         length = segment_lengths[i]
         if length >= sequence_length:
-            # One segment holds everything: its length may be rounded up, to nest over shorter ones or to whole tiles.
-            step = lengths[-1] if lengths else modulus * LARGEST_TILE
+            # One segment holds everything: its length may be rounded up, to nest over shorter ones or to whole rows.
+            step = lengths[-1] if lengths else modulus
             length = -(-sequence_length // step) * step
         if length % modulus:
             return f"segment length {length} is not a multiple of {modulus}, the lcm of the dilation rates"
@@ -170,7 +206,7 @@ def _fit(
         modulus,
         rates,
         tuple(length // modulus for length in lengths),
-        sequence_length // modulus,
+        sequence_length,
         kinds,
         head_kind,
         head_shift,
@@ -183,23 +219,23 @@ def _fit(
         )
     if group.super_rows // SMALLEST_TILE >= 1 << TILE_BITS:
         return f"segment length {lengths[-1]} has more than {1 << TILE_BITS} tiles per class"
-    tile = min(group.largest_tile, 64)
-    if _table_entries_bound(group, tile) > MAX_TABLE_ENTRIES:
+    if _most_entries(group, min(group.largest_tile, 64)) > MAX_TABLE_ENTRIES:
         return f"tile table of segment length {lengths[-1]} passes {MAX_TABLE_ENTRIES} entries"
     return group
 
 
-def _table_entries_bound(group: BranchGroup, tile: int) -> int:
+def _most_entries(group: BranchGroup, tile: int) -> int:
     """Upper bound of the number of table entries: every visible (class, class) block of tiles, all kinds, both
     variants.
     """
     total = 0
     for rate, rows in zip(group.rates, group.segment_rows, strict=True):
         classes = group.modulus // rate
-        total += classes * classes * (group.super_rows // tile) * -(-rows // tile)
+        total += classes * classes * -(-group.super_rows // tile) * -(-rows // tile)
     return 2 * total * len(group.kinds)
 
 
+@lru_cache(maxsize=1024)
 def _frames(
     rates: tuple[int, ...], modulus: int, num_heads: int, num_kv_heads: int, offset: Offset, offset_by: OffsetBy
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]:

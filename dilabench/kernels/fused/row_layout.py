@@ -1,62 +1,69 @@
-"""How the fused kernels see tensors and plans: descriptors of the residue-class view, and tile tables on the device."""
+"""How the fused kernels see tensors: descriptors of the residue-class view, and what every launch is given."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.tuning import TileConfig
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+SMALLEST_DIM, LARGEST_HEAD_DIM = 16, 256
+# Bulk copies step in units of so many bytes.
+COPY_BYTES = 16
 
+Arguments = tuple[tuple[int], dict[str, Any]]
+"""Grid and keyword arguments of a launch."""
 
-@dataclass(frozen=True, slots=True)
-class DeviceTables:
-    """Tile tables and head frames of one group, on the device; see `TileTables`."""
-
-    items: Tensor
-    lookup: Tensor
-    order: Tensor
-    entries: Tensor
-    heads: Tensor
-
-
-@lru_cache(maxsize=256)
-def device_tables(
-    group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device
-) -> DeviceTables:
-    """Tables of `tile_tables` copied to ``device`` once per (group, tiles, direction)."""
-    tables = tile_tables(group, own, other, causal, by_key)
-    heads = torch.tensor([group.head_kind, group.head_shift], dtype=torch.int32).t().contiguous()
-    return DeviceTables(
-        torch.from_numpy(tables.items).to(device),
-        torch.from_numpy(tables.lookup).to(device),
-        torch.from_numpy(tables.order).to(device),
-        torch.from_numpy(tables.entries).to(device),
-        heads.to(device),
-    )
+# What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
+# integers that are 1 or that 16 divides.
+PER_LENGTH = (
+    "n_supers",
+    "full_supers",
+    "n_items",
+    "n_tiles",
+    "n_blocks",
+    "n_work",
+    "length",
+    "sequence_rows",
+    "whole_rows",
+    "longer_classes",
+    "super_rows",
+    "stats_blocks",
+    "item_major",
+    "rows",
+    "key_rows",
+    "R",
+)
 
 
 def is_row_addressable(x: Tensor) -> bool:
     """Whether the tokens and heads of ``x`` lie at constant, 16-byte aligned strides through the batch."""
     batch, length, _, dim = x.shape
-    aligned = 16 // x.element_size()
+    aligned = COPY_BYTES // x.element_size()
     token, head = x.stride(1), x.stride(2)
     regular = x.stride(3) == 1 and token >= head >= dim and (batch == 1 or x.stride(0) == length * token)
-    return regular and token % aligned == 0 and head % aligned == 0 and x.data_ptr() % 16 == 0
+    return regular and token % aligned == 0 and head % aligned == 0 and x.data_ptr() % COPY_BYTES == 0
 
 
 def row_addressable(x: Tensor) -> Tensor:
     """``x`` itself if `is_row_addressable`, else a contiguous copy."""
     return x if is_row_addressable(x) else x.contiguous()
+
+
+def whole_classes(x: Tensor, modulus: int) -> Tensor:
+    """``x [B, N, H, D]`` with a length that ``modulus`` divides: itself, else a copy with zeros behind.
+
+    Descriptors are boxes: one over N / R rows would reach beyond the tensor where the last row is not whole.
+    """
+    missing = -x.shape[1] % modulus
+    return row_addressable(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x)
 
 
 def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
@@ -70,10 +77,21 @@ def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
 
 
 def class_rows(x: Tensor, modulus: int, rows: int) -> TensorDescriptor:
-    """`class_view` as [B, N / R, columns] in tiles of [1, rows, D]; reads past the end give 0, writes go nowhere."""
-    (all_rows, columns), (row, column) = class_view(x, modulus)
-    per_item = all_rows // x.shape[0]
-    return TensorDescriptor(x, [x.shape[0], per_item, columns], [per_item * row, row, column], [1, rows, x.shape[-1]])
+    """``x [B, N, H, D]`` as [B, R, H, N / R, D] in tiles of [1, 1, 1, rows, `padded_dim`]; reads past an
+    end give 0.
+
+    Rows and columns come last: Triton multiplies tiles in place only where the axes of one element lie before them.
+    """
+    batch, length, heads, dim = x.shape
+    token, head = x.stride(1), x.stride(2)
+    shape = [batch, modulus, heads, length // modulus, dim]
+    strides = [length * token, token, head, modulus * token, 1]
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, padded_dim(dim)])
+
+
+def padded_dim(dim: int) -> int:
+    """The power of two that tiles have as head dim: the columns beyond D are zeros, which change no product."""
+    return max(SMALLEST_DIM, triton.next_power_of_2(dim))
 
 
 # Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
@@ -83,19 +101,17 @@ _LOG2E = 1.4426950408889634
 
 def launch_arguments(
     tiles: dict[str, tuple[Tensor, int]],
-    work: Tensor,
+    n_items: int,
     group: BranchGroup,
     heads_per_batch: int,
     causal: bool,
     scale: float,
     config: TileConfig,
-) -> tuple[tuple[int], dict[str, Any]]:
-    """(grid, keyword arguments) that the fused kernels share. ``tiles`` names each operand with its rows per tile;
-    ``work`` lists items along its next to last dimension, visited once per super-segment, batch element and one of
-    ``heads_per_batch`` heads.
+) -> Arguments:
+    """What the fused kernels are all given. ``tiles`` names each operand with its rows per tile;
+    each of ``n_items`` is visited once per super-segment, batch element and one of ``heads_per_batch`` heads.
     """
     q, k = tiles["q"][0], tiles["k"][0]
-    n_items = work.shape[-2]
     n_blocks = q.shape[0] * heads_per_batch * group.n_supers
     arguments: dict[str, Any] = {
         "scale_log2": scale * _LOG2E,
@@ -104,14 +120,18 @@ def launch_arguments(
         "n_kinds": len(group.kinds),
         "n_items": n_items,
         "n_heads": q.shape[2],
+        "length": group.length,
+        "whole_rows": group.whole_rows,
+        "longer_classes": group.longer_classes,
         "super_rows": group.super_rows,
         "n_blocks": n_blocks,
+        "item_major": int(2 * k.numel() * k.element_size() <= _L2_RESIDENT_BYTES),
         "R": group.modulus,
-        "DIM": q.shape[-1],
+        "HEAD_DIM": q.shape[-1],
+        "DIM": padded_dim(q.shape[-1]),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "ITEM_MAJOR": 2 * k.numel() * k.element_size() <= _L2_RESIDENT_BYTES,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
@@ -119,15 +139,40 @@ def launch_arguments(
     }
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows)
-        arguments[f"{name}_token"], arguments[f"{name}_head"] = x.stride(1), x.stride(2)
     return (n_items * n_blocks,), arguments
+
+
+_compiled: set[tuple[Any, ...]] = set()
+
+
+def launch(kernel: Any, arguments: Callable[[bool], Arguments], ragged: bool, *kind: Any) -> None:
+    """Run a kernel on its ``arguments(ragged)``, where tiles are cut or not.
+
+    At the first call of a ``kind`` (all else that it is compiled for) both forms are compiled, so that no later length
+    compiles anything.
+    """
+    if (kernel, *kind) not in _compiled:
+        _compiled.add((kernel, *kind))
+        grid, other = arguments(not ragged)
+        kernel.warmup(grid=grid, **other)
+    grid, own = arguments(ragged)
+    kernel[grid](**own)
+
+
+def check_head_dim(q: Tensor) -> None:
+    """Raises ValueError when kernels have no tiles for the head dim of q [B, N, H, D]."""
+    dim = q.shape[-1]
+    if not 0 < dim <= LARGEST_HEAD_DIM or dim * q.element_size() % COPY_BYTES:
+        raise ValueError(
+            f"head dimension {dim} of {q.dtype} is above {LARGEST_HEAD_DIM} or no multiple of {COPY_BYTES} bytes: use "
+            "the strided implementation"
+        )
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan) -> None:
     """Raises ValueError when shapes disagree with each other or with ``plan``, or the head dimension has no kernel."""
     _, length, num_heads, dim = q.shape
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"head dimension {dim} is not one of {HEAD_DIMS}: use the strided implementation")
+    check_head_dim(q)
     if k.shape != v.shape or k.shape != (q.shape[0], length, plan.num_kv_heads, dim):
         raise ValueError(
             f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)} and {plan.num_kv_heads} K/V heads"

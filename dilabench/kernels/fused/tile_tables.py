@@ -1,150 +1,122 @@
-"""Work lists of the fused kernels: which key tiles each query tile visits, and the reverse, with multiplicities."""
+"""Work lists of the fused kernels on a device: their entries, which can be millions, are written out there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
+from dilabench.kernels.fused.tile_lists import (
+    Partners,
+    Runs,
+    every_tile,
+    heaviest_first,
+    lookup_of,
+    partners_of,
+    runs_of,
+)
 
-Int32Array = npt.NDArray[np.int32]
+# Entries are made for as many tiles at a time as need this many of the numbers that lead to them.
+_AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class TileTables:
-    """Work lists for one group, direction and tile shape.
+    """Work lists for one group, direction and tile shape, on a device.
 
     ``items``   int32 [variants, kinds, n_items, 5]: class, tile, first entry, full entries, masked entries. A class
     of -1 pads. ``lookup``  int32 [variants, kinds, R, n_tiles, 3]: first entry, full entries, masked entries of any
     (class, tile).
     ``order``   int32 [variants, n, 2]: (class, tile) to visit by key, in the frame of kind 0, heaviest first; -1 pads.
     ``entries`` int32: packed (multiplicity, class, tile) of the partner tiles, full ones first.
-    Variant 0 is a whole super-segment, variant 1 the shorter last one. Its last tile may reach beyond the sequence:
-    among key tiles that is a masked entry.
+    ``heads``   int32 [H, 2]: kind and class shift of each head.
+    Variant 0 is a whole super-segment, variant 1 the shorter last one. The last tile of either may reach beyond it:
+    such a partner tile is a masked entry.
     """
 
-    items: Int32Array
-    lookup: Int32Array
-    order: Int32Array
-    entries: Int32Array
+    items: Tensor
+    lookup: Tensor
+    order: Tensor
+    entries: Tensor
+    heads: Tensor
 
 
-@lru_cache(maxsize=256)
-def tile_tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> TileTables:
+def tile_tables(
+    group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device
+) -> TileTables:
     """Partner tiles of ``other`` rows for every tile of ``own`` rows; own rows are queries, or keys if ``by_key``.
 
-    Raises ValueError when a tile does not divide the shortest segment.
+    Raises ValueError when a tile is larger than the segments allow.
     """
+    # Without an order among positions, a query sees the keys that see it.
+    return _tables(group, own, other, causal, causal and by_key, device)
+
+
+# A table of one length stays on the device for as long as it is here: few, for lengths change from call to call.
+@lru_cache(maxsize=32)
+def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device) -> TileTables:
     for tile in (own, other):
-        if group.largest_tile % tile:
+        if tile > group.largest_tile:
             raise ValueError(
                 f"tile of {tile} rows does not divide segments of {group.segment_rows[0]} rows"
                 f"; use at most {group.largest_tile}"
             )
-    chunks: list[Int32Array] = []
-    filled = 0
-    n_tiles = group.super_rows // own
-    lookup = np.zeros((2, len(group.kinds), group.modulus, n_tiles, 3), dtype=np.int32)
-    rows_of_variant = (group.super_rows if group.full_supers else 0, group.tail_rows)
-    for kind in range(len(group.kinds)):
-        for u in range(group.modulus):
-            partners = _partners(group, kind, u)
-            for variant, rows in enumerate(rows_of_variant):
-                for tile in range(-(-rows // own)):
-                    full, masked = _partner_tiles(partners, tile * own, own, other, rows, causal, by_key)
-                    lookup[variant, kind, u, tile] = (filled, full.size, masked.size)
-                    chunks += (full, masked)
-                    filled += full.size + masked.size
-    entries = np.concatenate(chunks) if filled else np.zeros(1, dtype=np.int32)
-    items = _heaviest_first(lookup)
+    partners = partners_of(group.rates, group.kinds, group.modulus)
+    runs = runs_of(group, own, other, causal, by_key)
+    lookup = lookup_of(runs, partners)
+    items = heaviest_first(lookup)
     if group.one_frame_per_kv_head:
-        order = np.ascontiguousarray(items[:, 0, :, :2])
+        order = items[:, 0, :, :2]
     else:
-        order = _every_tile(lookup, [-(-rows // own) for rows in rows_of_variant])
-    return TileTables(items, lookup, order, entries)
+        rows_of_variant = (group.super_rows if group.full_supers else 0, group.tail_rows)
+        order = every_tile(lookup, [-(-rows // own) for rows in rows_of_variant])
+    heads = np.stack([group.head_kind, group.head_shift], 1)
+    shared = partners.shared[..., runs.level]
+    tags = (shared << (TILE_BITS + CLASS_BITS)) | (partners.classes[..., None] << TILE_BITS)
+    of_entries = (shared > 0, tags, *(np.moveaxis(x, -1, -2) for x in (runs.count, runs.begin)))
+    there = _on_device(device, items, lookup, order, heads, *of_entries)
+    entries = _entries(runs, partners, *there[4:])
+    return TileTables(items=there[0], lookup=there[1], order=there[2], entries=entries, heads=there[3])
 
 
-def _partners(group: BranchGroup, kind: int, u: int) -> list[tuple[int, list[int]]]:
-    """(partner class, rising segment lengths of the shared branches) for every class that shares a branch with
-    ``u``.
+def _entries(runs: Runs, partners: Partners, kept: Tensor, tags: Tensor, count: Tensor, begin: Tensor) -> Tensor:
+    """Every list, variant by variant, tile by tile: its runs written out.
+
+    kept, tags: [kinds, R, P, ranges], which runs a pair of classes has, and their packed multiplicity and class. count,
+    begin: those of `Runs`, [variants, tiles, 3, ranges].
     """
-    mine = set(group.active(kind, u))
-    found = []
-    for partner in range(group.modulus):
-        shared = [group.segment_rows[i] for i in group.active(kind, partner) if i in mine]
-        if shared:
-            found.append((partner, shared))
-    return found
+    per_class = (partners.shared[..., runs.level] > 0).sum((0, 1, 2))
+    per_tile = runs.count.sum(-1).reshape(-1, per_class.size) @ per_class
+    if not per_tile.any():
+        return torch.zeros(1, dtype=torch.int32, device=kept.device)
+    kinds, classes, width, ranges = kept.shape
+    # A list: [3 sorts of tiles, partners, ranges]; lists: [tiles of both variants, kinds, R].
+    as_pairs, as_tiles = (1, kinds, classes, 1, width, ranges), (-1, 1, 1, 3, 1, ranges)
+    kept, tags, count, begin = kept.view(as_pairs), tags.view(as_pairs), count.view(as_tiles), begin.view(as_tiles)
+    step = max(1, _AT_ONCE // (kinds * classes * 3 * width * ranges))
+    parts = [
+        _written_out(count[at : at + step] * kept, begin[at : at + step] + tags, int(per_tile[at : at + step].sum()))
+        for at in range(0, count.shape[0], step)
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _partner_tiles(
-    partners: list[tuple[int, list[int]]], start: int, own: int, other: int, limit: int, causal: bool, by_key: bool
-) -> tuple[Int32Array, Int32Array]:
-    """Packed partner tiles of the own rows [start, start + own), split into those that need no mask and those that the
-    causal edge cuts, or for keys the end of the sequence (``limit``). Queries beyond the end have weight 0 anyway.
-    """
-    full: list[Int32Array] = []
-    masked: list[Int32Array] = []
-    for partner, lengths in partners:
-        inner = (start, start)
-        for i, length in enumerate(lengths):
-            first = start - start % length
-            outer = (first, min(first + length, limit))
-            tag = ((len(lengths) - i) << (TILE_BITS + CLASS_BITS)) | (partner << TILE_BITS)
-            for low, high in ((outer[0], inner[0]), (inner[1], outer[1])) if i else (outer,):
-                tiles = np.arange(-(-low // other), -(-high // other), dtype=np.int32)
-                if causal and by_key:
-                    tiles = tiles[(tiles + 1) * other > start]
-                    whole = tiles * other >= start + own
-                elif by_key:
-                    whole = np.ones(tiles.size, dtype=np.bool_)
-                else:
-                    tiles = tiles[tiles * other < start + own] if causal else tiles
-                    whole = (tiles + 1) * other <= (start if causal else limit)
-                full.append(tiles[whole] | tag)
-                masked.append(tiles[~whole] | tag)
-            inner = outer
-    return np.concatenate(full or [np.zeros(0, np.int32)]), np.concatenate(masked or [np.zeros(0, np.int32)])
+def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
+    """begin, begin + 1, ... of each run, one run after another; the total is given, so that no device is waited for."""
+    counts = counts.flatten()
+    skipped = begins.flatten() + counts - counts.cumsum(0)
+    steps = torch.repeat_interleave(skipped, counts, output_size=total)
+    return (torch.arange(total, device=counts.device) + steps).to(torch.int32)
 
 
-def _heaviest_first(lookup: Int32Array) -> Int32Array:
-    """Items with work, per variant and kind, by falling length of their list; neighbours in time then share partner
-    tiles.
-    """
-    work = lookup[..., 1] + lookup[..., 2]
-    n_items = max(1, int((work > 0).sum(axis=(2, 3)).max()))
-    items = np.zeros((*lookup.shape[:2], n_items, 5), dtype=np.int32)
-    items[..., 0] = -1
-    for variant, kind in np.ndindex(*lookup.shape[:2]):
-        u, tile = np.nonzero(work[variant, kind])
-        order = np.lexsort((u, tile, -work[variant, kind, u, tile]))
-        u, tile = u[order], tile[order]
-        items[variant, kind, : u.size, 0] = u
-        items[variant, kind, : u.size, 1] = tile
-        items[variant, kind, : u.size, 2:] = lookup[variant, kind, u, tile]
-    return items
-
-
-def _every_tile(lookup: Int32Array, tiles_of_variant: list[int]) -> Int32Array:
-    """(class, tile) pairs with or without work: heads that share keys may be idle where the first of them works."""
-    work = (lookup[..., 1] + lookup[..., 2])[:, 0]
-    order = np.full((2, work.shape[1] * work.shape[2], 2), -1, dtype=np.int32)
-    for variant, n_tiles in enumerate(tiles_of_variant):
-        by_weight = np.argsort(-work[variant, :, :n_tiles].T, axis=None, kind="stable")
-        tile, u = np.unravel_index(by_weight, (n_tiles, work.shape[1]))
-        order[variant, : by_weight.size, 0] = u
-        order[variant, : by_weight.size, 1] = tile
-    return order
-
-
-def computed_pairs(group: BranchGroup, tile: int, causal: bool) -> int:
-    """Query-key pairs that square tiles of ``tile`` rows compute per batch element, over all heads."""
-    tables = tile_tables(group, tile, tile, causal, by_key=False)
-    per_variant = (tables.items[..., 3] + tables.items[..., 4]).sum(axis=2) * tile * tile
-    total = 0
-    for kind in group.head_kind:
-        total += int(per_variant[0, kind]) * group.full_supers + int(per_variant[1, kind]) * (group.tail_rows > 0)
-    return total
+def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+    """int32 tensors of these arrays, in one copy."""
+    packed = torch.from_numpy(np.concatenate([x.astype(np.int32).ravel() for x in arrays])).to(device)
+    ends = np.cumsum([x.size for x in arrays]).tolist()
+    return [packed[end - x.size : end].view(x.shape) for x, end in zip(arrays, ends, strict=True)]

@@ -16,12 +16,12 @@ _COUNT_SHIFT = tl.constexpr(TILE_BITS + CLASS_BITS)
 
 
 @triton.jit
-def split_program(n_items, n_blocks, ITEM_MAJOR: tl.constexpr):
+def split_program(n_items, n_blocks, item_major):
     """(item, block) of this program. Item-major order starts the heaviest tiles of all heads first; head-major order
     keeps one head's keys of one super-segment in the L2 cache.
     """
     pid = tl.program_id(0)
-    if ITEM_MAJOR:
+    if item_major:
         item = pid // n_blocks
         block = pid % n_blocks
     else:
@@ -46,28 +46,54 @@ def query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kin
 
 
 @triton.jit
-def load_tile(desc, batch, row, column):
-    """[rows, D] of a descriptor over [B, rows of a class, columns]; rows beyond the sequence are 0."""
-    return desc.load([batch, row, column]).reshape([desc.block_shape[1], desc.block_shape[2]])
+def load_tile(desc, batch, row, residue, head):
+    """[rows, D] of a descriptor over [B, R, H, rows of a class, D]; beyond the sequence and the head dim are zeros."""
+    return desc.load([batch, residue, head, row, 0]).reshape([desc.block_shape[3], desc.block_shape[4]])
 
 
 @triton.jit
-def store_tile(desc, batch, row, column, values):
-    """The reverse of `load_tile`, rounded to the type of the tensor; rows beyond the sequence are dropped."""
-    desc.store([batch, row, column], values.to(desc.dtype).reshape(desc.block_shape))
+def place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM: tl.constexpr):
+    """Where the row of a class begins in a contiguous [B, N, H, D]."""
+    token = batch.to(tl.int64) * length + row * R + residue
+    return (token * n_heads + head) * HEAD_DIM
 
 
 @triton.jit
-def unpack(entry, shift, R: tl.constexpr):
+def tile_offsets(n_heads, R, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Where a tile's numbers lie from its first one on, [rows, D]."""
+    return tl.arange(0, ROWS)[:, None] * (n_heads * R * HEAD_DIM) + tl.arange(0, DIM)[None, :]
+
+
+@triton.jit
+def tile_mask(rows, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """The first ``rows`` of a tile, and the columns that there are."""
+    return (tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
+
+
+@triton.jit
+def end_of(residue, rows_left, longer_classes, super_rows):
+    """Rows of a class in a super-segment, of which ``rows_left`` more in the sequence hold all classes."""
+    return tl.minimum(super_rows, rows_left + (residue < longer_classes).to(tl.int32))
+
+
+@triton.jit
+def turned(u, shift, R):
+    """Class ``u`` of a frame as a token class: (u + shift) mod R for both below R."""
+    residue = u + shift
+    return tl.where(residue < R, residue, residue - R)
+
+
+@triton.jit
+def unpack(entry, shift, R):
     """(tile, token class, log2 of the multiplicity) of a list entry."""
-    partner = (((entry >> _TILE_BITS) & _CLASS_MASK) + shift) % R
+    partner = turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
     return entry & _TILE_MASK, partner, tl.log2((entry >> _COUNT_SHIFT).to(tl.float32))
 
 
 @triton.jit
 def seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
     """Which keys of a tile of class ``partner`` the queries of class ``residue`` see; rows count from the start of the
-    super-segment. Causal queries before ``end``, where the sequence ends, see no key beyond it anyway.
+    super-segment. Causal queries before ``end``, that of the partner's rows, see no key beyond it anyway.
     """
     key_row = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if CAUSAL:

@@ -9,9 +9,10 @@ import sys
 from typing import Any
 
 MODULE = "dilabench.engine.trace"
-# After this long a question is told of; after that long it is given up.
+# After this long a question is told of; after that long it is given up. A trace bounds itself by the processor's time,
+# so that this ends only one that hangs, on a busy machine too.
 SILENT_S = 1.0
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 class Tracer:

@@ -1,16 +1,18 @@
 """From an estimate to a verdict (measurement.md §5.2).
 
 With m = ln(1 + delta): SLOWER when the interval lies above m, FASTER when it lies below -m, SAME when it lies inside
-[-m, m] (two one-sided tests), INCONCLUSIVE otherwise. Where the clock of every slot is known, time and cycles must
-agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
+[-m, m] (two one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. Where the clock of every slot is known, time and
+cycles must agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import expm1
 
 from scipy.special import stdtr
 
 from dilabench.stats.decisions import explain
+from dilabench.stats.decisions.history import sessions_needed
 from dilabench.stats.decisions.paired import PairedRounds, estimate_many
 from dilabench.stats.decisions.policy import Margin, Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
@@ -44,12 +46,15 @@ def decide(estimate: Estimate, policy: Policy) -> Verdict:
         in_cycles = estimate.cycles_interval
         if code is not Code.INCONCLUSIVE and in_cycles is not None and _position(in_cycles, margin) is not code:
             code, cause = Code.INCONCLUSIVE, Cause.CLOCK
-    rounds_needed = None
-    if cause is Cause.IMPRECISE:
-        rounds_needed = estimate.rounds_needed(abs(abs(estimate.log_ratio) - margin.log))
+    numbers = _numbers(estimate, margin, policy)
+    if cause is Cause.IMPRECISE and estimate.stored:
+        if sessions_needed(estimate, margin.log, policy, at_best=True) is None:
+            cause = Cause.OUT_OF_REACH
+    elif cause is Cause.IMPRECISE:
+        needed = estimate.rounds_needed(abs(abs(estimate.log_ratio) - margin.log))
+        numbers = replace(numbers, rounds_needed=needed)
     elif cause is Cause.TOO_FEW_ROUNDS:
-        rounds_needed = explain.rounds_missing(estimate)
-    numbers = _numbers(estimate, margin, policy, rounds_needed)
+        numbers = replace(numbers, rounds_needed=explain.rounds_missing(estimate))
     return Verdict(
         code=code,
         cause=cause,
@@ -72,18 +77,22 @@ def _position(interval: Interval, margin: Margin) -> Code:
     return Code.INCONCLUSIVE
 
 
-def _numbers(estimate: Estimate, margin: Margin, policy: Policy, rounds_needed: int | None) -> Numbers:
+def _numbers(estimate: Estimate, margin: Margin, policy: Policy) -> Numbers:
     interval = estimate.interval
     known = interval is not None
-    mde = None
-    if known:
-        reach = t_quantile(estimate.df, (1 + policy.confidence) / 2) + t_quantile(estimate.df, policy.power)
+    mde = needed = both_needed = None
+    if interval is not None:
+        reach = t_quantile(estimate.df, (1 + interval.confidence) / 2) + t_quantile(estimate.df, policy.power)
         mde = expm1(margin.log + reach * estimate.se)
+        if estimate.stored:
+            needed = sessions_needed(estimate, margin.log, policy)
+            both_needed = sessions_needed(estimate, margin.log, policy, both=True)
     ratio_interval = interval.as_ratio() if interval is not None else None
     return Numbers(
         ratio=estimate.ratio,
         ratio_low=ratio_interval.low if ratio_interval else None,
         ratio_high=ratio_interval.high if ratio_interval else None,
+        confidence=ratio_interval.confidence if ratio_interval else None,
         log_ratio=estimate.log_ratio,
         se=estimate.se if known else None,
         df=estimate.df if known else None,
@@ -95,7 +104,8 @@ def _numbers(estimate: Estimate, margin: Margin, policy: Policy, rounds_needed: 
         candidate_ns=estimate.candidate_ns,
         sessions=estimate.sessions,
         rounds=estimate.rounds,
-        rounds_needed=rounds_needed,
+        sessions_needed=needed,
+        both_needed=both_needed,
         cycles_ratio=None if estimate.cycles_log_ratio is None else expm1(estimate.cycles_log_ratio) + 1,
     )
 

@@ -1,6 +1,6 @@
 """The sentences of a verdict: why it says so, and what to do next."""
 
-from math import ceil, expm1
+from math import ceil, expm1, sqrt
 
 from dilabench.stats.decisions.policy import Margin, Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers
@@ -30,9 +30,11 @@ def reason(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, margi
         return f"{estimate.rounds} rounds; {MIN_ROUNDS} are the least that give an interval"
     if cause is Cause.TOO_FEW_SESSIONS:
         apart = percent(abs(numbers.ratio - 1))
-        return f"{apart} apart, but one stored session tells nothing of the spread between sessions"
+        return f"{apart} apart, but one session on each side tells nothing of the spread between sessions"
     within = f"the margin of {percent(margin.delta)} ({_MARGIN_SOURCE[margin.source]})"
     interval = f"{numbers.ratio:.4g}x the baseline's time, {numbers.ratio_low:.4g} to {numbers.ratio_high:.4g}"
+    assert numbers.confidence is not None
+    interval += f" ({100 * numbers.confidence:.4g} %)"
     if cause is Cause.CLOCK:
         assert estimate.cycles_log_ratio is not None
         in_cycles = expm1(estimate.cycles_log_ratio) + 1
@@ -55,9 +57,9 @@ def hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy:
         hints.append("add runs to the baseline (`dilabench baseline save NAME RUN --add`), five at least for a gate")
     elif cause is Cause.CLOCK:
         hints.append("lock the clock or let the device cool down, then measure again (`dilabench doctor`)")
-    elif cause is Cause.IMPRECISE:
-        hints.append(_more_effort(estimate, numbers))
-    elif code is Code.SLOWER and not estimate.advisory:
+    elif cause in (Cause.IMPRECISE, Cause.OUT_OF_REACH):
+        hints.append(_more_sessions(estimate, numbers) if estimate.stored else _more_effort(estimate, numbers))
+    elif code in (Code.SLOWER, Code.FASTER) and not estimate.advisory:
         hints.append("measure again in fresh sessions; only the second data decide")
     elif code is Code.SAME and numbers.mde is not None:
         hints.append(f"a slow-down of {percent(numbers.mde)} would have been found four times in five")
@@ -71,11 +73,20 @@ def hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy:
 def _more_effort(estimate: Estimate, numbers: Numbers) -> str:
     if numbers.rounds_needed is not None:
         return f"about {_effort(numbers.rounds_needed, estimate)} would decide"
-    if estimate.fixed_variance > 0 and estimate.unit == "round":
-        return "more rounds will not decide, the noise between sessions is too large: measure three sessions or more"
     if estimate.fixed_variance > 0:
-        return "the stored sessions lie too far apart, more narrow it (`baseline save --add`, `check --sessions`)"
+        return "more rounds will not decide, the noise between sessions is too large: measure three sessions or more"
     return "the effect is too close to the margin for any reasonable number of rounds: choose another margin"
+
+
+def _more_sessions(estimate: Estimate, numbers: Numbers) -> str:
+    spread = percent(sqrt(estimate.reducible_variance))
+    if numbers.sessions_needed is not None:
+        needed = max(numbers.sessions_needed, 2 * estimate.sessions)
+        return f"sessions lie {spread} apart: {needed} new ones should decide"
+    if numbers.both_needed is not None:
+        what = f"{numbers.both_needed} on either side should decide (`baseline save --add`)"
+        return f"sessions lie {spread} apart, too far for the baseline's {estimate.stored}: {what}"
+    return f"sessions lie {spread} apart, too far for this margin: choose a wider one (`--threshold`)"
 
 
 def _effort(rounds: int, estimate: Estimate) -> str:

@@ -1,9 +1,12 @@
-"""New sessions against stored ones: a prediction interval (measurement.md §5.2).
+"""New sessions against stored ones, which were measured at another time.
 
-Without interleaving, the spread between sessions is the error, and only the history shows it. With m_H and s_H of the
-H baseline sessions, a mean of K new sessions of the same code is expected in
+Without interleaving the spread between sessions is the error. Code that did not change spreads alike on both sides, so
+it is pooled over the H stored and K new sessions, as in Student's two-sample test:
 
-    m_H +- t(.975, H - 1) s_H sqrt(1/K + 1/H)
+    s^2 = (sum (b_h - b)^2 + sum (c_k - c)^2) / (H + K - 2)        c - b +- t(., H + K - 2) s sqrt(1/K + 1/H)
+
+What grows is judged again each time it has doubled (`LOOK_SESSIONS`), every look at a level of its own
+(`Policy.confidence_at`).
 """
 
 from collections.abc import Sequence
@@ -12,12 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from dilabench.errors import ConfigError
+from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
 from dilabench.stats.samples.location import a12
 from dilabench.stats.samples.slots import Floats, flatten_slots, group_medians, group_quantiles
 
 SESSIONS_FOR_GATE = 5
 """Fewer stored sessions than this are advisory: shown, never failing a gate."""
+
+LOOK_SESSIONS = tuple(3 << doubled for doubled in range(8))
+"""New sessions at each look. Of three, one that something disturbed widens the interval more than it moves the mean."""
 
 Slots = Sequence[Sequence[float]]
 
@@ -30,26 +37,13 @@ class StoredSessions:
     candidate: Sequence[Slots]
 
 
-def estimate_from_history(
-    baseline_sessions: Sequence[Slots],
-    candidate_sessions: Sequence[Slots],
-    *,
-    level: float = 0.25,
-    confidence: float = 0.95,
-) -> Estimate:
-    """Estimate of one pair; see `estimate_stored`."""
-    return estimate_stored([StoredSessions(baseline_sessions, candidate_sessions)], level=level, confidence=confidence)[
-        0
-    ]
-
-
 def estimate_stored(
     pairs: Sequence[StoredSessions], *, level: float = 0.25, confidence: float = 0.95
 ) -> list[Estimate]:
     """Estimates of ln(candidate / baseline) from records that were not measured together, in order.
 
     A session's location is the median of its slots' quantiles at `level`, the lower quartile unless told otherwise.
-    With one baseline session there is no interval; below `SESSIONS_FOR_GATE` the estimate is advisory. Raises
+    Two sessions alone give no interval; below `SESSIONS_FOR_GATE` stored ones the estimate is advisory. Raises
     ConfigError when a side, a session or a slot is empty.
     """
     sides = [side for pair in pairs for side in (pair.baseline, pair.candidate)]
@@ -57,20 +51,41 @@ def estimate_stored(
     return [_estimate(pair, next(logs), next(logs), confidence) for pair in pairs]
 
 
+def sessions_needed(
+    estimate: Estimate, margin: float, policy: Policy, *, both: bool = False, at_best: bool = False
+) -> int | None:
+    """New sessions at whose look a case should be decided, from what is known; None when the last look is too early.
+
+    Code that did not change, which is what a gate meets most often, is to be decided `policy.power` of the time, and
+    the estimated change if it is the true one. margin: in log units. both: so many sessions on either side, of code
+    that did not change. at_best: decided at all, wherever the truth lies.
+    """
+    change = abs(estimate.log_ratio)
+    gap = max(margin, change - margin)
+    power, room = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
+    for look, k in enumerate(LOOK_SESSIONS, start=1):
+        df = 2 * k - 2 if both else estimate.stored + k - 2
+        fixed = estimate.reducible_variance / k if both else estimate.fixed_variance
+        se = (estimate.reducible_variance / k + fixed) ** 0.5
+        reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2)
+        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < room:
+            return k
+    return None
+
+
 def _estimate(pair: StoredSessions, baseline: Floats, candidate: Floats, confidence: float) -> Estimate:
     h, k = len(baseline), len(candidate)
     centre = float(np.mean(baseline))
     log_ratios = candidate - centre
-    log_ratio = float(np.mean(log_ratios))
-    variance = float(np.var(baseline, ddof=1)) if h > 1 else 0.0
-    se, df = (variance * (1 / k + 1 / h)) ** 0.5, max(1.0, h - 1.0)
+    log_ratio, df = float(np.mean(log_ratios)), max(1, h + k - 2)
+    variance = (h * float(np.var(baseline)) + k * float(np.var(candidate))) / df
+    se = (variance * (1 / k + 1 / h)) ** 0.5
     reach = t_quantile(df, (1 + confidence) / 2) * se
     return Estimate(
         log_ratio=log_ratio,
         se=se,
         df=df,
-        df_per_unit=0.0,
-        interval=Interval(log_ratio - reach, log_ratio + reach, confidence) if h > 1 else None,
+        interval=Interval(log_ratio - reach, log_ratio + reach, confidence) if h + k > 2 else None,
         reducible_variance=variance,
         fixed_variance=variance / h,
         units=float(k),
@@ -81,6 +96,7 @@ def _estimate(pair: StoredSessions, baseline: Floats, candidate: Floats, confide
         baseline_ns=float(np.exp(centre)),
         candidate_ns=float(np.exp(np.mean(candidate))),
         a12=a12(_pooled(pair.baseline), _pooled(pair.candidate)),
+        stored=h,
         advisory=h < SESSIONS_FOR_GATE,
     )
 

@@ -39,7 +39,9 @@ class Policy:
     user_margin: relative change of interest, as a fraction. sigma_aa: sd between sessions of identical code in log
     units, None when `dilabench calibrate` has not run. timer_floor_ns: resolution or launch floor of the timer.
     min_change_ns: absolute change of interest. confidence: of the two-sided interval, so one-sided claims are made at
-    (1 - confidence) / 2. power: of the minimum detectable effect. Raises ConfigError for a value out of range.
+    (1 - confidence) / 2. look: how often data that still grow have been judged, this time included; each look may err
+    half as often as the one before, so that all of them err at most at 1 - confidence, by Bonferroni's inequality.
+    power: of the minimum detectable effect. Raises ConfigError for a value out of range.
     """
 
     user_margin: float = DEFAULT_MARGIN["cuda"]
@@ -47,6 +49,7 @@ class Policy:
     timer_floor_ns: float = 0.0
     min_change_ns: float = MIN_CHANGE_NS
     confidence: float = 0.95
+    look: int = 1
     power: float = 0.80
     statistic: SlotStatistic = "auto"
 
@@ -74,10 +77,14 @@ class Policy:
         margin = default if user_margin is None else user_margin
         return cls(user_margin=margin, sigma_aa=sigma_aa, timer_floor_ns=timer_floor_ns)
 
+    def confidence_at(self, look: int) -> float:
+        """Confidence of the two-sided interval at a look, counted from one: 95 %, 97.5 %, 98.75 % and so on."""
+        return 1 - (1 - self.confidence) / 2.0 ** (look - 1)
+
     @property
     def alpha(self) -> float:
-        """One-sided error rate of a claim."""
-        return (1 - self.confidence) / 2
+        """One-sided error rate of a claim at this look."""
+        return (1 - self.confidence_at(self.look)) / 2
 
     def margin(self, typical_ns: float) -> Margin:
         """max(user, 2 sigma_AA, 2 timer floor / L, least change / L) for a pair whose slots take `typical_ns`.

@@ -23,6 +23,7 @@ class Cause(StrEnum):
     TOO_FEW_ROUNDS = "too-few-rounds"
     TOO_FEW_SESSIONS = "too-few-sessions"
     IMPRECISE = "imprecise"
+    OUT_OF_REACH = "out-of-reach"
     CLOCK = "clock"
     THROTTLED = "throttled"
     MULTIPLICITY = "multiplicity"
@@ -34,14 +35,17 @@ class Numbers:
     """Everything a reader needs to check a verdict. Ratios are candidate / baseline time; None is "cannot be said".
 
     p_slower, p_faster: one-sided p of the claim that the change exceeds the margin in that direction, before
-    correction; p_adjusted: of the claimed direction, after `multiplicity.control_family`. mde: smallest relative
-    slow-down that this measurement would have called SLOWER four times in five. a12: P(a candidate sample is slower).
-    rounds_needed: further rounds for a conclusion; None when concluded or when rounds alone will not do.
+    correction; p_adjusted: of the claimed direction, after `multiplicity.control_family`. confidence: of the interval.
+    mde: smallest relative slow-down that this measurement would have called SLOWER four times in five.
+    a12: P(a candidate sample is slower). rounds_needed: further rounds for a conclusion; None when concluded or when
+    rounds alone will not do. sessions_needed: new sessions, all told, after which a case with this spread between
+    sessions and this change, or none, is decided four times in five; both_needed: sessions on either side.
     """
 
     ratio: float
     ratio_low: float | None
     ratio_high: float | None
+    confidence: float | None = None
     log_ratio: float
     se: float | None
     df: float | None
@@ -55,6 +59,8 @@ class Numbers:
     sessions: int
     rounds: int
     rounds_needed: int | None = None
+    sessions_needed: int | None = None
+    both_needed: int | None = None
     cycles_ratio: float | None = None
 
 
@@ -81,9 +87,14 @@ class Verdict:
         return self.code is Code.SLOWER and not self.advisory
 
     @property
+    def undecided(self) -> bool:
+        """More sessions, or rounds, can decide it."""
+        return self.cause in (Cause.IMPRECISE, Cause.MULTIPLICITY)
+
+    @property
     def flagged(self) -> bool:
         """To be measured again in fresh sessions, after which only those decide (`confirm`)."""
-        return self.fails_gate
+        return self.code in (Code.SLOWER, Code.FASTER) and not self.advisory
 
 
 def confirm(first: Verdict, second: Verdict | None) -> Verdict:
@@ -99,6 +110,6 @@ def confirm(first: Verdict, second: Verdict | None) -> Verdict:
         first,
         code=Code.INCONCLUSIVE,
         cause=Cause.NOT_REMEASURED,
-        reason=f"looked slower once ({first.reason}) and was not measured again",
+        reason=f"looked {first.code.lower()} once ({first.reason}) and was not measured again",
         hint="measure the pair again in fresh sessions; only the second data decide",
     )

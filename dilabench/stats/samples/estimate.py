@@ -41,9 +41,9 @@ class Estimate:
     The squared standard error is `reducible_variance / units + fixed_variance`: more units (independent rounds, or
     sessions) shrink the first term, nothing that the candidate's side can do shrinks the second.
 
-    log_ratio, se: natural-log units. df: degrees of freedom of the t interval; df_per_unit: how many each further unit
-    brings, none where only a history knows the spread. interval: of `log_ratio`, None when the evidence is too thin for
-    one. units, unit: how many independent repetitions the error rests on, and which kind.
+    log_ratio, se: natural-log units. df: degrees of freedom of the t interval; each further unit brings one more.
+    interval: of `log_ratio`, None when the evidence is too thin for one. units, unit: how many independent repetitions
+    the error rests on, and which kind. stored: sessions of the other side, measured at another time; 0: in turns.
     session_log_ratios: one per session, `[sessions]`. baseline_ns, candidate_ns: typical slot location of each side.
     cycles_log_ratio, cycles_interval: the same in clock cycles, None when a slot's clock is unknown.
     advisory: too little history to fail a gate with.
@@ -63,7 +63,7 @@ class Estimate:
     baseline_ns: float
     candidate_ns: float
     a12: float
-    df_per_unit: float = 1.0
+    stored: int = 0
     cycles_log_ratio: float | None = None
     cycles_interval: Interval | None = None
     advisory: bool = False
@@ -89,7 +89,7 @@ class Estimate:
         level = (1 + self.interval.confidence) / 2
         units = self.units
         for _ in range(8):
-            t = t_quantile(max(1.0, round(self.df + self.df_per_unit * (units - self.units), 3)), level)
+            t = t_quantile(max(1.0, round(self.df + units - self.units, 3)), level)
             room = half_width**2 - t**2 * self.fixed_variance
             if room <= 0:
                 return None

@@ -45,7 +45,9 @@ def test_a_length_that_is_given_has_no_longest(peaks):
     assert longest_that_fits(case, "cpu", 2**40, peaks.catalogue()) is None
 
 
-@pytest.mark.parametrize(("implementation", "backend"), [("dense", "math"), ("reference", None)])
+@pytest.mark.parametrize(
+    ("implementation", "backend"), [("dense", "math"), pytest.param("reference", None, marks=pytest.mark.slow)]
+)
 def test_a_length_that_takes_too_long_to_trace_lies_on_the_line_through_shorter_ones(implementation, backend, peaks):
     at = {
         length: peaks.plan(peaks.case_of(implementation, backend, peaks.DENSE, seq_len=length), "cpu").peak_bytes

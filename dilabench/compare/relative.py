@@ -1,0 +1,76 @@
+"""Times relative to a reference that took turns with them: what disturbs the machine, or a whole session, cancels.
+
+Only who knows that the code of the reference did not change can ask for this. Records of different software are
+refused, because the reference may have changed with it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from dilabench.compare.comparison import is_measured
+from dilabench.compare.fingerprint import soft_mismatches
+from dilabench.compare.pairing import matched
+from dilabench.errors import ConfigError, unknown_name
+from dilabench.record import Measured, RunRecord, Timing
+
+Turns = Mapping[tuple[str, str], Timing]
+"""The timings of the reference by workload group and timer."""
+
+
+def relative_to(name: str, baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Both sides as they were had the implementation `name` always taken as long as in the last baseline session.
+
+    Its own rows stay as they are; a row that did not take turns with it loses its samples. Raises ConfigError where the
+    baseline did not measure it, or where the software of two records differs.
+    """
+    records = [*baseline, *candidate]
+    differing = [str(one) for record in records for one in soft_mismatches(baseline[0], record)]
+    versions = {record.tool_version for record in records}
+    if differing or len(versions) > 1:
+        changed = differing[0] if differing else f"dilabench: {' against '.join(sorted(versions))}"
+        raise ConfigError(
+            f"{name} is no reference here, for it may have changed as well ({changed}); measure the baseline again, or "
+            "leave the reference out"
+        )
+    known = {row.case.implementation for record in baseline for row in record.rows if is_measured(row)}
+    if name not in known:
+        raise unknown_name("reference", name, known)
+    usual: dict[tuple[str, str], Timing] = {}
+    for record in baseline:
+        usual |= _turns(record, name)
+    typical_ns = {key: _quartile_ns(timing.samples_ns) for key, timing in usual.items()}
+    return [[_relative(record, name, typical_ns) for record in side] for side in (baseline, candidate)]
+
+
+def _relative(record: RunRecord, name: str, typical_ns: Mapping[tuple[str, str], float]) -> RunRecord:
+    turns = {key: timing for key, timing in _turns(record, name).items() if key in typical_ns}
+    rows = []
+    for row in record.rows:
+        if isinstance(row.outcome, Measured) and row.case.implementation != name:
+            keyed = [((row.case.group_id, timing.timer), timing) for timing in row.outcome.timings]
+            timings = tuple(_scaled(one, turns[key], typical_ns[key]) for key, one in keyed if key in turns)
+            row = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": timings})})
+        rows.append(row)
+    return record.model_copy(update={"rows": tuple(rows)})
+
+
+def _turns(record: RunRecord, name: str) -> Turns:
+    rows = [row for row in record.rows if row.case.implementation == name and is_measured(row)]
+    return {
+        (row.case.group_id, timing.timer): timing
+        for row in rows
+        if isinstance(row.outcome, Measured)
+        for timing in row.outcome.timings
+    }
+
+
+def _scaled(timing: Timing, reference: Timing, typical_ns: float) -> Timing:
+    """Every slot by what the reference took in the same round."""
+    slots = []
+    for turn, slot in (pair for session in matched(reference, timing) for pair in session):
+        factor = typical_ns / _quartile_ns(turn.samples_ns)
+        slots.append(slot.model_copy(update={"samples_ns": tuple(round(ns * factor) for ns in slot.samples_ns)}))
+    return timing.model_copy(update={"slots": tuple(slots)})
+
+
+def _quartile_ns(samples_ns: Sequence[int]) -> int:
+    return sorted(samples_ns)[len(samples_ns) // 4]

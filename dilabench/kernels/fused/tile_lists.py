@@ -1,0 +1,141 @@
+"""Work lists of the fused kernels in closed form: which key tiles each query tile visits, and the reverse, with
+multiplicities. Numbers only; `tile_tables` puts them on a device.
+
+Every sequence length has lists of its own, so where they begin is made from arrays of a few thousand numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from dilabench.kernels.fused.branch_group import BranchGroup
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """The classes that share a branch with each class: ``classes`` [kinds, R, P], and ``shared`` [kinds, R, P, n], how
+    many of the branches from i on are shared: the multiplicity of keys in segment i that lie outside of segment i - 1.
+    """
+
+    classes: Integers
+    shared: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of consecutive partner tiles of every own tile: ``begin`` and ``count`` [variants, tiles, ranges, 3].
+
+    Ranges are the innermost segment and then, outwards, what the next one adds before and behind; the last axis is the
+    tiles without a mask, the masked ones before them, and those behind. ``level`` [ranges]: the segment's index.
+    """
+
+    begin: Integers
+    count: Integers
+    level: Integers
+
+
+def computed_pairs(group: BranchGroup, tile: int, causal: bool) -> int:
+    """Query-key pairs that square tiles of ``tile`` rows compute per batch element, over all heads."""
+    per_variant = table_entries(group, tile, causal) * tile * tile
+    supers = np.array([group.full_supers, group.n_supers - group.full_supers])
+    return int((per_variant[:, list(group.head_kind)] * supers[:, None]).sum())
+
+
+def table_entries(group: BranchGroup, tile: int, causal: bool) -> Integers:
+    """Entries of the query tables of square tiles: [variants, kinds]."""
+    partners = partners_of(group.rates, group.kinds, group.modulus)
+    runs = runs_of(group, tile, tile, causal, by_key=False)
+    kept = (partners.shared[..., runs.level] > 0).sum((1, 2))
+    return np.einsum("vg,kg->vk", runs.count.sum((1, 3)), kept)
+
+
+@lru_cache(maxsize=256)
+def partners_of(rates: tuple[int, ...], kinds: tuple[tuple[int, ...], ...], modulus: int) -> Partners:
+    classes = np.arange(modulus)
+    # active [kinds, n, R]
+    active = classes % np.array(rates)[:, None] == np.array(kinds)[..., None]
+    both = (active[:, :, :, None] & active[:, :, None, :]).astype(np.int64)
+    shared = np.moveaxis(np.flip(np.cumsum(np.flip(both, 1), 1), 1), 1, -1)
+    most = max(1, int((shared[..., 0] > 0).sum(2).max()))
+    # Classes with a shared branch first, in rising order.
+    order = np.argsort(shared[..., 0] == 0, axis=2, kind="stable")[..., :most]
+    return Partners(order, np.take_along_axis(shared, order[..., None], 2))
+
+
+def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> Runs:
+    rows = np.array([group.super_rows if group.full_supers else 0, group.tail_rows])[:, None]
+    # Rows that all classes have: a tile that passes them is masked.
+    sure = np.array([group.super_rows, group.whole_rows - group.full_supers * group.super_rows])[:, None]
+    start = np.arange(-(-int(rows.max()) // own)) * own
+    ranges: list[tuple[Integers, Integers]] = []
+    inner = (start, start)
+    for segment in group.segment_rows:
+        first = start - start % segment
+        outer = (first, np.minimum(first + segment, rows))
+        ranges += [(outer[0], inner[0]), (inner[1], outer[1])] if ranges else [outer]
+        inner = outer
+    limits = np.stack([np.stack(np.broadcast_arrays(low, high, rows), -1) for low, high in ranges], -2)
+    begin, end = (-(-limits[..., side] // other) for side in (0, 1))
+    # No tile of its own begins behind the last row of the variant.
+    end = np.where((start < rows)[..., None], np.maximum(begin, end), begin)
+    start, sure = start[:, None], sure[..., None]
+    if causal and by_key:
+        begin = np.clip(start // other, begin, end)
+        from_whole = np.clip(-(-(start + own) // other), begin, end)
+    else:
+        end = np.clip(-(-(start + own) // other), begin, end) if causal else end
+        from_whole = begin
+    # Causal queries before the end of the sequence see nothing beyond it anyway.
+    to_whole = np.clip((start if causal and not by_key else sure) // other, from_whole, end)
+    begins = np.stack([from_whole, begin, to_whole], -1)
+    counts = np.stack([to_whole - from_whole, from_whole - begin, end - to_whole], -1)
+    return Runs(begins, counts, (np.arange(len(ranges)) + 1) // 2)
+
+
+def lookup_of(runs: Runs, partners: Partners) -> Integers:
+    """[variants, kinds, R, tiles, 3]: first entry, full and masked entries; lists lie tile by tile."""
+    kept = (partners.shared[..., runs.level] > 0).sum(2)
+    full_and_masked = np.stack([runs.count[..., 0], runs.count[..., 1:].sum(-1)], -1)
+    # einsum has no fast path for integers of this shape; products of small floats are exact.
+    lengths = np.tensordot(full_and_masked.astype(np.float64), kept.astype(np.float64), ([2], [2]))
+    lengths = np.ascontiguousarray(np.moveaxis(lengths, 2, -1)).astype(np.int64)
+    flat = lengths.sum(-1).ravel()
+    first = (np.cumsum(flat) - flat).reshape(lengths.shape[:-1])
+    # [variants, tiles, kinds, R, ...] as stored, [variants, kinds, R, tiles, ...] as looked up.
+    return np.moveaxis(np.concatenate([first[..., None], lengths], -1), 1, 3)
+
+
+def heaviest_first(lookup: Integers) -> Integers:
+    """Items with work, per variant and kind, by falling length of their list; neighbours in time then share partner
+    tiles.
+    """
+    work = lookup[..., 1] + lookup[..., 2]
+    n_items = max(1, int((work > 0).sum(axis=(2, 3)).max()))
+    items = np.zeros((*lookup.shape[:2], n_items, 5), dtype=np.int64)
+    items[..., 0] = -1
+    for variant, kind in np.ndindex(*lookup.shape[:2]):
+        u, tile = np.nonzero(work[variant, kind])
+        order = np.lexsort((u, tile, -work[variant, kind, u, tile]))
+        u, tile = u[order], tile[order]
+        items[variant, kind, : u.size, 0] = u
+        items[variant, kind, : u.size, 1] = tile
+        items[variant, kind, : u.size, 2:] = lookup[variant, kind, u, tile]
+    return items
+
+
+def every_tile(lookup: Integers, tiles_of_variant: list[int]) -> Integers:
+    """(class, tile) pairs with or without work: heads that share keys may be idle where the first of them works."""
+    work = (lookup[..., 1] + lookup[..., 2])[:, 0]
+    order = np.full((2, work.shape[1] * work.shape[2], 2), -1, dtype=np.int64)
+    for variant, n_tiles in enumerate(tiles_of_variant):
+        by_weight = np.argsort(-work[variant, :, :n_tiles].T, axis=None, kind="stable")
+        tile, u = np.unravel_index(by_weight, (n_tiles, work.shape[1]))
+        order[variant, : by_weight.size, 0] = u
+        order[variant, : by_weight.size, 1] = tile
+    return order

@@ -1,0 +1,164 @@
+"""Measuring until decided: how often it errs and how often it finds, on simulated sessions. Nothing here is timed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import log1p
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dilabench.compare.comparison import ComparedPair, Comparison
+from dilabench.compare.sequential import until_decided
+from dilabench.compare.verdicts import corrected
+from dilabench.stats.decisions.calibration import binomial_interval
+from dilabench.stats.decisions.decide import decide
+from dilabench.stats.decisions.history import StoredSessions, estimate_stored
+from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.verdicts import Code
+
+POLICY = Policy.for_device("cpu")
+
+
+def normal(rng, shape):
+    return rng.normal(0, 1, shape)
+
+
+def heavy(rng, shape):
+    """Student's t with three degrees of freedom, of unit variance."""
+    return rng.standard_t(3, shape) / np.sqrt(3)
+
+
+def disturbed(rng, shape):
+    """One session in ten is slowed down by something else, often by several times the usual spread."""
+    return rng.normal(0, 0.3, shape) + (rng.random(shape) < 0.1) * rng.exponential(3, shape)
+
+
+@dataclass
+class Machine:
+    """Sessions of some cases: half of the variance between sessions is common to all cases of a session.
+
+    spread: sd between sessions, in log units. drift: change per session, in log units, from the baseline on. effect:
+    relative slow-down of the first case since the baseline. asked: which cases were measured, and how often.
+    """
+
+    rng: np.random.Generator
+    noise: Callable = normal
+    spread: float = 0.003
+    stored: int = 6
+    cases: int = 2
+    effect: float = 0.0
+    drift: float = 0.0
+    most: int = 24
+    measured: int = 0
+    asked: list = field(default_factory=list)
+
+    def sessions(self, count, effect):
+        """Logarithms of the times in ns, `[count, cases]`."""
+        common, own = self.noise(self.rng, (count, 1)), self.noise(self.rng, (count, self.cases))
+        later = self.drift * np.arange(self.measured, self.measured + count)[:, None]
+        self.measured += count
+        return np.log(1e8) + self.spread * (common + own) / np.sqrt(2) + later + effect
+
+    def check(self):
+        """The verdicts' codes, by case, of one check against a baseline of its own."""
+        baseline = self.sessions(self.stored, np.zeros(self.cases))
+        effect = np.zeros(self.cases)
+        effect[0] = log1p(self.effect)
+
+        def measure(ids, count):
+            self.asked.append((sorted(ids), count))
+            return list(self.sessions(count, effect))
+
+        def judge(records, ids, policy):
+            sides = [StoredSessions(*(stored(side, case) for side in (baseline, records))) for case in ids]
+            estimates = estimate_stored(sides, confidence=policy.confidence_at(policy.look))
+            verdicts = corrected([decide(one, policy) for one in estimates], [False] * len(sides), policy)
+            return Comparison(pairs=tuple(map(pair, ids, verdicts)))
+
+        def further(ids, measured):
+            return 0 if 2 * measured > self.most else measured or 3
+
+        found = until_decided(range(self.cases), measure, judge, further, POLICY)
+        return [one.verdict.code for one in found.pairs]
+
+
+def stored(sessions, case):
+    return [[[float(np.exp(session[case]))]] for session in sessions]
+
+
+def pair(case_id, verdict):
+    case = SimpleNamespace(case_id=case_id)
+    return ComparedPair(baseline=case, candidate=case, timer="wall", route="stored", verdict=verdict)
+
+
+def checks(count=300, **machine):
+    """The codes of many checks, each against a baseline of its own."""
+    rng = np.random.default_rng(7)
+    return [Machine(rng, **machine).check() for _ in range(count)]
+
+
+@pytest.mark.parametrize("noise", [normal, heavy, disturbed])
+@pytest.mark.parametrize("spread", [0.003, 0.03, 0.1])
+@pytest.mark.parametrize(("stored", "cases"), [(5, 1), (6, 6), (10, 2)])
+def test_identical_code_is_called_slower_or_faster_at_most_once_in_a_hundred(noise, spread, stored, cases):
+    found = checks(noise=noise, spread=spread, stored=stored, cases=cases)
+    for code in (Code.SLOWER, Code.FASTER):
+        # 1 % is promised; what is looked at here are 300 checks
+        hits = sum(code in codes for codes in found)
+        assert binomial_interval(hits, len(found)).low <= 0.01
+
+
+def test_slower_and_faster_err_alike_and_below_one_per_cent_where_noise_is_all_there_is():
+    """Far more noise than margin, few sessions and many cases: the most that the rule can err."""
+    found = checks(2000, spread=0.2, stored=5, cases=6)
+    assert share([Code.SLOWER in codes for codes in found], True) <= 0.01
+    assert share([Code.FASTER in codes for codes in found], True) <= 0.01
+
+
+@pytest.mark.parametrize("drift", [0.0005, -0.0005])
+def test_a_slow_drift_of_the_machine_is_no_change(drift):
+    found = checks(spread=0.003, drift=drift)
+    assert not any(code in (Code.SLOWER, Code.FASTER) for codes in found for code in codes)
+
+
+@pytest.mark.parametrize(("spread", "stored", "wanted"), [(0.003, 5, 0.99), (0.007, 6, 0.95), (0.01, 8, 0.90)])
+def test_identical_code_on_a_quiet_machine_is_shown_to_be_the_same(spread, stored, wanted):
+    found = [code for codes in checks(spread=spread, stored=stored) for code in codes]
+    assert share(found, Code.SAME) >= wanted
+
+
+@pytest.mark.parametrize("looks", [1, 4])
+def test_a_change_as_large_as_the_margin_is_called_the_same_at_most_once_in_twenty(looks):
+    """However often it is looked at."""
+    found = checks(1000, spread=0.008, stored=10, cases=1, effect=0.02, most=3 * 2 ** (looks - 1))
+    assert share([codes[0] for codes in found], Code.SAME) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("spread", "effect", "wanted"),
+    [(0.01, 0.05, 0.80), (0.01, 0.10, 0.99), (0.02, 0.10, 0.90), (0.03, 0.10, 0.60), (0.04, 0.20, 0.90)],
+)
+def test_a_slow_down_is_found(spread, effect, wanted):
+    found = [codes[0] for codes in checks(spread=spread, effect=effect)]
+    assert share(found, Code.SLOWER) >= wanted
+
+
+def test_only_what_is_undecided_is_measured_again_and_what_changed_in_as_many_fresh_sessions():
+    machine = Machine(np.random.default_rng(1), spread=0.001, effect=0.2)
+    assert machine.check() == [Code.SLOWER, Code.SAME]
+    assert machine.asked == [([0, 1], 3), ([0], 3)]
+    noisy = Machine(np.random.default_rng(3), spread=0.009, stored=8)
+    noisy.check()
+    counts = [count for _, count in noisy.asked]
+    assert counts == [3, 3, 6, 12][: len(counts)]
+
+
+def test_sessions_that_lie_too_far_apart_end_it_early():
+    machine = Machine(np.random.default_rng(5), spread=0.1, cases=1)
+    assert machine.check() == [Code.INCONCLUSIVE]
+    assert machine.asked == [([0], 3)]
+
+
+def share(codes, code):
+    return sum(one is code for one in codes) / len(codes)
