@@ -23,6 +23,7 @@ from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
+from dilabench.impls.null_mass import add_null_mass_
 from dilabench.machine import detect
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
@@ -47,6 +48,8 @@ class AttentionOptions(TypedDict, total=False):
     heads: Literal["all", "grouped"]
     offset: Literal["modulo", "blocked"]
     offset_by: Literal["head", "kv_head"]
+    padding: Literal["masked", "zero_key"]
+    merge_grad: Literal["exact", "detached"]
     backend: str
 
 
@@ -64,28 +67,50 @@ def dilated_attention(
     heads: Literal["all", "grouped"] = "all",
     offset: Literal["modulo", "blocked"] = "modulo",
     offset_by: Literal["head", "kv_head"] = "head",
+    padding: Literal["masked", "zero_key"] = "masked",
+    merge_grad: Literal["exact", "detached"] = "exact",
+    sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     backend: str = AUTO,
 ) -> Tensor:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
+
+    With `cu_seqlens`, rising from 0 to T: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
+    Segments begin anew in each sequence. A list is better than a tensor, which has to be read from its device.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
     rates that do not divide segments. `window` is (left, right) in positions, -1 unbounded; `scale` defaults to
     1/sqrt(D). `heads`: every head in every branch, or heads split over the branches. `offset`: the residue that a head
     keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by query head or by key/value head.
-    `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way known for the device.
+    `padding`: whether positions that a segment lacks to a multiple of its rate are attended as zero keys (the authors'
+    code). `merge_grad`: whether gradients flow through the weights that branches are merged with, or these count as
+    constants (the authors' code); only the former can use kernels that merge while they compute.
+    `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
+    gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way known for the device.
 
-    Raises ValueError for shapes or options that do not fit, for a dropout other than 0, and for a backend that cannot
-    serve the call.
+    Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
+    gradients, and for a backend that cannot serve the call.
     """
     if dropout_p != 0.0:
         raise ValueError(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
+    if cu_seqlens is not None:
+        if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
+            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+            raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
+        query, key, value = query[None], key[None], value[None]
+    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
+    tensors = (query, key, value) if sink is None else (query, key, value, sink)
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if sink is not None:
+        _check_sink(sink, query, merge_grad)
     out, _lse = _forward_op(
         query,
         key,
         value,
+        sink,
         list(segment_lengths),
         list(dilation_rates),
         causal,
@@ -94,9 +119,28 @@ def dilated_attention(
         heads,
         offset,
         offset_by,
+        padding,
+        # Outputs are the same, and more kernels give them.
+        "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
+        bounds,
         backend,
     )
-    return out
+    return out if cu_seqlens is None else out[0]
+
+
+def _check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
+    if query.ndim == 4 and (tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point()):
+        raise ValueError(
+            f"sink {sink.dtype} {tuple(sink.shape)} must be one logit per query head, of a floating type; query is "
+            f"{tuple(query.shape)}: give [{query.shape[2]}]"
+        )
+    if sink.device != query.device:
+        raise ValueError(f"sink is on {sink.device} and query on {query.device}; move one of them")
+    if merge_grad == "detached":
+        raise ValueError(
+            "sink with merge_grad='detached': a sink acts through the weights that branches are merged with, and "
+            "these count as constants; use merge_grad='exact'"
+        )
 
 
 class DilatedAttention(nn.Module):
@@ -175,6 +219,9 @@ class _Options(NamedTuple):
     heads: str
     offset: str
     offset_by: str
+    padding: str
+    merge_grad: str
+    cu_seqlens: tuple[int, ...]
     backend: str
 
 
@@ -183,6 +230,7 @@ def _forward_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sink: Tensor | None,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     causal: bool,
@@ -191,13 +239,17 @@ def _forward_op(
     heads: str,
     offset: str,
     offset_by: str,
+    padding: str,
+    merge_grad: str,
+    cu_seqlens: Sequence[int],
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N]."""
-    options = _Options(
-        tuple(segment_lengths), tuple(dilation_rates), causal, tuple(window), scale, heads, offset, offset_by, backend
-    )
+    branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
+    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), backend)
     out, lse = _computation(query, key, value, options).forward(query, key, value)[:2]
+    if sink is not None:
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
     return out, lse
 
 
@@ -224,12 +276,14 @@ def _backward_op(
     heads: str,
     offset: str,
     offset_by: str,
+    padding: str,
+    merge_grad: str,
+    cu_seqlens: Sequence[int],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
-    options = _Options(
-        tuple(segment_lengths), tuple(dilation_rates), causal, tuple(window), scale, heads, offset, offset_by, backend
-    )
+    branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
+    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), backend)
     return _computation(query, key, value, options).backward(dout, query, key, value, out, lse)
 
 
@@ -241,14 +295,23 @@ def _backward_shapes(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *options = inputs
-    ctx.save_for_backward(query, key, value, *output)
+    query, key, value, sink, *options = inputs
+    ctx.save_for_backward(query, key, value, *output, sink)
     ctx.options = options
 
 
 def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.options)
-    return *gradients, *(None for _ in ctx.options)
+    *inputs, out, lse, sink = ctx.saved_tensors
+    gradients = _backward_op(dout, *inputs, out, lse, *ctx.options)
+    dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
+    return *gradients, dsink, *(None for _ in ctx.options)
+
+
+def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
+    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
+    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    return -(share * taken).sum((0, 2)).to(sink.dtype)
 
 
 torch.library.register_autograd(_forward_op, _differentiate, setup_context=_save_for_backward)
@@ -291,7 +354,7 @@ def _cached_computation(
     query_shape: tuple[int, ...], num_kv_heads: int, dtype: torch.dtype, device: torch.device, options: _Options
 ) -> _Computation:
     batch_size, seq_len, num_heads, head_dim = query_shape
-    in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by")
+    in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
     try:
         workload = validated(
             Workload,
@@ -306,6 +369,7 @@ def _cached_computation(
                 "causal": options.causal,
                 "window": options.window,
                 "scale": options.scale,
+                **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
             },
         )
         if options.backend == AUTO and (fastest := _without_backend(workload, device)):

@@ -45,6 +45,7 @@ def odd_workloads(dtype: DType = "float32") -> tuple[Workload, ...]:
         {"seq_len": 53, "causal": True},
         {"seq_len": 96, "num_heads": 6, "num_kv_heads": 2, "scale": 0.3},
         {"seq_len": 48, "causal": False, "window": (9, 4)},
+        {"seq_len": 83, "causal": False},
         {"seq_len": 1, "causal": True},
         {"seq_len": 97, "batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 97)},
     )

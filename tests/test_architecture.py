@@ -13,7 +13,17 @@ PACKAGE = ROOT / "dilabench"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = {path: path.read_text() for path in MODULES}
 
-HEAVY = ("attention.py", "testing.py", "contracts.py", "impls", "backends", "kernels", "distributed", "engine")
+HEAVY = (
+    "attention.py",
+    "compat",
+    "testing.py",
+    "contracts.py",
+    "impls",
+    "backends",
+    "kernels",
+    "distributed",
+    "engine",
+)
 HEAVY_PACKAGES = {"torch", "triton", "flash_attn", "flash_attn_interface", "xformers"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
 # Metaphors and words that design.md §1 replaces: a name should be what a reader of the field would search for.

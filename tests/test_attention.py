@@ -1,16 +1,22 @@
 """The public library: torch's conventions, autograd, torch.compile, clear refusals."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dilabench import attention
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from dilabench.contracts import BuildContext
 from dilabench.impls import reference
+from dilabench.impls.null_mass import log_zero_keys
+from dilabench.impls.visible_keys import multiplicity
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (7, 24), "dilation_rates": (1, 3)}
@@ -33,6 +39,9 @@ def tensors(dtype: torch.dtype = torch.float64, kv_heads: int = 5) -> list[Tenso
         {"causal": True, "window": (6, 0), "scale": 0.3},
         {"heads": "grouped"},
         {"offset": "blocked", "offset_by": "kv_head"},
+        {"padding": "zero_key"},
+        {"merge_grad": "detached"},
+        {"padding": "zero_key", "merge_grad": "detached", "offset": "blocked"},
         {"backend": "math"},
     ],
     ids=str,
@@ -40,7 +49,7 @@ def tensors(dtype: torch.dtype = torch.float64, kv_heads: int = 5) -> list[Tenso
 @pytest.mark.parametrize("kv_heads", [5, 1])
 def test_equals_the_formula(options: dict[str, Any], kv_heads: int) -> None:
     inputs = tensors(kv_heads=kv_heads)
-    fields = {name: value for name, value in options.items() if name in ("heads", "offset", "offset_by")}
+    fields = {name: value for name, value in options.items() if name in DilatedPattern.model_fields}
     workload = Workload.model_validate(
         {
             "pattern": {"kind": "dilated", **BRANCHES, **fields},
@@ -63,6 +72,84 @@ def test_equals_the_formula(options: dict[str, Any], kv_heads: int) -> None:
         torch.testing.assert_close(gradient, value, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{}, {"padding": "zero_key", "merge_grad": "detached"}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_packed_sequences_equal_separate_ones(options: dict[str, Any], as_tensor: bool) -> None:
+    bounds = [0, 1, 14, 27, 58]
+    q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in tensors(kv_heads=1))
+    packed = dilated_attention(
+        q, k, v, cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if as_tensor else bounds, **BRANCHES, **options
+    )
+    alone = [
+        dilated_attention(*(x[None, start:stop] for x in (q, k, v)), **BRANCHES, **options)[0]
+        for start, stop in itertools.pairwise(bounds)
+    ]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-14)
+    dout = torch.randn(packed.shape, dtype=torch.float64)
+    for gradient, value in zip(
+        torch.autograd.grad(packed, (q, k, v), dout),
+        torch.autograd.grad(torch.cat(alone), (q, k, v), dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, value, rtol=0, atol=1e-13)
+
+
+def test_refuses_packed_tensors_that_do_not_fit() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"with cu_seqlens must be \[T, H, D\].*leave out the batch axis"):
+        dilated_attention(q, k, v, cu_seqlens=[0, 29], **BRANCHES)
+    with pytest.raises(ValueError, match=r"cu_seqlens \[0, 30\] must rise from 0 to seq_len=29"):
+        dilated_attention(q[0], k[0], v[0], cu_seqlens=[0, 30], **BRANCHES)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_sinks_are_a_key_of_value_zero(data: st.DataObject) -> None:
+    """With the sink as one more key of each head, in every row: odd N, D and heads, K < H, zero keys, causal."""
+    kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    N, D = data.draw(st.sampled_from((1, 7, 13, 24))), data.draw(st.integers(1, 5))
+    H, causal = kv_heads * group, data.draw(st.booleans())
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    q, k, v, dout = (
+        torch.randn(2, N, heads, D, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (H, kv_heads, kv_heads, H)
+    )
+    sink = torch.randn(H, generator=generator, dtype=torch.float64).requires_grad_()
+    options: dict[str, Any] = {
+        "segment_lengths": (6, 24),
+        "dilation_rates": (data.draw(st.sampled_from((1, 2, 3))), 4),
+        "padding": data.draw(st.sampled_from(("masked", "zero_key"))),
+        "causal": causal,
+    }
+    actual = dilated_attention(q, k, v, sink=sink, **options)
+    # The formula, differentiated by autograd: log C, the zero keys' log n and the sink are all biases.
+    workload = Workload.model_validate(
+        {
+            "pattern": {"kind": "dilated", **{name: options[name] for name in options if name != "causal"}},
+            "batch_size": 2,
+            "seq_len": N,
+            "num_heads": H,
+            "num_kv_heads": kv_heads,
+            "head_dim": D,
+            "dtype": "float64",
+            "causal": causal,
+        }
+    )
+    counts = torch.stack([multiplicity(workload, head, torch.arange(N)) for head in range(H)])
+    null = log_zero_keys(workload, torch.device("cpu"))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) * D**-0.5 + counts.double().log()
+    nothing = torch.full((1, H, N), -torch.inf, dtype=torch.float64) if null is None else null
+    extra = torch.stack([nothing[0], sink[:, None].expand(H, N)], -1).expand(2, H, N, 2)
+    weights = torch.cat([scores, extra], -1).softmax(-1)[..., :N]
+    expected = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(group, 2))
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    leaves = (q, k, v, sink)
+    for gradient, value in zip(
+        torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+    ):
+        torch.testing.assert_close(gradient, value, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(causal: bool) -> None:
     inputs = [x[:1, :11, :3, :2].detach().clone().requires_grad_() for x in tensors()]
@@ -71,17 +158,19 @@ def test_gradcheck(causal: bool) -> None:
 
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
-    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "math")
+    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], "math")
     inputs = tensors()
-    torch.library.opcheck(attention._forward_op, (*inputs, *options))
+    for sink in (None, torch.randn(5, requires_grad=True)):
+        torch.library.opcheck(attention._forward_op, (*inputs, sink, *options))
     detached = [x.detach() for x in inputs]
-    out, lse = attention._forward_op(*detached, *options)
+    out, lse = attention._forward_op(*detached, None, *options)
     torch.library.opcheck(attention._backward_op, (torch.ones_like(out), *detached, out, lse, *options))
 
 
 @pytest.mark.slow
-def test_compiles_without_a_graph_break() -> None:
-    module = MultiheadDilatedAttention(20, 5, **BRANCHES, norm=True, causal=True)
+@pytest.mark.parametrize("options", [{"causal": True}, {"padding": "zero_key", "merge_grad": "detached"}], ids=str)
+def test_compiles_without_a_graph_break(options: dict[str, Any]) -> None:
+    module = MultiheadDilatedAttention(20, 5, **BRANCHES, norm=True, **options)
     compiled = torch.compile(copy.deepcopy(module), fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 29, 20)
     results = []
@@ -113,6 +202,11 @@ def test_keeps_the_dtype(dtype: torch.dtype) -> None:
         ({"backend": "sdpa-cudnn"}, r"backend 'sdpa-cudnn' cannot serve this call: needs cuda"),
         ({"dilation_rates": (1,)}, r"2 segment lengths \[7, 24\] but 1 dilation rates \[1\]"),
         ({"heads": "some"}, r"heads 'some' should be 'all' or 'grouped'"),
+        ({"padding": "zero"}, r"padding 'zero' should be 'masked' or 'zero_key'"),
+        ({"padding": "zero_key", "dilation_rates": (1, 5)}, r"in segments of 24 at rate 5: 5 does not divide 24.*use"),
+        ({"sink": torch.zeros(4)}, r"sink torch.float32 \(4,\) must be one logit per query head.*give \[5\]"),
+        ({"sink": torch.zeros(5), "merge_grad": "detached"}, r"use merge_grad='exact'"),
+        ({"sink": torch.zeros(5, device="meta")}, r"sink is on meta and query on cpu"),
         ({"window": (3, 1), "causal": True}, r"looks 1 positions ahead but causal"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

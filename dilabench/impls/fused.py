@@ -7,14 +7,14 @@ branch through our dense kernel on strided views, merged in place; both forms ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.one_operator import as_one_operator, new_number, register
+from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.one_operator import differentiable, new_number, register
+from dilabench.impls.packed import Packed, build_packed
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Union, union_of
@@ -28,11 +28,16 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 DENSE_TILES = LoadedBackend("dense-tiles", dense_tiles.attend, dense_tiles.attend_backward)
 
 
-def build(workload: Workload, context: BuildContext) -> Fused:
+def build(workload: Workload, context: BuildContext) -> Fused | Packed:
     """Plan the tiles of the workload; tables reach the device with the first call."""
+    return build_packed(_padded, workload, context) if workload.layout == "packed" else _padded(workload, context)
+
+
+def _padded(workload: Workload, context: BuildContext) -> Fused:
     plan = _plan(workload)
     rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
-    return Fused(plan, _per_branch(workload, context, list(rest)), workload.softmax_scale)
+    zero_keys = log_zero_keys(workload, context.device)
+    return Fused(plan, _per_branch(workload, context, list(rest)), workload.softmax_scale, zero_keys)
 
 
 def _plan(workload: Workload) -> ResiduePlan | None:
@@ -53,27 +58,32 @@ def _plan(workload: Workload) -> ResiduePlan | None:
 
 
 def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -> Union | None:
-    """The branches of these indices, each on its own."""
+    """The branches of these indices, each on its own, without zero keys."""
     if not indices:
         return None
     pattern = DilatedPattern.of(workload)
     segments, rates = zip(*(pattern.branches[index] for index in indices), strict=True)
-    chosen = pattern.model_copy(update={"segment_lengths": segments, "dilation_rates": rates})
+    changes = {"segment_lengths": segments, "dilation_rates": rates, "padding": "masked"}
+    chosen = pattern.model_copy(update=changes)
     part = workload.model_copy(update={"pattern": chosen})
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
         return context.patterns.get(("strided rows", part), lambda: strided_rows(part))
 
-    return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)))
+    return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)), context.device)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Fused:
-    """The planned branches in one kernel, and the rest merged onto them. At least one of the two is there."""
+    """The planned branches in one kernel, and the rest merged onto them. At least one of the two is there.
+
+    `zero_keys`: as `null_mass.log_zero_keys` gives them, added to the result of all branches.
+    """
 
     plan: ResiduePlan | None
     rest: Union | None
     scale: float
+    zero_keys: Tensor | None = field(default=None, repr=False, compare=False)
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,18 +95,18 @@ class Fused:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
-        if torch.compiler.is_compiling():
-            return as_one_operator(self.number, q, k, v)
-        out, lse = _FusedFunction.apply(self, q, k, v)
-        return out, lse
+        return differentiable(self, self.number, q, k, v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd."""
         planned = fused_forward(q, k, v, self.plan, scale=self.scale) if self.plan else None
         if self.rest is None:
             assert planned is not None
-            return planned
-        out, lse, _ = self.rest.forward(q, k, v, onto=planned)
+            out, lse = planned
+        else:
+            out, lse, _ = self.rest.forward(q, k, v, onto=planned)
+        if self.zero_keys is not None:
+            add_null_mass_(out, lse, self.zero_keys)
         return out, lse
 
     def backward(
@@ -108,21 +118,3 @@ class Fused:
             assert planned is not None
             return planned
         return self.rest.backward(dout, q, k, v, out, lse, onto=planned)
-
-
-class _FusedFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, fused: Fused, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = fused.forward(q, k, v)
-        ctx.fused = fused
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return None, None, None, None
-        return None, *ctx.fused.backward(dout, *ctx.saved_tensors)

@@ -19,4 +19,4 @@ def build(workload: Workload, context: BuildContext) -> Union:
         return [GatheredRows(index, context.buffers) for index in indices]
 
     covered = covers_every_row(branches_of(workload))
-    return union_of(workload, context.require_backend(), rows, covered)
+    return union_of(workload, context.require_backend(), rows, covered, context.device)

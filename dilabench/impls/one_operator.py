@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Computation(Protocol):
@@ -35,6 +36,32 @@ new_number = itertools.count().__next__
 def register(number: int, computation: Computation) -> None:
     """Let operators find the computation by its number for as long as it exists elsewhere (weak reference)."""
     _computations[number] = computation
+
+
+def differentiable(computation: Computation, number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by a registered computation; for autograd."""
+    if torch.compiler.is_compiling():
+        return as_one_operator(number, q, k, v)
+    out, lse = _Function.apply(computation, q, k, v)
+    return out, lse
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = computation.forward(q, k, v)[:2]
+        ctx.computation = computation
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return None, None, None, None
+        return None, *ctx.computation.backward(dout, *ctx.saved_tensors)
 
 
 def as_one_operator(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.visible_keys import key_groups, visible
 from dilabench.workload.spec import Workload
 
@@ -63,6 +64,9 @@ def attend_rows(
         share = scores.sub_(finite(block_lse)).exp_().to(dtype)
         out[:, block.index, block.head] = share @ block.take(v, workload, dtype)
         lse[:, block.head, block.index] = block_lse
+    zero_keys = log_zero_keys(workload, q.device, wide, rows=rows)
+    if zero_keys is not None:
+        add_null_mass_(out, lse, zero_keys)
     return out, lse
 
 
@@ -87,16 +91,17 @@ def attend_rows_backward(
     "detached" (LongNet's code: out = sum_b a_b O_b with a_b = exp(lse_b - lse) held constant) differentiates each
     branch's own softmax P_b, weighted by a_b; a_b P_b = C_b exp(s - lse) is branch b's share of P, hence
         dS[i, j] = sum_b a_b P_b[i, j] · (dP[i, j] - sum_j' P_b[i, j'] dP[i, j'])
-    dv is P^T dout under both.
+    dv is P^T dout under both. Zero keys count in out, lse, lse_b and P_b, and have no gradient.
     """
     wide = accumulation_dtype(dtype)
     slots = key_slots(keys, q.shape[1], q.device)
     size = q.shape[1] if keys is None else len(keys)
     dq = q.new_zeros(dout.shape, dtype=dtype)
     dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], q.shape[3], dtype=wide) for _ in range(2))
+    zero_keys = log_zero_keys(workload, q.device, wide, rows=rows, apart=True)
     for block in blocks(workload, rows, q):
         dout_block = dout[:, block.index, block.head].to(dtype)
-        score_grad, share = score_gradient(block, q, k, v, out, lse, dout_block, workload, dtype)
+        score_grad, share = score_gradient(block, q, k, v, out, lse, zero_keys, dout_block, workload, dtype)
         dq[:, block.index, block.head] = score_grad @ block.take(k, workload, dtype) * workload.softmax_scale
         chosen, slot = block.wanted(slots)
         scaled = q[:, block.rows, block.head].to(dtype) * workload.softmax_scale
@@ -197,11 +202,15 @@ def score_gradient(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    zero_keys: Tensor | None,
     dout: Tensor,
     workload: Workload,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """dS and P of a block, [B, R, M] in `dtype`; dS under merge_grad, formulas at `attend_rows_backward`."""
+    """dS and P of a block, [B, R, M] in `dtype`; dS under merge_grad, formulas at `attend_rows_backward`.
+
+    zero_keys: log n of each part, [parts, H, R].
+    """
     scores = block.scores(q, k, workload, dtype)
     share = scores.sub_(finite(lse[:, block.head, block.index])).exp_().to(dtype).to(scores.dtype)
     share_grad = (dout @ block.take(v, workload, dtype).mT).to(share.dtype)
@@ -209,9 +218,12 @@ def score_gradient(
         mean = (dout * out[:, block.index, block.head]).to(share.dtype).sum(-1, keepdim=True)
         return (share * (share_grad - mean)).to(dtype), share.to(dtype)
     score_grad = torch.zeros_like(share)
-    for branch in block.counts.to(share.dtype) / block.counts.sum(0):
+    for part, branch in enumerate(block.counts.to(share.dtype) / block.counts.sum(0)):
         branch_share = share * branch
         weight = branch_share.sum(-1, keepdim=True)
+        if zero_keys is not None:
+            shift = zero_keys[part, block.head, block.index] - lse[:, block.head, block.index]
+            weight += shift.exp()[..., None]
         mean = (branch_share * share_grad).sum(-1, keepdim=True) / weight.where(weight > 0, 1.0)
         score_grad += branch_share * (share_grad - mean)
     return score_grad.to(dtype), share.to(dtype)

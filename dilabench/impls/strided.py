@@ -9,17 +9,23 @@ from __future__ import annotations
 import torch
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.packed import Packed, build_packed
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.workload.spec import Workload
 
 
-def build(workload: Workload, context: BuildContext) -> Union:
+def build(workload: Workload, context: BuildContext) -> Union | Packed:
     """Tensors that are contiguous in [B, N, H, D], or slices of a packed projection, are read in place."""
+    return build_packed(padded, workload, context) if workload.layout == "packed" else padded(workload, context)
+
+
+def padded(workload: Workload, context: BuildContext) -> Union:
+    """Of sequences of one length."""
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
         return context.patterns.get(("strided rows", workload), lambda: strided_rows(workload))
 
     covered = covers_every_row(branches_of(workload))
-    return union_of(workload, context.require_backend(), rows, covered)
+    return union_of(workload, context.require_backend(), rows, covered, context.device)

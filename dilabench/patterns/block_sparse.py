@@ -75,6 +75,8 @@ class BlockSparsePattern(Pattern):
     def _file_or_kind(self) -> Self:
         if (self.mask == "custom") != (self.mask_file is not None):
             raise ValueError("mask 'custom' and a mask file need each other; give both or neither")
+        if self.branches is not None and self.branches.has_zero_keys:
+            raise ValueError("padding=zero_key: a block mask over branches has no zero keys; use padding=masked")
         return self
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from dilabench.patterns.dense import windowed_pairs
-from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, SequenceShape, StridedSegments, group_rows
+from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, SequenceShape, StridedSegments, ZeroKeys, group_rows
 from dilabench.units import format_count
 from dilabench.validation import Model, read_counts, validated
 
@@ -26,6 +26,7 @@ Heads = Literal["all", "grouped"]
 Offset = Literal["modulo", "blocked"]
 OffsetBy = Literal["head", "kv_head"]
 MergeGrad = Literal["exact", "detached"]
+Padding = Literal["masked", "zero_key"]
 
 # Branches `auto` (catalog.md §3): the same along a range, so that only the length changes.
 AUTO_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
@@ -42,6 +43,7 @@ class DilatedRequest(Model):
     offset: Offset = "modulo"
     offset_by: OffsetBy = "head"
     merge_grad: MergeGrad = "exact"
+    padding: Padding = "masked"
 
     @field_validator("segment_lengths", "dilation_rates", mode="before")
     @classmethod
@@ -63,6 +65,7 @@ class DilatedPattern(Pattern):
     offset: Offset = "modulo"
     offset_by: OffsetBy = "head"
     merge_grad: MergeGrad = "exact"
+    padding: Padding = "masked"
     drawn_in_reports: ClassVar[bool] = False
 
     @field_validator("segment_lengths", "dilation_rates", mode="before")
@@ -110,6 +113,7 @@ class DilatedPattern(Pattern):
             {**covering, "heads": "grouped"},
             {**covering, "offset_by": "kv_head"},
             {**covering, "merge_grad": "detached"},
+            {**covering, "segment_lengths": (16, 48, 252), "padding": "zero_key"},
         )
         return tuple(cls.model_validate(one) for one in fields)
 
@@ -124,12 +128,18 @@ class DilatedPattern(Pattern):
             "blocked": {**branches, "offset": "blocked", "offset_by": "kv_head"},
             "grouped": {**branches, "heads": "grouped"},
             "detached": {**branches, "merge_grad": "detached"},
+            "zero_key": {
+                "segment_lengths": (48, 126, 1024),
+                "dilation_rates": (1, 3, 4),
+                "causal": False,
+                "padding": "zero_key",
+            },
             "scale": {**branches, "scale": 0.25, "num_kv_heads": 4},
         }
 
     @classmethod
     def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:
-        """Any segments and rates, up to four branches, every option but a detached merge."""
+        """Any segments and rates, up to four branches, every option but a detached merge and zero keys."""
         from hypothesis import strategies as st
 
         def sizes(count: int, largest: int) -> SearchStrategy[list[int]]:
@@ -248,9 +258,9 @@ class DilatedPattern(Pattern):
         return np.unique(np.concatenate([np.arange(0, shape.length, w) for w in self.segment_lengths]))
 
     @property
-    def cut_length(self) -> int:
-        """The common multiple of all segment lengths."""
-        return lcm(*self.segment_lengths)
+    def cut_length(self) -> int | None:
+        """The common multiple of all segment lengths. None with zero keys: a last part by itself has others."""
+        return None if self.has_zero_keys else lcm(*self.segment_lengths)
 
     @property
     def parts(self) -> int:
@@ -264,6 +274,7 @@ class DilatedPattern(Pattern):
             "offset_by": ("head", "kv_head"),
             "heads": ("all", "grouped"),
             "merge_grad": ("exact", "detached"),
+            "padding": ("masked", "zero_key"),
         }
         found: dict[str, Pattern] = {
             f"{name}={value}": self.model_copy(update={name: value})
@@ -271,12 +282,38 @@ class DilatedPattern(Pattern):
             for value in values
             if value != getattr(self, name)
         }
-        fields = self.model_dump()
-        return {
-            **found,
-            "padding=zero_key": _ZeroPadded.model_validate(fields),
-            "offset=0 in every head": _WithoutOffset.model_validate(fields),
-        }
+        return {**found, "offset=0 in every head": _WithoutOffset.model_validate(self.model_dump())}
+
+    def zero_keys(self, shape: SequenceShape, head: int) -> Iterator[ZeroKeys]:
+        """Those past the end of a row's segment, filled up to a multiple of the rate, on the head's residue.
+
+        As torchscale pads (semantics.md §2); a causal mask hides all of them.
+        """
+        if not self.has_zero_keys or shape.causal:
+            return
+        for part, (w, r, offset) in enumerate(self.strided_segments(shape, head)):
+            # Where the rate divides the segment, only the last one can lack positions.
+            for start in range(0 if w % r else (shape.length - 1) // w * w, shape.length, w):
+                stop = min(start + w, shape.length)
+                rows = range(start + offset, stop, r)
+                if rows and (count := rows_kept(-(-w // r) * r, r, offset) - len(rows)):
+                    yield ZeroKeys(part, rows, count)
+
+    @property
+    def has_zero_keys(self) -> bool:
+        """As `padding` says."""
+        return self.padding == "zero_key"
+
+    def why_not_over(self, shape: SequenceShape) -> str | None:
+        """Zero keys inside a sequence: there torchscale puts rows of its result where other rows belong."""
+        for w, r in self.branches if self.has_zero_keys else ():
+            if w < shape.length and w % r:
+                return (
+                    f"padding=zero_key over {shape.length} positions in segments of {w} at rate {r}: {r} does not "
+                    f"divide {w}, so that torchscale shifts its output from one segment to the next, which is not "
+                    f"attention; use padding=masked, segments of a multiple of {r}, or at most {w} positions"
+                )
+        return None
 
     @property
     def is_detached(self) -> bool:
@@ -287,22 +324,6 @@ class DilatedPattern(Pattern):
     def has_grouped_heads(self) -> bool:
         """As `heads` says."""
         return self.heads == "grouped"
-
-
-class _ZeroPadded(DilatedPattern):
-    """Segments filled up with zero vectors to a multiple of the rate, which are attended (torchscale)."""
-
-    def zero_keys(self, shape: SequenceShape, head: int, rows: Positions) -> Positions | None:
-        """Those past the end of the row's segment on the head's residue, none when causal."""
-        import numpy as np
-
-        added = np.zeros(len(rows), dtype=np.int64)
-        for w, r, offset in () if shape.causal else self.strided_segments(shape, head):
-            real = np.minimum((rows // w + 1) * w, shape.length) - rows // w * w
-            padded = -(-w // r) * r
-            on = rows % w % r == offset
-            added += np.where(on, rows_kept(padded, r, offset) - np.maximum(-((offset - real) // r), 0), 0)
-        return added
 
 
 class _WithoutOffset(DilatedPattern):

@@ -10,7 +10,7 @@ and the window, which hold for every pattern and are applied outside of it (sema
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -89,6 +89,15 @@ class StridedSegments(NamedTuple):
     segment_length: int
     rate: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroKeys:
+    """Keys of score 0 and value 0 that part `part` (as in `KeyGroup`) adds to a head: each of `rows` sees `count`."""
+
+    part: int
+    rows: range
+    count: int
 
 
 class Pairs(NamedTuple):
@@ -283,11 +292,20 @@ class Pattern(Model, ABC):
         """Files that it is read from, each with the digest of its content; records keep copies of them."""
         return ()
 
-    def zero_keys(self, shape: SequenceShape, head: int, rows: Positions) -> Positions | None:  # noqa: ARG002
-        """[R]: how many keys of score 0 and value 0 each row attends besides those counted; None where none ever.
+    def zero_keys(self, shape: SequenceShape, head: int) -> Iterable[ZeroKeys]:  # noqa: ARG002
+        """Keys of score 0 and value 0 that rows attend besides those counted, by default none.
 
-        They only add to the denominator (semantics.md §2): exp(lse) grows by their number.
+        They only add to the denominator (semantics.md §2): exp(lse) grows by their number. No part adds to a row twice.
         """
+        return ()
+
+    @property
+    def has_zero_keys(self) -> bool:
+        """Whether rows may attend zero keys, which an implementation has to know of."""
+        return False
+
+    def why_not_over(self, shape: SequenceShape) -> str | None:  # noqa: ARG002
+        """Why it means nothing over a sequence, with a way out; None where it does."""
         return None
 
     def near_misses(self) -> Mapping[str, Pattern]:

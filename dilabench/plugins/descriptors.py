@@ -41,6 +41,7 @@ class Capabilities:
     window: bool = True
     gqa: bool = True
     grouped_heads: bool = True
+    zero_keys: bool = False
     head_dim_multiple: int = 1
     max_head_dim: int | None = None
     max_world_size: int | None = 1
@@ -92,6 +93,8 @@ class Capabilities:
             yield reason
         if workload.pattern.has_grouped_heads and not self.grouped_heads:
             yield "grouped heads are not supported"
+        if workload.pattern.has_zero_keys and not self.zero_keys:
+            yield "attended zero keys are not supported"
         merge_grad = "detached" if workload.pattern.is_detached else "exact"
         if merge_grad not in self.merge_grads and workload.mode != "forward":
             yield f"merge_grad {merge_grad} is not supported"

@@ -27,6 +27,8 @@ ANSWERS: Mapping[str, type | tuple[type, ...]] = {
     "parts": int,
     "is_detached": bool,
     "has_grouped_heads": bool,
+    "has_zero_keys": bool,
+    "why_not_over": (str, type(None)),
     "has_fixed_length": bool,
     "under": Pattern,
 }
@@ -112,5 +114,6 @@ def _try(pattern: type[Pattern]) -> None:
         if not isinstance(example, pattern):
             raise PluginError(f"{pattern.__name__}.examples holds {shown(example)}, which is no {pattern.__name__}")
         example.label(), example.details((TRIED_OVER,)), example.row_labels((TRIED_OVER,)), example.files()
-        example.keys_per_row(TRIED_OVER.length)
-        _ = (example.parts, example.cut_length, example.is_detached, example.has_grouped_heads, example.under)
+        example.keys_per_row(TRIED_OVER.length), example.why_not_over(TRIED_OVER)
+        _ = (example.parts, example.cut_length, example.is_detached, example.has_grouped_heads, example.has_zero_keys)
+        _ = example.under

@@ -17,6 +17,8 @@ def cut_length(workload: Workload) -> int | None:
 def why_uncut(workload: Workload) -> str:
     """The reason for which `cut_length` is None, for a row that needs cuts."""
     pattern = workload.pattern
+    if pattern.has_zero_keys:
+        return f"{pattern.label()} has no cut: a part by itself would attend other zero keys"
     if pattern.cut_length is None:
         return f"a {pattern.kind} pattern has no cut: its queries see keys all along the sequence"
     if workload.layout != "padded":

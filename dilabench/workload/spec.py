@@ -104,6 +104,9 @@ class Workload(Model):
             self._check_packed()
         elif self.cu_seqlens is not None:
             raise ValueError("cu_seqlens is given but layout is 'padded'; set layout=packed or leave cu_seqlens out")
+        for shape in dict.fromkeys(self.shapes):
+            if reason := self.pattern.why_not_over(shape):
+                raise ValueError(reason)
         return self
 
     def _check_packed(self) -> None:

@@ -1,6 +1,7 @@
 """`gather`, `strided` and `dense` equal the oracle in float64, forward and backward, over random workloads."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ TOLERANCE = 1e-10
 
 
 @st.composite
-def workloads(draw: st.DrawFn, kind: str = "dilated", merge_grad: str = "exact") -> Workload:
+def workloads(draw: st.DrawFn, kind: str = "dilated", merge_grad: str = "exact", padding: str = "masked") -> Workload:
     """Odd sizes: prime N, segments longer than N, rates that divide nothing, fewer heads than the rate, K < H."""
     kv_heads = draw(st.integers(1, 5))
     causal = draw(st.booleans())
-    pattern: dict[str, object] = {"kind": kind}
+    pattern: dict[str, Any] = {"kind": kind}
     if kind == "dilated":
         branches = draw(st.integers(1, 4))
         pattern |= {
@@ -34,12 +35,19 @@ def workloads(draw: st.DrawFn, kind: str = "dilated", merge_grad: str = "exact")
             "offset": draw(st.sampled_from(("modulo", "blocked"))),
             "offset_by": draw(st.sampled_from(("head", "kv_head"))),
             "merge_grad": merge_grad,
+            "padding": padding,
         }
+    seq_len = draw(st.sampled_from((1, 7, 24, 37, 48)))
+    if padding == "zero_key":
+        # A rate that does not divide a segment inside the sequence is refused.
+        pairs = zip(pattern["segment_lengths"], pattern["dilation_rates"], strict=True)
+        pattern["segment_lengths"] = [w if w >= seq_len else -(-w // r) * r for w, r in pairs]
+        causal = causal and draw(st.booleans())
     return Workload.model_validate(
         {
             "pattern": pattern,
             "batch_size": draw(st.integers(1, 3)),
-            "seq_len": draw(st.sampled_from((1, 7, 24, 37, 48))),
+            "seq_len": seq_len,
             "num_heads": kv_heads * draw(st.integers(1, 4)),
             "num_kv_heads": kv_heads,
             "head_dim": draw(st.sampled_from((4, 5))),
@@ -55,7 +63,8 @@ def results(attention: WithLse, workload: Workload) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv on inputs drawn from a fixed seed, with a random output gradient."""
     generator = torch.Generator().manual_seed(1)
     B, N, D = workload.batch_size, workload.seq_len, workload.head_dim
-    shapes = [(B, N, heads, D) for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)]
+    lead = (N,) if workload.layout == "packed" else (B, N)
+    shapes = [(*lead, heads, D) for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
     dout = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
     out, lse = attention.with_lse(q, k, v)
@@ -83,6 +92,28 @@ def test_equals_oracle(module: ModuleType, workload: Workload) -> None:
 @given(workload=workloads(merge_grad="detached"))
 def test_gather_equals_oracle_with_detached_merge_weights(workload: Workload) -> None:
     assert_equals_oracle(gather, workload)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    bounds=st.lists(st.integers(1, 47), unique=True, max_size=4).map(lambda inner: (0, *sorted(inner), 48)),
+    workload=workloads(merge_grad="detached", padding="zero_key"),
+    exact=st.booleans(),
+)
+def test_packed_sequences_equal_the_oracle(bounds: tuple[int, ...], workload: Workload, exact: bool) -> None:
+    fields = workload.pattern.model_dump()
+    # Rates that divide all segments fit sequences of any lengths.
+    segments = [-(-w // r) * r for w, r in zip(fields["segment_lengths"], fields["dilation_rates"], strict=True)]
+    pattern = {**fields, "segment_lengths": segments, "merge_grad": "exact" if exact else "detached"}
+    packed = {"layout": "packed", "cu_seqlens": bounds, "batch_size": 1, "seq_len": 48}
+    assert_equals_oracle(strided, workload.replace(pattern=pattern, **packed))
+
+
+@pytest.mark.parametrize("module", [gather, strided], ids=["gather", "strided"])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(workload=st.sampled_from(("exact", "detached")).flatmap(lambda grad: workloads("dilated", grad, "zero_key")))
+def test_equals_oracle_with_zero_keys(module: ModuleType, workload: Workload) -> None:
+    assert_equals_oracle(module, workload)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -11,7 +11,16 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
 
 HERE = Path(__file__).resolve().parent
-PER_BRANCH = {"planned": False, "gqa causal": False, "rates that do not divide": True, "window": True, "grouped": True}
+PER_BRANCH = {
+    "planned": False,
+    "gqa causal": False,
+    "rates that do not divide": True,
+    "window": True,
+    "zero keys": False,
+    "zero keys, ragged": False,
+    "packed": False,
+    "grouped": True,
+}
 
 
 @pytest.fixture(scope="module")

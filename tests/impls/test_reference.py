@@ -15,6 +15,13 @@ CONTEXT = BuildContext(device=torch.device("cpu"))
 SPARSE = {"kind": "dilated", "segment_lengths": (7, 20, 300), "dilation_rates": (2, 3, 6)}
 PAPER = {"kind": "dilated", "segment_lengths": (16, 32, 64, 128, 256), "dilation_rates": (1, 2, 4, 6, 12)}
 BASE = {"batch_size": 2, "seq_len": 61, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24, "dtype": "float64"}
+ZERO_KEYS = {
+    "kind": "dilated",
+    "segment_lengths": (8, 21, 300),
+    "dilation_rates": (2, 3, 7),
+    "padding": "zero_key",
+}
+GROUPED_KV = {"num_heads": 6, "num_kv_heads": 2}
 CHANGES = {
     "causal": {"pattern": SPARSE, "causal": True},
     "full": {"pattern": SPARSE, "causal": False},
@@ -30,6 +37,16 @@ CHANGES = {
     "paper": {"pattern": PAPER, "num_heads": 12, "num_kv_heads": 12, "seq_len": 150},
     "dense": {"pattern": {"kind": "dense"}, "num_heads": 6, "num_kv_heads": 3},
     "one token": {"pattern": SPARSE, "seq_len": 1},
+    "zero keys": {"pattern": ZERO_KEYS, "causal": False},
+    "zero keys, causal": {"pattern": ZERO_KEYS, "causal": True},
+    "zero keys, K < H": {"pattern": {**ZERO_KEYS, "offset": "blocked"}, "causal": False, **GROUPED_KV},
+    "zero keys, grouped": {"pattern": {**ZERO_KEYS, "heads": "grouped"}, "causal": False},
+    "zero keys, detached": {"pattern": {**ZERO_KEYS, "merge_grad": "detached"}, "causal": False},
+    "zero keys, torchscale": {
+        "pattern": {**ZERO_KEYS, "merge_grad": "detached", "offset": "blocked"},
+        "causal": False,
+        **GROUPED_KV,
+    },
 }
 
 
@@ -46,7 +63,13 @@ def draw(w: Workload) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, w: Workload, c: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of the formula for counts c [H, N, N], rows without keys given as 0 and -inf."""
+    """out and lse of the formula for counts c [H, N, N], rows without keys given as 0 and -inf.
+
+    Zero keys are one more key each row sees as often as there are of them.
+    """
+    null = zero_keys(w)
+    k, v = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (k, v))
+    c = torch.cat([c, null[..., None]], -1)
     k, v = (x.repeat_interleave(w.group_size, dim=2) for x in (k, v))
     empty = c.sum(-1) == 0
     # An empty row gets all keys, so that autograd stays finite, and is cut out at the end.
@@ -55,6 +78,23 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, w: Workload, c: Tensor) -> tuple[Te
     out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
     out = out.masked_fill(empty.T[None, :, :, None], 0.0)
     return out, scores.logsumexp(-1).masked_fill(empty, -torch.inf)
+
+
+def zero_keys(w: Workload) -> Tensor:
+    """[H, N]: how many each row sees, counted position by position in segments filled up to a multiple of the rate."""
+    count = torch.zeros(w.num_heads, w.seq_len, dtype=torch.int64)
+    if not isinstance(w.pattern, DilatedPattern) or w.pattern.padding == "masked" or w.causal:
+        return count
+    for head in range(w.num_heads):
+        for segment, rate in w.pattern.head_branches(head, w.num_heads):
+            segment = min(segment, w.seq_len)
+            offset = w.pattern.head_offset(head, rate, w.num_heads, w.num_kv_heads)
+            for i in range(w.seq_len):
+                start = i // segment * segment
+                padded = range(min(segment, w.seq_len - start), -(-segment // rate) * rate)
+                if (i - start) % rate == offset:
+                    count[head, i] += sum(t % rate == offset for t in padded)
+    return count
 
 
 def all_counts(w: Workload) -> Tensor:
@@ -68,8 +108,9 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, w: Workload) -> tuple[Tensor, T
         return softmax(q, k, v, w, all_counts(w))
     outs, lses = [], []
     for segment, rate in pattern.branches:
-        branch = {**pattern.model_dump(), "segment_lengths": (segment,), "dilation_rates": (rate,)}
-        out, lse = softmax(q, k, v, w, all_counts(w.replace(pattern=branch)))
+        fields = {**pattern.model_dump(), "segment_lengths": (segment,), "dilation_rates": (rate,)}
+        branch = w.replace(pattern=fields)
+        out, lse = softmax(q, k, v, branch, all_counts(branch))
         outs.append(out)
         lses.append(lse)
     stacked = torch.stack(lses).detach()

@@ -16,6 +16,7 @@ CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 H200 = GpuInfo(name="H200", compute_capability="9.0")
 HOPPER = Machine(device="cuda", gpus=(H200, H200))
 DILATED = {"kind": "dilated", "segment_lengths": [16, 40], "dilation_rates": [1, 3]}
+ZERO_KEYS = {"kind": "dilated", "segment_lengths": [16, 39], "dilation_rates": [1, 3], "padding": "zero_key"}
 WORKLOAD = Workload(pattern=DILATED, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24)
 
 
@@ -65,6 +66,7 @@ REASONS = [
     ({}, {"layout": "packed", "cu_seqlens": (0, 96)}, "layout packed is not supported (has padded)"),
     ({"grouped_heads": False}, {"pattern": {**DILATED, "heads": "grouped"}}, "grouped heads are not supported"),
     ({}, {"pattern": {**DILATED, "merge_grad": "detached"}, "mode": "both"}, "merge_grad detached is not supported"),
+    ({}, {"pattern": ZERO_KEYS}, "attended zero keys are not supported"),
     ({"check": lambda workload: f"seq_len {workload.seq_len} is odd here"}, {}, "seq_len 96 is odd here"),
 ]
 

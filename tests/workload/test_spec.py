@@ -239,6 +239,29 @@ def test_family_ignores_shape_but_not_the_function():
         assert workload.replace(**change).family_id() != workload.family_id()
 
 
+def test_zero_keys_are_a_field_of_the_pattern():
+    fields = {"segment_lengths": "12,200", "dilation_rates": "4,3"}
+    asked = WorkloadRequest(**fields, padding="zero_key", seq_len=97, causal=False).resolve("float32")
+    masked = WorkloadRequest(**fields, seq_len=97, causal=False).resolve("float32")
+    assert asked.pattern.label() == "dilated w 12,200 r 4,3 padding=zero_key"
+    assert asked.family_id() != masked.family_id()
+    # Records from before the field name the same case.
+    before = masked.pattern.model_dump(exclude={"padding"})
+    assert Case(implementation="gather", workload=masked.replace(pattern=before)).case_id == (
+        Case(implementation="gather", workload=masked).case_id
+    )
+    assert "padding" not in masked.pattern.model_dump(exclude_defaults=True)
+
+
+def test_zero_keys_where_torchscale_shifts_its_output_are_refused():
+    fields = {"segment_lengths": (10, 64), "dilation_rates": (4, 3), "padding": "zero_key"}
+    with pytest.raises(ConfigError, match=r"over 97 positions in segments of 10 at rate 4: 4 does not divide 10.*use"):
+        WorkloadRequest(**fields, seq_len=97).resolve("float32")
+    assert WorkloadRequest(**fields, seq_len=10).resolve("float32").seq_len == 10
+    with pytest.raises(ConfigError, match="a block mask over branches has no zero keys; use padding=masked"):
+        WorkloadRequest(**fields, pattern="block_sparse").resolve("float32")
+
+
 def test_label_names_what_is_unusual():
     workload = Workload(pattern=DensePattern(), **SHAPE)
     assert workload.label() == "2x96 H6/3 D24 fp32 causal"

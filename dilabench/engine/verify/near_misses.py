@@ -7,7 +7,7 @@ small part of the batch are enough: a near miss must be much closer to the resul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.slope import slope
 from dilabench.engine.verify.tolerance import Expected, errors, rows_last
 from dilabench.impls.reference import attend_rows, attend_rows_backward
-from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
+from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape, ZeroKeys
 from dilabench.record import Check
 from dilabench.workload.spec import UNBOUNDED, Workload
 
@@ -38,6 +38,10 @@ class CountedOnce(Pattern):
         """The union of the parts as one."""
         for group in self.inner.counts(shape, head, rows):
             yield KeyGroup(group.rows, (group.keys(),))
+
+    def zero_keys(self, shape: SequenceShape, head: int) -> Iterable[ZeroKeys]:
+        """Those of the other pattern."""
+        return self.inner.zero_keys(shape, head)
 
 
 def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
@@ -122,8 +126,7 @@ class _Part:
     def attended(self, workload: Workload, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out and lse of a variant at the part's rows."""
         rows = self.rows if rows is None else rows
-        out, lse = attend_rows(self.q, self.k, self.v, workload, rows)
-        return with_zero_keys(out, lse, workload, rows)
+        return attend_rows(self.q, self.k, self.v, workload, rows)
 
 
 def _of_out(oracle: Oracle, out: Tensor) -> str | None:
@@ -203,18 +206,3 @@ def _scaled(actual: Tensor, expected: Expected) -> str | None:
     if not certain:
         return None
     return f"the right one scaled by {factor:.4g}" if factor else "zero"
-
-
-def with_zero_keys(out: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, R, H, D] and lse [B, H, R] as they are with the pattern's zero keys (`Pattern.zero_keys`)."""
-    added = torch.zeros(workload.num_heads, len(rows), dtype=lse.dtype)
-    for (start, end), shape in zip(workload.sequences, workload.shapes, strict=True):
-        first, stop = torch.searchsorted(rows, torch.tensor([start, end])).tolist()
-        for head in range(workload.num_heads) if first < stop else ():
-            found = workload.pattern.zero_keys(shape, head, (rows[first:stop] - start).numpy())
-            if found is not None:
-                added[head, first:stop] = torch.from_numpy(found)
-    if not bool(added.any()):
-        return out, lse
-    merged = torch.logaddexp(lse, added.log().to(lse.device))
-    return out * (lse - merged).exp_().nan_to_num_(0.0).transpose(1, 2)[..., None], merged

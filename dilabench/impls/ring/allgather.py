@@ -18,6 +18,7 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous
 from dilabench.distributed.world import Pending
+from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.parcels import Parcel
 from dilabench.impls.ring.schedule.share import Share, share_of
@@ -27,10 +28,14 @@ from dilabench.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """`function.Algorithm` with one collective per pass. `silent`: no rank needs anything of another."""
+    """`function.Algorithm` with one collective per pass. `silent`: no rank needs anything of another.
+
+    `zero_keys`: those of this rank's rows (`null_mass.log_zero_keys`).
+    """
 
     share: Share
     silent: bool
+    zero_keys: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
@@ -42,7 +47,10 @@ class AllGather:
         for holder, keys, values in self._arrived(gathered, k):
             first_row = share.needs[holder].first
             share.attend(share.reads[holder], results, q, keys, values, first_row)
-        return *results.finish(), (gathered,)
+        out, lse = results.finish()
+        if self.zero_keys is not None:
+            add_null_mass_(out, lse, self.zero_keys)
+        return out, lse, (gathered,)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
@@ -105,4 +113,6 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """Rank r holds the r-th part of the sequence."""
     share = share_of(workload, context, contiguous)
     silent = not any(share.world.share(bool(share.needs or share.gives)))
-    return ShardedAttention(workload, share.shards, share.world, AllGather(share, silent))
+    rows = [torch.arange(span.start, span.stop) for span in share.shards.parts[share.world.rank]]
+    zero_keys = log_zero_keys(workload, context.device, rows=torch.cat([torch.arange(0), *rows]))
+    return ShardedAttention(workload, share.shards, share.world, AllGather(share, silent, zero_keys))

@@ -42,11 +42,13 @@ ORIGIN = Place(0, 0, 0)
 class Branch:
     """One branch (w, r) and the heads that take part in it.
 
-    `first`: none of its (head, row) is touched by a branch before it, so its results may be written instead of merged.
+    `part`: which of a head's parts it is (`KeyGroup.parts`). `first`: none of its (head, row) is touched by a branch
+    before it, so its results may be written instead of merged.
     """
 
     segment_length: int
     rate: int
+    part: int
     places: tuple[Place, ...]
     first: bool
 
@@ -79,9 +81,9 @@ def branches_of(workload: Workload) -> tuple[Branch, ...]:
     ordered = sorted(places.items(), key=lambda item: item[0][:2])
     taken: set[int] = set()
     branches = []
-    for (rate, _, length), members in ordered:
+    for (rate, part, length), members in ordered:
         heads = {place.head for place in members}
-        branches.append(Branch(length, rate, tuple(members), not taken & heads))
+        branches.append(Branch(length, rate, part, tuple(members), not taken & heads))
         taken |= heads
     return tuple(branches)
 

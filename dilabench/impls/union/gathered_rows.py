@@ -24,6 +24,7 @@ class Indices:
     """
 
     rate: int
+    part: int
     first: bool
     whole: bool
     segments: int
@@ -46,6 +47,11 @@ class GatheredRows:
     def rate(self) -> int:
         """Positions from one row to the next."""
         return self.index.rate
+
+    @property
+    def part(self) -> int:
+        """Which part of the pattern the rows belong to."""
+        return self.index.part
 
     @property
     def first(self) -> bool:
@@ -131,6 +137,7 @@ def _indices(
     position = row_start.unsqueeze(-1) + residue
     return Indices(
         rate=branch.rate,
+        part=branch.part,
         first=branch.first,
         whole=branch.first and position.numel() == N * H,
         segments=segments.count,

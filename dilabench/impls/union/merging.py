@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
-# Elements of a slice that a half-precision merge holds in float32.
+# Elements of a slice that a half-precision merge holds in float32: what a cache keeps, and work enough for a GPU.
 SLICE_ELEMENTS = 2**13
+SLICE_ELEMENTS_ON_CUDA = 2**24
 
 
 def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
     """Make (out, lse) the attention over both key sets, given each set's own out and lse.
 
     out, branch_out [..., L, A, D] (4 or 5 dimensions); lse, branch_lse [..., A, L]; views of any strides. A side with
-    lse -inf is empty and must have out 0, which then stays 0. One Triton kernel on CUDA; elsewhere PyTorch, without a
-    copy of the rows.
+    lse -inf is empty and must have out 0, which then stays 0. One Triton kernel on CUDA where Triton runs; elsewhere
+    PyTorch, without a copy of the rows.
     """
-    if out.device.type == "cuda" and out.dtype != torch.float64:
+    if has_kernel(out.device, out.dtype):
         # Triton is not installed everywhere, and only CUDA needs it.
         from dilabench.kernels.merge import merge_rows_ as merge_rows_fused_
 
@@ -31,10 +35,19 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
         _lerp_in_slices_(out, branch_out, share_of_row)
 
 
+@cache
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton merges results of the dtype on the device: from sm_80 on, also where CUDA is only traced."""
+    if device.type != "cuda" or dtype == torch.float64 or find_spec("triton") is None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _lerp_in_slices_(out: Tensor, end: Tensor, weight: Tensor) -> None:
     """`out.lerp_(end, weight)` computed in the dtype of the weight, some rows at a time."""
     rows = out.shape[-3]
-    rows_per_slice = max(1, SLICE_ELEMENTS * rows // max(1, out.numel()))
+    elements = SLICE_ELEMENTS_ON_CUDA if out.device.type == "cuda" else SLICE_ELEMENTS
+    rows_per_slice = max(1, elements * rows // max(1, out.numel()))
     for start in range(0, rows, rows_per_slice):
         part = slice(start, start + rows_per_slice)
         kept, added = out[..., part, :, :], end[..., part, :, :]

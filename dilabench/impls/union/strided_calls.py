@@ -27,6 +27,7 @@ class StridedCall:
     stack: Progression
     rows: int
     rate: int
+    part: int
     heads: Progression
     keys: Progression
     first: bool
@@ -65,6 +66,7 @@ def _segment_calls(workload: Workload, branch: Branch, segments: Segments) -> It
                 stack=residues if one_segment else Progression(segments.count, Place(segments.length, 0, 0)),
                 rows=rows,
                 rate=branch.rate,
+                part=branch.part,
                 heads=run.heads,
                 keys=run.keys,
                 first=branch.first,

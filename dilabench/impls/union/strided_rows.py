@@ -29,6 +29,11 @@ class StridedRows:
         return self.call.rate
 
     @property
+    def part(self) -> int:
+        """Which part of the pattern the rows belong to."""
+        return self.call.part
+
+    @property
     def first(self) -> bool:
         """Whether no earlier call has written these rows of the output."""
         return self.call.first

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import AttendBackward, LoadedBackend
+from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import as_one_operator, new_number, register
 from dilabench.workload.spec import Window, Workload
 
@@ -23,12 +24,14 @@ from dilabench.workload.spec import Window, Workload
 class Rows(Protocol):
     """The rows of one kernel call: G segments (of all batch items) of L rows, A query and A' key/value heads.
 
-    `rate`: positions from one row to the next. `first`: the output holds nothing at these rows yet. `whole`: these are
-    all rows of the output in their own order.
+    `rate`: positions from one row to the next. `part`: which part of the pattern (`KeyGroup.parts`) they belong to.
+    `first`: the output holds nothing at these rows yet. `whole`: these are all rows of the output in their own order.
     """
 
     @property
     def rate(self) -> int: ...
+    @property
+    def part(self) -> int: ...
     @property
     def first(self) -> bool: ...
     @property
@@ -71,8 +74,9 @@ class Rows(Protocol):
 class Union:
     """The union of branches of one workload, as plain tensor functions and as an AttentionFn with lse.
 
-    `rows`: every kernel call's rows, asked for once per pass. `covered`: first rows reach the whole output. Raises
-    ValueError in the backward pass over a backend that has none.
+    `rows`: every kernel call's rows, asked for once per pass. `covered`: first rows reach the whole output.
+    `zero_keys`: as `null_mass.log_zero_keys` gives them, apart where merge weights are detached: there each part of the
+    pattern merges with its own. Raises ValueError in the backward pass over a backend that has none.
     """
 
     backend: LoadedBackend
@@ -82,6 +86,7 @@ class Union:
     window: Window
     scale: float
     detached: bool = False
+    zero_keys: Tensor | None = field(default=None, repr=False, compare=False)
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +121,7 @@ class Union:
         for rows in self.rows(q.device):
             result = self._attend(rows, q, k, v)
             if self.detached:
-                kept += result
+                kept += self._with_own_zero_keys(rows, len(q), *result)
             if output is None and rows.whole and not self.detached:
                 output = _as_output(q, *result)
             else:
@@ -124,13 +129,24 @@ class Union:
                 (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
             # The next call must not find this result still in memory.
             del result
-        return *(output or self._empty_output(q)), kept
+        output = output or self._empty_output(q)
+        if self.zero_keys is not None and not self.detached:
+            add_null_mass_(*output, self.zero_keys)
+        return *output, kept
 
     def _attend(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         taken = rows.queries(q), rows.keys(k), rows.keys(v)
         result = self.backend.attend(*taken, **self._mask(rows))
         rows.release(*taken)
         return result
+
+    def _with_own_zero_keys(self, rows: Rows, batches: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The results of a call with the zero keys of its part."""
+        if self.zero_keys is not None:
+            seen = rows.lse(self.zero_keys[rows.part].expand(batches, -1, -1))
+            add_null_mass_(out, lse, seen)
+            rows.release(seen)
+        return out, lse
 
     def backward(
         self,
@@ -143,13 +159,19 @@ class Union:
         kept: Sequence[Tensor] = (),
         onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them."""
+        """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them.
+
+        A detached backward computes each call's own results again where they are not `kept`.
+        """
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         total = onto
+        own: Sequence[Tensor]
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[2 * index : 2 * index + 2]
+            if self.detached and not own:
+                own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))
             share = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
             if total is None and rows.whole:
                 dq, dk, dv = (part.reshape(x.shape).contiguous() for part, x in zip(share, (q, k, v), strict=True))
@@ -205,9 +227,13 @@ class Union:
 
 
 def union_of(
-    workload: Workload, backend: LoadedBackend, rows: Callable[[torch.device], Sequence[Rows]], covered: bool
+    workload: Workload,
+    backend: LoadedBackend,
+    rows: Callable[[torch.device], Sequence[Rows]],
+    covered: bool,
+    device: torch.device,
 ) -> Union:
-    """The union for a workload's mask, scale and merge gradient."""
+    """The union for a workload's mask, scale, merge gradient and zero keys."""
     return Union(
         backend=backend,
         rows=rows,
@@ -216,6 +242,7 @@ def union_of(
         window=workload.window,
         scale=workload.softmax_scale,
         detached=workload.pattern.is_detached,
+        zero_keys=log_zero_keys(workload, device, apart=workload.pattern.is_detached),
     )
 
 

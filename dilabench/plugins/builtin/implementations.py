@@ -17,6 +17,7 @@ BLOCK_SPARSE = frozenset({"block_sparse"})
 HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
+BOTH_LAYOUTS = frozenset({"padded", "packed"})
 FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -57,7 +58,13 @@ def _better_branch_by_branch(workload: Workload) -> str | None:
 
 
 FUSED = Capabilities(
-    patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, max_head_dim=256, check=_no_fused_head_dim
+    patterns=DILATED,
+    devices=CUDA,
+    dtypes=HALF | {"float32"},
+    layouts=BOTH_LAYOUTS,
+    zero_keys=True,
+    max_head_dim=256,
+    check=_no_fused_head_dim,
 )
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
 FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_flex_head_dim)
@@ -97,8 +104,9 @@ IMPLEMENTATIONS = (
         "dilabench.impls.reference:build",
         supports=Capabilities(
             patterns=ANY_PATTERN,
-            layouts=frozenset({"padded", "packed"}),
+            layouts=BOTH_LAYOUTS,
             merge_grads=BOTH_MERGES,
+            zero_keys=True,
         ),
         deterministic=True,
         role="oracle",
@@ -116,7 +124,7 @@ IMPLEMENTATIONS = (
         "gather",
         "per branch: index rows, dense backend, merge by lse (the plain method)",
         "dilabench.impls.gather:build",
-        supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES),
+        supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES, zero_keys=True),
         aliases=("dilated",),
         uses_backend=True,
         role="plain",
@@ -125,7 +133,7 @@ IMPLEMENTATIONS = (
         "strided",
         "per branch: zero-copy strided views, dense backend, fused merge",
         "dilabench.impls.strided:build",
-        supports=Capabilities(patterns=DILATED),
+        supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
         aliases=("improved",),
         uses_backend=True,
         priority=10,
@@ -160,7 +168,7 @@ IMPLEMENTATIONS = (
         "gather-multihead",
         "projections around gather",
         "dilabench.impls.multihead:build_gather",
-        supports=Capabilities(patterns=DILATED),
+        supports=Capabilities(patterns=DILATED, zero_keys=True),
         aliases=("multihead",),
         uses_backend=True,
         takes="embeddings",
@@ -170,7 +178,7 @@ IMPLEMENTATIONS = (
         "strided-multihead",
         "projections around strided",
         "dilabench.impls.multihead:build_strided",
-        supports=Capabilities(patterns=DILATED),
+        supports=Capabilities(patterns=DILATED, zero_keys=True),
         aliases=("improved-multihead",),
         uses_backend=True,
         takes="embeddings",

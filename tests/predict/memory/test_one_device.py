@@ -50,6 +50,18 @@ def test_grouped_heads_and_detached_weights_of_gather(pattern, mode, peaks, chec
 
 
 @BOTH_MODES
+def test_zero_keys(mode, peaks, check):
+    pattern = {**peaks.BRANCHES, "padding": "zero_key"}
+    check(peaks.case_of("strided", "sdpa-flash", mode=mode, pattern=pattern, seq_len=2001, causal=False))
+
+
+@BOTH_MODES
+def test_packed_sequences(mode, peaks, check):
+    packed = {"layout": "packed", "cu_seqlens": (0, 700, 2048), "batch_size": 1, "seq_len": 2048}
+    check(peaks.case_of("strided", "sdpa-flash", mode=mode, **packed))
+
+
+@BOTH_MODES
 def test_chunked_queries(mode, peaks, check):
     case = peaks.case_of("gather", "sdpa-flash", mode=mode)
     check(case.model_copy(update={"optimizations": Optimizations(query_chunk=1024)}))

@@ -124,6 +124,8 @@ def _local_union(workload: Workload, context: BuildContext, inside: Sequence[Bra
         update={
             "segment_lengths": tuple(branch.segment_length for branch in inside),
             "dilation_rates": tuple(branch.rate for branch in inside),
+            # A part of the sequence has other zero keys: they are added once everything is merged.
+            "padding": "masked",
         }
     )
-    return strided.build(workload.model_copy(update={"seq_len": rows, "pattern": pattern}), context)
+    return strided.padded(workload.model_copy(update={"seq_len": rows, "pattern": pattern}), context)

@@ -1,0 +1,64 @@
+"""Null masses: zero keys and sinks. They add to the denominator of a row's softmax and to nothing else.
+
+With a mass n beside its keys, a row's lse becomes log(exp(lse) + n) and its out shrinks by exp(lse - lse')
+(semantics.md §2). The standard backward from that out and lse is exact, for a null mass has no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.impls.union.merging import has_kernel, merge_rows_
+from dilabench.workload.spec import Workload
+
+
+def add_null_mass_(out: Tensor, lse: Tensor, log_mass: Tensor) -> None:
+    """Add to out [B, N, H, D] and lse [B, H, N], in place, a mass whose logarithm broadcasts to lse; -inf adds none.
+
+    A row without keys gets lse log n. One pass over out.
+    """
+    if has_kernel(out.device, out.dtype):
+        # As the result of other keys, whose out is one row of zeros.
+        merge_rows_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
+        return
+    share = torch.sigmoid(lse - log_mass).masked_fill_(log_mass == float("-inf"), 1.0)
+    lse.copy_(torch.logaddexp(lse, log_mass))
+    out.mul_(share.transpose(-1, -2).unsqueeze(-1))
+
+
+def log_zero_keys(
+    workload: Workload,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    *,
+    rows: Tensor | None = None,
+    apart: bool = False,
+) -> Tensor | None:
+    """log of how many zero keys each row sees, [1, H, R], -inf for none; None where no row of the workload sees any.
+
+    dtype: by default that of the workload's lse. rows: [R] positions on the CPU, by default all. apart: [parts, H, R],
+    of each part of the pattern by itself.
+    """
+    found = [
+        (head, start, keys)
+        for (start, _), shape in zip(workload.sequences, workload.shapes, strict=True)
+        for head in range(workload.num_heads)
+        for keys in workload.pattern.zero_keys(shape, head)
+    ]
+    if not found:
+        return None
+    lead = workload.pattern.parts if apart else 1, workload.num_heads
+    dtype = dtype or torch.promote_types(getattr(torch, workload.dtype), torch.float32)
+    counts = torch.zeros(*lead, workload.seq_len if rows is None else len(rows), dtype=dtype)
+    for head, start, keys in found:
+        counts[keys.part if apart else 0, head, _places(keys.rows, start, rows)] += keys.count
+    return counts.log_().to(device)
+
+
+def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:
+    """Where the positions `seeing` of the sequence that begins at `start` stand among the rows."""
+    if rows is None:
+        return slice(start + seeing.start, start + seeing.stop, seeing.step)
+    inside = rows - start
+    return (inside >= seeing.start) & (inside < seeing.stop) & ((inside - seeing.start) % seeing.step == 0)
