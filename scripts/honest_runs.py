@@ -146,7 +146,7 @@ def work(first: int, step: int, stop: int, until: float, device: str) -> dict[st
             except Exception as error:  # noqa: BLE001 (a case that raises is a finding, the others go on)
                 found = [f"{type(error).__name__}: {error}"]
             if found:
-                print(f"seed {seed}, {name}, {workload.label()}: {'; '.join(found)}", flush=True)  # noqa: T201
+                print(f"seed {seed}, {name}, {workload.label()}: {'; '.join(found)}", flush=True)
                 failures.append({"seed": seed, "case": case.model_dump(mode="json"), "why": found})
         counts["workloads"] += 1
         gc.collect()
@@ -177,7 +177,7 @@ def main() -> None:
         "failures": failures,
     }
     asked.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({name: report[name] for name in ("workloads", "verifications", "failed")}))  # noqa: T201
+    print(json.dumps({name: report[name] for name in ("workloads", "verifications", "failed")}))
 
 
 if __name__ == "__main__":

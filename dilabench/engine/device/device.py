@@ -1,6 +1,5 @@
 """The device of a worker: torch names, synchronisation, cache size."""
 
-import platform
 from pathlib import Path
 
 import torch
@@ -47,14 +46,6 @@ def describe_torch(device: torch.device) -> dict[str, str]:
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["l2_bytes"] = cache_bytes(device)
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
-
-
-def release_heap() -> None:
-    """Give free heap pages back to the system (glibc), so that a later rise of the resident set is the call's own."""
-    if platform.libc_ver()[0] == "glibc":
-        import ctypes
-
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def resident_bytes(field: str) -> int:

@@ -209,9 +209,7 @@ class Handlers:
         return Reply(diagnostics=parts)
 
     def _memory(self, command: Command) -> Reply:
-        # An allocator's count leaves out what was there before, the resident set of a process does not.
-        isolated = self.device.type == "cuda" or len(self._calls) == 1
-        return Reply(memory=measure_memory(self._calls[command.handle], isolated))
+        return Reply(memory=measure_memory(self._calls[command.handle]))
 
     def _ceilings(self, command: Command) -> Reply:
         ceilings = measure_ceilings(self.device, command.arguments["dtypes"])

@@ -95,7 +95,7 @@ def test_a_graph_on_a_cpu_is_refused(prepared):
 @pytest.mark.parametrize("mode", ["forward", "both"])
 def test_memory_adds_up_to_its_peak(prepared, mode):
     call = prepared("Projection", mode=mode, seq_len=1023)
-    memory = measure_memory(call, isolated=True)
+    memory = measure_memory(call)
     x_bytes = 1023 * 72 * 4
     assert memory.inputs_bytes == x_bytes * (1 if mode == "forward" else 2)
     assert memory.parameters_bytes == 72 * 72 * 4
@@ -118,9 +118,9 @@ def test_the_peak_of_a_call_is_seen_even_when_it_is_freed_inside(prepared):
         torch.ones(16 << 20).sum()
         return function(q, k, v)
 
-    before = measure_memory(call, isolated=True).workspace_bytes
+    before = measure_memory(call).workspace_bytes
     call.function = greedy
-    assert measure_memory(call, isolated=True).workspace_bytes - before > 60 << 20
+    assert measure_memory(call).workspace_bytes - before > 60 << 20
 
 
 def test_the_ledger_counts_operators(prepared, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from dilabench.record import Optimizations
 
-WITHIN = 0.1
+WITHIN = 0.01
 SHAPES = {
     "plain": {},
     "grouped_queries": {"num_kv_heads": 2},
