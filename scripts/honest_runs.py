@@ -40,7 +40,7 @@ MOST_VALUES = 2**19
 
 
 def random_workload(seed: int) -> Workload:
-    """The workload of a seed: any pattern, shape, dtype, mask, window, layout and mode; N is spread by its logarithm."""
+    """The workload of a seed: any pattern, shape, dtype, mask, window, layout and mode; N evenly over its logarithm."""
     draw = random.Random(seed)
     length = round(3000 ** draw.random())
     kv_heads, head_dim = draw.randint(1, 4), draw.choice(HEAD_DIMS)

@@ -4,7 +4,8 @@ import pytest
 
 from dilabench.record import Optimizations
 
-WITHIN = 0.01
+# Of blocks in a loop those are traced that are at least 2 % larger than all before (engine/trace/loop_forms.py).
+WITHIN = 0.025
 SHAPES = {
     "plain": {},
     "grouped_queries": {"num_kv_heads": 2},

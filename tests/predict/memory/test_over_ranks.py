@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-# torch's flash kernel on a CPU keeps a buffer of some 0.6 MB, which short shards notice.
 WITHIN = 0.01
 BRANCHES = {
     "inside": {"segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)},
