@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
 from dilabench.engine.verify.slope import slope, slope_limit
-from dilabench.engine.verify.tolerance import Expected, errors, rows_last
 from dilabench.record import Check
 
 # (name, positions) of each axis of a compared tensor; None: the index itself is the position. No name: not told.

@@ -18,8 +18,8 @@ from dilabench.engine.verify.compare import compare_both_ways, locate
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.engine.verify.rounding import gradient_sizes
-from dilabench.engine.verify.tolerance import (
+from dilabench.engine.verify.oracle.rounding import gradient_sizes
+from dilabench.engine.verify.oracle.tolerance import (
     FLOOR_ULPS,
     Expected,
     expect,

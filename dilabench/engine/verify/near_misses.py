@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dilabench.engine.verify.heads import GRADIENTS, Seen
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
 from dilabench.engine.verify.slope import slope
-from dilabench.engine.verify.tolerance import Expected, errors, rows_last
 from dilabench.impls.reference import attend_rows, attend_rows_backward
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
 from dilabench.record import Check

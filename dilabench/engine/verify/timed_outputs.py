@@ -29,7 +29,7 @@ from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
 from dilabench.engine.verify.oracle.sharded import RanksOracle
-from dilabench.engine.verify.tolerance import Expected, eps
+from dilabench.engine.verify.oracle.tolerance import Expected, eps
 from dilabench.record import Check, Verification
 
 # What all checks but the last may take of the time in which samples are taken, and what the first is expected to take.

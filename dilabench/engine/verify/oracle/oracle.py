@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.verify.oracle.rounding import alike_weights, forward_sizes, gradient_sizes
 from dilabench.engine.verify.oracle.sample import Sample, choose_sample
-from dilabench.engine.verify.planes import Planes, make_planes
-from dilabench.engine.verify.rounding import alike_weights, forward_sizes, gradient_sizes
-from dilabench.engine.verify.tolerance import (
+from dilabench.engine.verify.oracle.tolerance import (
     LSE_FLOOR_ULPS,
     Expected,
     eps,
@@ -19,6 +18,7 @@ from dilabench.engine.verify.tolerance import (
     gradient_floor_ulps,
     plain_dtype,
 )
+from dilabench.engine.verify.planes import Planes, make_planes
 from dilabench.impls.reference import accumulation_dtype, attend_rows, attend_rows_backward
 from dilabench.workload.spec import Workload
 

@@ -1,4 +1,4 @@
-"""Natural sizes of out, lse, dq, dk, dv: what tolerance.py measures errors in. One more float64 pass over the blocks."""
+"""Natural sizes of out, lse, dq, dk, dv: what errors are measured in (tolerance.py). One more pass over the blocks."""
 
 from __future__ import annotations
 
