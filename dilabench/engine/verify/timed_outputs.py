@@ -32,7 +32,9 @@ from dilabench.engine.verify.oracle.sharded import RanksOracle
 from dilabench.engine.verify.oracle.tolerance import Expected, eps
 from dilabench.record import Check, Verification
 
-# What all checks but the last may take of the time in which samples are taken, and what the first is expected to take.
+# What all checks, the last of them included, may take of the time in which samples are taken, and what the first is
+# expected to take. Changes of the inputs may take twice timed_calls.CHANGE_SHARE, so that all of it costs 3 % of a row
+# at most, or the last check, which is always made, where that takes more.
 CHECKING_SHARE = 0.015
 FIRST_CHECK_NS, FIRST_CHECK_CALLS = 50_000_000, 2
 OF = "of a timed call"
@@ -57,13 +59,15 @@ class TimedOutputs:
         """Take over the tolerances of a verification."""
         self._tolerances = {one.name: one.tolerance for one in verification.checks if one.tolerance is not None}
 
-    def offer(self, kept: KeptCall | None, sampled_ns: int) -> Verification | None:
-        """The check of a call that was kept while samples were taken; None where it would take too much of the time."""
-        self._sampled_ns += sampled_ns
-        affordable = self._checked_ns + self._check_ns <= CHECKING_SHARE * self._sampled_ns
-        if kept is None or self._call.world is not None or not affordable:
-            return None
-        return self.check(kept)
+    @property
+    def affordable(self) -> bool:
+        """Whether there is time for a check now, beside the last one."""
+        together = self._checked_ns + 2 * self._check_ns
+        return self._call.world is None and together <= CHECKING_SHARE * self._sampled_ns
+
+    def sampled(self, elapsed_ns: int) -> None:
+        """So much more time was spent on taking samples."""
+        self._sampled_ns += elapsed_ns
 
     def check(self, kept: KeptCall) -> Verification:
         """The check of a kept call."""
