@@ -3,16 +3,18 @@
 A seed draws a workload; each implementation that supports it here is verified as `dilabench verify` does, on each
 backend, and a call of its timed sequence is checked. Writes counts, and each failure with all that repeats it.
 
-    python scripts/honest_runs.py --seconds 540 --processes 8 --device cuda --out honest.json
+    python scripts/honest_runs.py --processes 8 --device cuda --out honest.json
     python scripts/honest_runs.py --first-seed 1234 --seeds 1          # one workload again
 """
 
 import argparse
 import collections
+import dataclasses
 import gc
 import json
 import multiprocessing
 import random
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -39,10 +41,10 @@ MASKS = ("local_window", "global_local", "dilated_sparse", "strided", "hierarchi
 MOST_VALUES = 2**19
 
 
-def random_workload(seed: int) -> Workload:
-    """The workload of a seed: any pattern, shape, dtype, mask, window, layout and mode; N evenly over its logarithm."""
+def random_workload(seed: int, longest: int = 3000) -> Workload:
+    """The workload of a seed: any pattern, shape, dtype, mask, window, layout and mode; N to `longest`, by its log."""
     draw = random.Random(seed)
-    length = round(3000 ** draw.random())
+    length = round(longest ** draw.random())
     kv_heads, head_dim = draw.randint(1, 4), draw.choice(HEAD_DIMS)
     while kv_heads * length * head_dim > MOST_VALUES:
         head_dim = draw.choice(HEAD_DIMS)
@@ -101,13 +103,13 @@ def _branches(draw: random.Random, length: int) -> dict[str, Any]:
     }
 
 
-def cases_of(workload: Workload, catalogue: Catalogue, machine: Machine) -> Iterator[Case]:
+def cases_of(workload: Workload, catalogue: Catalogue, machine: Machine, compiled: bool) -> Iterator[Case]:
     """Every implementation for one device and backend that nothing known speaks against."""
     for implementation in catalogue.implementations:
-        if implementation.sharding is not None:
+        if implementation.sharding is not None or (implementation.compiles and not compiled):
             continue
-        names = catalogue.backends.names if implementation.uses_backend else (None,)
-        for backend in names:
+        names = [one.name for one in catalogue.backends if compiled or not one.compiles]
+        for backend in names if implementation.uses_backend else (None,):
             case = Case(implementation=implementation.name, backend=backend, workload=workload)
             if not catalogue.reasons_against(case, machine):
                 yield case
@@ -127,57 +129,92 @@ def failures_of(case: Case, seed: int, verifier: CaseVerifier, catalogue: Catalo
     return [*([] if verification.passed else [why]), *([] if timed.passed else [summary(timed)])]
 
 
-def work(first: int, step: int, stop: int, until: float, device: str) -> dict[str, Any]:
-    """Seeds first, first + step, … below `stop`, until the time `until` (of time.monotonic)."""
+@dataclasses.dataclass
+class Found:
+    """What one process has found so far. seed: the one it is at."""
+
+    seed: int
+    workloads: int = 0
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def work(asked: argparse.Namespace, first: int, until: float, path: Path) -> None:
+    """Every `processes`-th seed from the first on, until the time `until` (of time.time). `path` gets what is found."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    catalogue, machine = discover().catalogue, detect(device)
-    counts: collections.Counter[str] = collections.Counter()
-    failures = []
-    for seed in range(first, stop, step):
-        workload, verifier = random_workload(seed), CaseVerifier(torch.device(device))
-        for case in cases_of(workload, catalogue, machine):
-            if time.monotonic() > until:
-                return {"counts": counts, "failures": failures}
+    catalogue, machine = discover().catalogue, detect(asked.device)
+    found = Found(first)
+    for found.seed in range(first, asked.first_seed + asked.seeds, asked.processes):
+        path.write_text(json.dumps(vars(found)))
+        workload, verifier = random_workload(found.seed, asked.longest), CaseVerifier(torch.device(asked.device))
+        for case in cases_of(workload, catalogue, machine, asked.compiled):
+            if time.time() > until:
+                return
             name = f"{case.implementation} {case.backend or ''}".strip()
-            counts[name] += 1
+            found.counts[name] += 1
             try:
-                found = failures_of(case, seed, verifier, catalogue, machine)
+                why = failures_of(case, found.seed, verifier, catalogue, machine)
             except Exception as error:  # noqa: BLE001 (a case that raises is a finding, the others go on)
-                found = [f"{type(error).__name__}: {error}"]
-            if found:
-                print(f"seed {seed}, {name}, {workload.label()}: {'; '.join(found)}", flush=True)
-                failures.append({"seed": seed, "case": case.model_dump(mode="json"), "why": found})
-        counts["workloads"] += 1
+                why = [f"{type(error).__name__}: {error}"]
+            if why:
+                print(f"seed {found.seed}, {name}, {workload.label()}: {'; '.join(why)}", flush=True)
+                found.failures.append({"seed": found.seed, "case": case.model_dump(mode="json"), "why": why})
+                path.write_text(json.dumps(vars(found)))
+            if any("CUDA error" in one for one in why):
+                # Nothing works in this process from now on.
+                return
+        found.workloads += 1
         gc.collect()
-    return {"counts": counts, "failures": failures}
+    path.write_text(json.dumps(vars(found)))
 
 
 def main() -> None:
+    """Share the seeds out among processes, and put together what each has written, also one that died."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--seconds", type=float, default=480.0, help="after this no case is begun")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=10**9)
+    parser.add_argument("--longest", type=int, default=3000, help="tokens; part of what repeats a seed")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--compiled", action="store_true", help="also what compiles for seconds at its first call")
     parser.add_argument("--out", type=Path, default=Path("honest_runs.json"))
     asked = parser.parse_args()
-    until, stop = time.monotonic() + asked.seconds, asked.first_seed + asked.seeds
-    parts = [(asked.first_seed + i, asked.processes, stop, until, asked.device) for i in range(asked.processes)]
-    with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
-        results = pool.starmap(work, parts, chunksize=1)
+    until, context = time.time() + asked.seconds, multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(index) for index in range(asked.processes)]
+        firsts = range(asked.first_seed, asked.first_seed + asked.processes)
+        running = [
+            context.Process(target=work, args=(asked, first, until, path))
+            for first, path in zip(firsts, paths, strict=True)
+        ]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(max(0.0, until + 60 - time.time()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        nothing = [vars(Found(first)) for first in firsts]
+        results = [
+            json.loads(path.read_text()) if path.exists() else one for path, one in zip(paths, nothing, strict=True)
+        ]
+    died = [
+        {"seed": result["seed"], "why": [f"its process ended with {process.exitcode}"]}
+        for process, result in zip(running, results, strict=True)
+        if process.exitcode
+    ]
     counts = sum((collections.Counter(one["counts"]) for one in results), collections.Counter())
-    failures = [failure for one in results for failure in one["failures"]]
-    workloads = counts.pop("workloads", 0)
-    report = {
-        "workloads": workloads,
+    failures = [*died, *(failure for one in results for failure in one["failures"])]
+    totals = {
+        "workloads": sum(one["workloads"] for one in results),
         "verifications": counts.total(),
         "failed": len(failures),
-        "counts": dict(sorted(counts.items())),
-        "failures": failures,
     }
+    report = {**totals, "longest": asked.longest, "counts": dict(sorted(counts.items())), "failures": failures}
     asked.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({name: report[name] for name in ("workloads", "verifications", "failed")}))
+    print(json.dumps(totals))
 
 
 if __name__ == "__main__":
