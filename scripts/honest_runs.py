@@ -146,9 +146,9 @@ def work(asked: argparse.Namespace, first: int, until: float, path: Path) -> Non
     catalogue, machine = discover().catalogue, detect(asked.device)
     found = Found(first)
     for found.seed in range(first, asked.first_seed + asked.seeds, asked.processes):
-        path.write_text(json.dumps(vars(found)))
         workload, verifier = random_workload(found.seed, asked.longest), CaseVerifier(torch.device(asked.device))
         for case in cases_of(workload, catalogue, machine, asked.compiled):
+            path.write_text(json.dumps(vars(found)))
             if time.time() > until:
                 return
             name = f"{case.implementation} {case.backend or ''}".strip()
@@ -160,10 +160,9 @@ def work(asked: argparse.Namespace, first: int, until: float, path: Path) -> Non
             if why:
                 print(f"seed {found.seed}, {name}, {workload.label()}: {'; '.join(why)}", flush=True)
                 found.failures.append({"seed": found.seed, "case": case.model_dump(mode="json"), "why": why})
-                path.write_text(json.dumps(vars(found)))
             if any("CUDA error" in one for one in why):
                 # Nothing works in this process from now on.
-                return
+                until = 0.0
         found.workloads += 1
         gc.collect()
     path.write_text(json.dumps(vars(found)))
