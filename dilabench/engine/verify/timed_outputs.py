@@ -120,17 +120,20 @@ def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, f
     yield _compared("dq", oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
     q, k, v = kept.inputs.q, kept.inputs.k, kept.inputs.v
     own = oracle.gradients[0]
-    # Where what is right is all rounding (each row sees one key, say), sums of it say nothing.
-    rounding = float(own.size.square().mean() / own.value.square().mean().clamp_min(1e-300)) ** 0.5
+    # Where what is right is all rounding (each row of a head sees one key, say), sums of it say nothing.
+    size, value = (
+        one.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4)) for one in (own.size, own.value)
+    )
+    rounding = (size.clamp_min(1e-30) / value.clamp_min(1e-300)).sqrt_()[:, None]
     fits_v = _sums(call, v, dv), _sums(call, out, oracle.full_dout)
     fits_k = _sums(call, k, dk).sum(-1, keepdim=True), _sums(call, q, dq).sum(-1, keepdim=True)
-    yield _identity("dv", *fits_v, tolerances.get("dv", own.tolerance), "dout and out")
-    yield _identity("dk", *fits_k, tolerances.get("dk", own.tolerance) * max(1.0, rounding), "q, k and dq")
+    yield _identity("dv", *fits_v, tolerances.get("dv", own.tolerance), "dout and out", torch.ones_like(rounding))
+    yield _identity("dk", *fits_k, tolerances.get("dk", own.tolerance), "q, k and dq", rounding)
 
 
-def _identity(name: str, left: Tensor, right: Tensor, tolerance: float, others: str) -> Check:
-    """Both sides of an identity, as `_sums` gives them."""
-    size = (left[1] + right[1]).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+def _identity(name: str, left: Tensor, right: Tensor, tolerance: float, others: str, rounding: Tensor) -> Check:
+    """Both sides of an identity, as `_sums` gives them. rounding: natural size over value for each key head, [K, 1]."""
+    size = (left[1] + right[1]).sqrt().mul_(rounding).clamp_min_(torch.finfo(torch.float32).tiny)
     error = float(((left[0] - right[0]).abs() / size).nan_to_num(torch.inf).max())
     limit = IDENTITY_TOLERANCES * tolerance
     passed = error <= limit
