@@ -120,19 +120,29 @@ def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, f
     yield _compared("dq", oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
     q, k, v = kept.inputs.q, kept.inputs.k, kept.inputs.v
     own = oracle.gradients[0]
-    # Where what is right is all rounding (each row of a head sees one key, say), sums of it say nothing.
-    size, value = (
-        one.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4)) for one in (own.size, own.value)
-    )
-    rounding = (size.clamp_min(1e-30) / value.clamp_min(1e-300)).sqrt_()[:, None]
     fits_v = _sums(call, v, dv), _sums(call, out, oracle.full_dout)
     fits_k = _sums(call, k, dk).sum(-1, keepdim=True), _sums(call, q, dq).sum(-1, keepdim=True)
-    yield _identity("dv", *fits_v, tolerances.get("dv", own.tolerance), "dout and out", torch.ones_like(rounding))
-    yield _identity("dk", *fits_k, tolerances.get("dk", own.tolerance), "q, k and dq", rounding)
+    yield _identity(
+        "dv", *fits_v, tolerances.get("dv", own.tolerance), "dout and out", _rounding(call, oracle.expected[0])
+    )
+    yield _identity("dk", *fits_k, tolerances.get("dk", own.tolerance), "q, k and dq", _rounding(call, own))
+
+
+def _rounding(call: PreparedCall, expected: Expected) -> Tensor:
+    """Natural size over value, on the sampled rows of the heads that share a key head, [K, 1], at least 1.
+
+    Sums are held to the sizes of values, which are known no better than to their natural sizes. Where what is right is
+    all rounding (each row of a head sees one key, say), sums of it say nothing.
+    """
+    size, value = (
+        one.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4))
+        for one in (expected.size, expected.value)
+    )
+    return (size.clamp_min(1e-30) / value.clamp_min(1e-300)).sqrt_()[:, None]
 
 
 def _identity(name: str, left: Tensor, right: Tensor, tolerance: float, others: str, rounding: Tensor) -> Check:
-    """Both sides of an identity, as `_sums` gives them. rounding: natural size over value for each key head, [K, 1]."""
+    """Both sides of an identity, as `_sums` gives them. rounding: as `_rounding` does."""
     size = (left[1] + right[1]).sqrt().mul_(rounding).clamp_min_(torch.finfo(torch.float32).tiny)
     error = float(((left[0] - right[0]).abs() / size).nan_to_num(torch.inf).max())
     limit = IDENTITY_TOLERANCES * tolerance
