@@ -49,7 +49,7 @@ def describe_torch(device: torch.device) -> dict[str, str]:
 
 
 def resident_bytes(field: str) -> int:
-    """A memory field of this process in /proc/self/status: 'VmRSS' (now) or 'VmHWM' (peak since the last reset)."""
+    """A memory field of this process in /proc/self/status such as 'VmData', in bytes. Raises OSError without it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
