@@ -135,10 +135,10 @@ def _rounding(call: PreparedCall, expected: Expected) -> Tensor:
     all rounding (each row of a head sees one key, say), sums of it say nothing.
     """
     size, value = (
-        one.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4))
+        one.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4)).sqrt()
         for one in (expected.size, expected.value)
     )
-    return (size.clamp_min(1e-30) / value.clamp_min(1e-300)).sqrt_()[:, None]
+    return (size.clamp_min(1e-15) / value.clamp_min(1e-150))[:, None]
 
 
 def _identity(name: str, left: Tensor, right: Tensor, tolerance: float, others: str, rounding: Tensor) -> Check:
