@@ -155,7 +155,7 @@ ABOVE_PEAK_BANDWIDTH = NoteKind(
     "above_peak_bandwidth", "more bytes/s than this device can move", "bytes/s", disqualifies=True
 )
 GROWS_TOO_SLOWLY = NoteKind(
-    "grows_too_slowly", "time grew much less than the work since a shorter length", "times", disqualifies=True
+    "grows_too_slowly", "time grew much less than the work (older records only)", "times", disqualifies=True
 )
 UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
 

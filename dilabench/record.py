@@ -197,8 +197,9 @@ class Diagnostic(Model):
 class Memory(Model):
     """Peak memory of one call, split by purpose; None where this device cannot tell.
 
-    `source`: counted exactly by torch's allocator; the largest resident set of the process during the call, which
-    wanders by pages; or that since the process began, where it cannot be reset. `method` says in words how.
+    `source`: counted exactly by torch's allocator, and so the same in every run. On CPUs records of before have the
+    largest resident set of the process during the call, which wanders by pages, or since the process began
+    ("process_peak"). `method` says in words how.
     """
 
     peak_bytes: int

@@ -46,8 +46,8 @@ def _withdrawn(verdict: Verdict) -> Verdict:
 def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[MemoryVerdict | None, str | None]:
     """The verdict on peak memory, or why there is none although a side has a peak.
 
-    The baseline's largest peak is compared with the candidate's smallest. A count of CUDA's allocator is judged
-    exactly, the resident set of a process by wider limits, because it varies by pages from run to run.
+    The baseline's largest peak is compared with the candidate's smallest. A count of torch's allocator is judged
+    exactly, the resident sets of older records by wider limits, because they vary by pages from run to run.
     """
     old, new = _memories(baseline), _memories(candidate)
     if not old or not new:

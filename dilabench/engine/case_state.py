@@ -54,8 +54,7 @@ class CaseState:
     """One case of a group. `outcome` is set as soon as it is known to end in no measurement.
 
     `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
-    another case, this one is prepared again elsewhere and a new session begins. `fresh_s`: how long it took to start
-    that worker and to prepare the case there, as it will for a fresh one.
+    another case, this one is prepared again elsewhere and a new session begins.
     """
 
     planned: PlannedCase
@@ -65,7 +64,6 @@ class CaseState:
     warm: set[str] = field(default_factory=set)
     session: int = 0
     call_ns: int = 1
-    fresh_s: float = 0.0
     isolated: bool = False
     setup_ns: dict[str, int] = field(default_factory=dict)
     verification: Verification | None = None

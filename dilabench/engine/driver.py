@@ -61,11 +61,9 @@ class Driver:
             return True
         first_time = state.home is None
         state.home, state.warm = worker, set()
-        began = self.budget.clock()
         prepared = self.prepare_in(worker, state, "build")
         if prepared is None:
             return False
-        state.fresh_s = worker.start_s + self.budget.clock() - began
         state.call_ns = prepared.call_ns
         if first_time:
             state.setup_ns = prepared.setup_ns

@@ -7,29 +7,28 @@ from statistics import median
 from dilabench.engine.device.peaks import COPY_KEY, matmul_key
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.warmup import lower_quartile
-from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, GROWS_TOO_SLOWLY, INTERFERENCE
+from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, INTERFERENCE
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot
-from dilabench.workload.work import flops
 
 ABOVE_PEAK = {"cpu": 1.5, "cuda": 1.1}
-SATURATED = 0.5
-SLOWER_GROWTH = 1.5
-SAME_EXCEPT = {"seq_len", "batch_size", "cu_seqlens"}
 SHOWN = 5
 LEAST_CHANGE = 0.03
 ISOLATED_SLOTS = 3
 SPREADS = 3.0
 
 
-def suspicions(row: Row, earlier: Iterable[Row], ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
-    """Notes on a measured row, from the ceilings measured on this device and the rows before it."""
+def suspicions(row: Row, ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
+    """Notes on a measured row, from the ceilings measured on this device.
+
+    Other lengths of the same implementation say nothing more. Of a shorter call, launches, half-empty tiles or a cold
+    cache may take all but the share b in which the device is busy, and a longer one may get rid of all that: W times
+    the work takes W b times as long at least, which is the ceiling again.
+    """
     if not isinstance(row.outcome, Measured) or not row.outcome.timings:
         return ()
     seconds = typical_seconds(row.outcome)
-    notes = [*_above_peak(row.case, seconds, ceilings, device)]
-    notes += _too_flat(row, seconds, earlier, ceilings)
-    return tuple(notes)
+    return tuple(_above_peak(row.case, seconds, ceilings, device))
 
 
 def typical_seconds(measured: Measured) -> float:
@@ -54,44 +53,6 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
                 threshold=margin * ceiling,
                 hint=hint,
             )
-
-
-def _too_flat(row: Row, seconds: float, earlier: Iterable[Row], ceilings: Mapping[str, float]) -> Iterable[Note]:
-    """Against shorter runs of the same implementation that already kept the device busy."""
-    ceiling = ceilings.get(matmul_key(row.case.workload.dtype))
-    if not ceiling:
-        return
-    work = flops(row.case.workload)
-    for other in earlier:
-        if (
-            not isinstance(other.outcome, Measured)
-            or not other.outcome.timings
-            or not same_but_length(row.case, other.case)
-        ):
-            continue
-        other_work, other_seconds = flops(other.case.workload), typical_seconds(other.outcome)
-        busy = other_work / other_seconds / ceiling
-        if work <= other_work or busy < SATURATED:
-            continue
-        growth, wanted = seconds / other_seconds, work / other_work
-        if growth * SLOWER_GROWTH < wanted:
-            yield GROWS_TOO_SLOWLY.note(
-                (
-                    f"{wanted:.3g} times the work of {other.case.workload.label()} takes {growth:.3g} times as long, "
-                    f"though that kept the device {busy:.0%} busy"
-                ),
-                observed=growth,
-                threshold=wanted / SLOWER_GROWTH,
-                hint="part of the longer sequence may not be computed; do not quote this time",
-            )
-            return
-
-
-def same_but_length(one: Case, other: Case) -> bool:
-    """Two cases that differ in sequence length and batch size alone."""
-    if one.model_copy(update={"workload": other.workload}) != other:
-        return False
-    return one.workload.model_dump(exclude=SAME_EXCEPT) == other.workload.model_dump(exclude=SAME_EXCEPT)
 
 
 def unproven_backend(backend: Backend, kernels: Iterable[KernelUse]) -> str | None:

@@ -206,7 +206,7 @@ class _Run:
     def _keep(self, row: Row) -> None:
         """Add notes on impossible times, give the row to the sink, then report progress."""
         try:
-            notes = suspicions(row, self.rows.values(), self.ceilings, self.machine.device)
+            notes = suspicions(row, self.ceilings, self.machine.device)
         except PluginError as error:
             notes = (UNCHECKED.note(str(error)),)
         if notes and isinstance(row.outcome, Measured):

@@ -136,13 +136,12 @@ class WorkloadGroupRun:
         return budget.clock() + budget.share_s([one.case for one in states])
 
     def _measured(self, states: Sequence[CaseState], deadline: float) -> Iterator[Row]:
-        """Time the cases, free them, and measure the peak memory of each: on a CPU in a fresh process."""
+        """Time the cases, measure the peak memory of each, and free them."""
         driver = self._driver
         over_ranks = self.states[0].case.world_size > 1 and driver.method.max_turns > 0
         diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
         later_calls = MEMORY_CALLS + over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
-        on_cuda = driver.pool.settings.device == "cuda"
-        later_s = sum(later_calls * one.call_ns * 1e-9 + (not on_cuda) * one.fresh_s for one in states)
+        later_s = sum(later_calls * one.call_ns * 1e-9 for one in states)
         share_s = max(0.0, deadline - driver.budget.clock() - later_s)
         Rounds(driver, states, self._random).take(driver.method.timer, share_s * (1 - diagnosing_share))
         for state in states:
@@ -151,17 +150,14 @@ class WorkloadGroupRun:
         try:
             self._recheck([one for one in states if one.running])
             self._graph([one for one in states if one.running], share_s)
-            for state in states:
-                if on_cuda and state.running:
-                    self._weigh_here(state)
+            for state in [one for one in states if one.running]:
+                self._weigh(state)
             # Last of all: a part that fails may end the ranks, and every row is complete by now.
             if over_ranks:
                 self._diagnose([one for one in states if one.running], share_s * diagnosing_share)
             for state in states:
                 driver.release(state)
             for state in states:
-                if state.running and not on_cuda:
-                    self._weigh(state)
                 left.remove(state)
                 if not self._crowded(state):
                     yield self._row(state)
@@ -237,32 +233,13 @@ class WorkloadGroupRun:
             hint = "improve cooling or lower the power limit, then repeat"
             state.notes.append(THROTTLED.note(message, observed=heated, threshold=THROTTLED_SHARE, hint=hint))
 
-    def _weigh_here(self, state: CaseState) -> None:
-        """Peak memory of one call on a GPU: the allocator's count knows what was there before, in any process."""
+    def _weigh(self, state: CaseState) -> None:
+        """Peak memory of one call: the allocator's count knows what was there before, in any process."""
         if not self._affordable(state, MEMORY_CALLS):
             state.notes.append(_unweighed())
             return
         self._driver.progress.stage_started(state.case, "memory")
-        reply = self._driver.ask(state, "memory", "memory")
-        if reply is not None:
-            state.memory = reply.memory
-
-    def _weigh(self, state: CaseState) -> None:
-        """Peak memory of one call in a process where nothing else ran: on a CPU the process is all that is counted."""
-        driver = self._driver
-        if not self._affordable(state, MEMORY_CALLS):
-            state.notes.append(_unweighed())
-            return
-        driver.progress.stage_started(state.case, "memory")
-        state.isolated = True
-        try:
-            with driver.pool.fresh(state.key) as worker:
-                if driver.prepare_in(worker, state, "memory") is None:
-                    return
-                reply = driver.ask_worker(worker, state, "memory", "memory")
-        except WorkerFailure as failure:
-            driver.fail(state, "memory", failure)
-            return
+        reply = self._driver.ask(state, "memory", "memory") if self._driver.prepare(state) else None
         if reply is not None:
             state.memory = reply.memory
 

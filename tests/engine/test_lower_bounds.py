@@ -94,4 +94,4 @@ def test_reading_a_quarter_of_the_rows_is_not_suspicious_at_three_quarters_of_th
     timing = Timing(timer="cold", proves="p", slots=(Slot(samples_ns=(round(seconds * 1e9),)),))
     outcome = Measured(verification=Verification(checks=(Check(name="out", passed=True),)), timings=(timing,))
     row = Row(planned=PlannedCase(case=Case(implementation="gather", workload=one)), outcome=outcome)
-    assert suspicions(row, (), {COPY_KEY: copied_per_s}, "cuda") == ()
+    assert suspicions(row, {COPY_KEY: copied_per_s}, "cuda") == ()

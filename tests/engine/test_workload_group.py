@@ -28,11 +28,10 @@ GRAPH = TimerSpec(name="graph", target="t", proves="p")
 class Lab:
     """A pool of pretended workers. `script` maps (implementation, command) to replies or failures, used in turn."""
 
-    def __init__(self, script=None, call_ns=1_000_000, device="cpu", build_s=None, start_s=0.0):
+    def __init__(self, script=None, call_ns=1_000_000, device="cpu", build_s=None):
         self.settings = WorkerSettings(device=device)
         self.script = script or {}
         self.build_s = build_s or {}
-        self.start_s = start_s
         self.call_ns = call_ns
         self.asked, self.patience = [], {}
         self.started = Counter()
@@ -47,7 +46,6 @@ class Lab:
 
     @contextlib.contextmanager
     def fresh(self, key):
-        self.now += self.start_s
         yield FakeWorker(self, f"fresh {key}")
 
     def close(self):
@@ -61,7 +59,6 @@ class Lab:
 class FakeWorker:
     def __init__(self, lab, key):
         self.lab, self.key, self.alive, self.names = lab, key, True, {}
-        self.start_s = lab.start_s
         lab.started[key] += 1
 
     def kill(self):
@@ -138,7 +135,7 @@ def test_the_stages_come_in_order(measure):
     lab = Lab()
     measure(["a"], lab)
     stages = list(dict.fromkeys(command for _, command, _, _ in lab.asked))
-    assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "confirm", "release", "memory"]
+    assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "confirm", "memory", "release"]
 
 
 def test_rounds_interleave_all_of_the_cell_in_random_order(measure):
@@ -250,19 +247,8 @@ def test_plug_ins_have_processes_of_their_own(measure):
     assert homes == {"a": "builtin", "foreign_x": "foreign_x", "foreign_y": "foreign_y"}
 
 
-def test_memory_is_weighed_in_a_fresh_process_after_the_rest_is_released(measure):
+def test_memory_is_weighed_where_the_case_is(measure):
     lab = Lab()
-    measure(["a", "b"], lab)
-    commands = [(command, key) for _, command, key, _ in lab.asked]
-    assert all(key.startswith("fresh") for command, key in commands if command == "memory")
-    assert commands.index(("memory", "fresh builtin")) > max(
-        i for i, (command, _) in enumerate(commands) if command == "release"
-    )
-    assert lab.started["fresh builtin"] == 2
-
-
-def test_on_a_gpu_memory_is_weighed_where_the_case_is(measure):
-    lab = Lab(device="cuda")
     found = measure(["a", "b"], lab)
     assert all(outcome.memory is not None for outcome in found.values())
     assert lab.started == {"builtin": 1}
@@ -271,20 +257,18 @@ def test_on_a_gpu_memory_is_weighed_where_the_case_is(measure):
         assert own.index("memory") < own.index("release")
 
 
-def test_time_is_kept_for_fresh_processes_as_slow_as_these_were(measure):
-    """A group of ranks takes most of a second to start, and building may take longer than all samples."""
-    lab = Lab(start_s=2.0, build_s={"a": 0.5, "b": 0.5})
-    endless = {"sampling_s": 100.0, "min_rounds": 10**6, "max_rounds": 10**6}
-    rows = measure(["a", "b"], lab, budget_s=10.0, **endless)
-    assert all(isinstance(row, Measured) and row.memory for row in rows.values())
-    assert 9 < lab.now <= 10
+def test_a_crash_while_memory_is_weighed_costs_its_own_row(measure):
+    lab = Lab()
+    lab.script["a", "memory"] = [WorkerFailure("crash", "killed by SIGSEGV", died=True)]
+    found = measure(["a", "b"], lab, recheck=False)
+    assert (found["a"].stage, found["b"].memory is not None) == ("memory", True)
+    assert lab.started == {"builtin": 2}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("interrupted", ["a", "b"])
-def test_ctrl_c_while_memory_is_weighed_keeps_what_was_timed(measure, device, interrupted):
+def test_ctrl_c_while_memory_is_weighed_keeps_what_was_timed(measure, interrupted):
     kept = {}
-    lab = Lab({(interrupted, "memory"): [KeyboardInterrupt()]}, device=device)
+    lab = Lab({(interrupted, "memory"): [KeyboardInterrupt()]})
     with pytest.raises(KeyboardInterrupt):
         measure(["a", "b"], lab, kept=kept, min_rounds=3)
     assert all(isinstance(kept[name], Measured) and kept[name].timings for name in ("a", "b"))

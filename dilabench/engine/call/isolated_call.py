@@ -36,7 +36,7 @@ def measure_isolated(
     load_target(spec.target)
     with memory_limited(device, limit_bytes):
         call = PreparedCall(spec, device, InputStore(device), world)
-        memory = measure_memory(call, isolated=True)
+        memory = measure_memory(call)
         count = max(1, min(MAX_SAMPLES, int(seconds * 1e9 / call.call_ns)))
         timer = Wall(call)
         samples = timer.take(count)
@@ -94,7 +94,7 @@ class Stream:
 
     def measure_memory(self) -> IsolatedResult:
         """Peak bytes of one piece. Call it last, because it makes further calls."""
-        return IsolatedResult(memory=measure_memory(self._call, isolated=True))
+        return IsolatedResult(memory=measure_memory(self._call))
 
     @property
     def workload(self) -> Workload:

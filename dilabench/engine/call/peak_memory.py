@@ -1,30 +1,29 @@
-"""Peak memory of one call, split by what it is for (torch). Meant for a process in which nothing else ran."""
+"""Peak memory of one call, split by what it is for, as torch's allocator of the device counts it (torch)."""
 
 import contextlib
 import gc
-import resource
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import profile
 
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.device.device import release_heap, resident_bytes, synchronize
-from dilabench.record import Memory, MemorySource
+from dilabench.engine.device.device import synchronize
+from dilabench.record import Memory
 
-METHODS: Mapping[MemorySource, str] = {
-    "allocator": "torch.cuda.max_memory_allocated over one call after a first call",
-    "resident_set": "VmHWM after a reset (clear_refs) minus VmRSS, over one call after a first call and malloc_trim",
-    "process_peak": "ru_maxrss minus VmRSS over one call: the peak cannot be reset here, a higher one before hides it",
+METHODS = {
+    "cuda": "torch.cuda.max_memory_allocated over one call after a first call",
+    "cpu": "all that torch's CPU allocator reported to torch's profiler over one call after a first call",
 }
 
 
-def measure_memory(call: PreparedCall, isolated: bool) -> Memory:
+def measure_memory(call: PreparedCall) -> Memory:
     """Inputs, parameters, workspace (outputs and temporaries) and what is saved for backward; they add up to the peak.
 
     The peak covers forward and, unless the mode is forward, backward; gradients count as workspace, and so does what
-    optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call.
+    optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call. What
+    libraries allocate past torch's allocator, and on a CPU what threads of the function's own do, is not counted.
     """
     given = [*call.inputs(0).distinct, *([call.output_gradient()] if call.workload.mode != "forward" else [])]
     # Offloaded inputs are not in the memory that is measured.
@@ -35,17 +34,16 @@ def measure_memory(call: PreparedCall, isolated: bool) -> Memory:
     # Garbage of the first call that goes during the measured one would count as memory that this one did not need: a
     # caught exception keeps the frames it passed through, and those the tensors in them.
     gc.collect()
-    extra, source = _cuda_extra(call) if call.device.type == "cuda" else _cpu_extra(call)
-    extra += held
+    extra = held + (_cuda_extra(call) if call.device.type == "cuda" else cpu_allocations(lambda: _whole_call(call))[1])
     return Memory(
         peak_bytes=inputs + parameters + max(extra, saved or 0),
         inputs_bytes=inputs,
         parameters_bytes=parameters,
         workspace_bytes=max(0, extra - (saved or 0)),
         saved_for_backward_bytes=saved,
-        isolated=isolated,
-        source=source,
-        method=METHODS[source],
+        isolated=True,
+        source="allocator",
+        method=METHODS[call.device.type],
     )
 
 
@@ -56,27 +54,30 @@ def _whole_call(call: PreparedCall) -> None:
     del result
 
 
-def _cuda_extra(call: PreparedCall) -> tuple[int, MemorySource]:
+def _cuda_extra(call: PreparedCall) -> int:
     device = call.device
     torch.cuda.empty_cache()
     synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     _whole_call(call)
-    return torch.cuda.max_memory_allocated(device) - before, "allocator"
+    return torch.cuda.max_memory_allocated(device) - before
 
 
-def _cpu_extra(call: PreparedCall) -> tuple[int, MemorySource]:
-    release_heap()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_bytes("VmRSS")
-        _whole_call(call)
-        return max(0, resident_bytes("VmHWM") - before), "resident_set"
-    except OSError:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        _whole_call(call)
-        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before), "process_peak"
+def cpu_allocations(call: Callable[[], object]) -> tuple[int, int]:
+    """(bytes that stay, largest bytes above the start) of what torch's CPU allocator gives and takes during a call.
+
+    The profiler is told of each block by the allocator itself, so that what operators allocate inside counts, and what
+    is freed at once; blocks from before do not, whether they are freed or not.
+    """
+    with profile(profile_memory=True) as profiler:
+        call()
+    live = peak = 0
+    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return live, peak
 
 
 def _saved_for_backward(call: PreparedCall) -> int:

@@ -22,8 +22,8 @@ from dilabench.engine.call.inputs import InputSet
 SAME_VALUES = 64
 SIGN_PATTERNS = 16
 NOISE_ROWS = 8
-# Share of the time between two changes of a row that one such change may take.
-TOUCH_SHARE = 0.02
+# Share of the time between two changes of a row, and between two of all numbers, that one such change may take.
+CHANGE_SHARE = 0.0075
 
 # Where a rank holds a position of the whole sequence: its local row, None for other ranks' positions.
 LocalRow = Callable[[int], int | None]
@@ -62,9 +62,10 @@ class KeptCall:
 class TimedCalls:
     """Between `begin` and `end`, `before` is asked before each call that may be timed.
 
-    Each slot begins with other numbers in all inputs: the signs of their channels are drawn anew, so that they stay
-    normally distributed and cost one pass over memory. Before each call one row of q, of k and of v gets fresh random
-    numbers. Both bypass autograd's version counters. Over ranks all draw the same, and each writes what it holds.
+    Slots begin with other numbers in all inputs: the signs of their channels are drawn anew, so that they stay normally
+    distributed and cost one pass over memory. Before a call one row of q, of k and of v gets fresh random numbers. Both
+    happen as often as they may take time (CHANGE_SHARE), whether a result of the slot is looked at or not, and bypass
+    autograd's version counters. Over ranks all draw the same, always, and each writes what it holds.
     """
 
     def __init__(self, seed: int, length: int, row_dim: int, local_row: LocalRow | None = None) -> None:
@@ -75,14 +76,15 @@ class TimedCalls:
         self._renewed: set[int] = set()
         self._calls = 0
         self._threads = 0
-        self._touched_at, self._touch_s = 0.0, 0.0
+        self._touched_at = self._touch_s = self._renewed_at = self._renew_s = 0.0
         self._kept: KeptCall | None = None
-        self._last = False
+        self._last, self._keeps = False, True
         self.active = False
 
-    def begin(self, last: bool = False) -> None:
-        """A slot begins. Of the last one of all, the last call is kept, and a row is changed before each."""
-        self._last = last
+    def begin(self, last: bool = False, keeps: bool = True) -> None:
+        """A slot begins, of which a random call is kept if it `keeps` one. Of the last one of all, it is the last call,
+        and a row is changed before each."""
+        self._last, self._keeps = last, keeps
         self._renewed.clear()
         self._calls, self._kept = 0, None
         self._threads = _thread._count()
@@ -93,18 +95,19 @@ class TimedCalls:
         self._settle()
         if fixed:
             position = self._length - 1
-        elif id(inputs) not in self._renewed:
+        elif id(inputs) not in self._renewed and self._due(self._renewed_at, self._renew_s):
             self._renewed.add(id(inputs))
-            for tensor in inputs.distinct:
-                self._renew(tensor.data)
+            self._renewed_at = time.perf_counter()
+            self.renew(inputs)
+            self._renew_s = time.perf_counter() - self._renewed_at
             position = self._touch(inputs)
-        elif self._touch_due():
+        elif self._due(self._touched_at, self._touch_s):
             position = self._touch(inputs)
         else:
             position = self._length - 1
         self._calls += 1
         # Each of the calls so far with the same probability, however many there will be.
-        if not self._last and self._choice.random() * self._calls >= 1:
+        if not self._keeps or (not self._last and self._choice.random() * self._calls >= 1):
             return None
         self._kept = KeptCall(inputs, position)
         return self._kept
@@ -118,7 +121,7 @@ class TimedCalls:
     @contextmanager
     def slot(self) -> Iterator[None]:
         """`begin` and `end` of calls of which none is looked at."""
-        self.begin()
+        self.begin(keeps=False)
         try:
             yield
         finally:
@@ -141,11 +144,12 @@ class TimedCalls:
             kept.places = torch.tensor(sorted(row for row in wanted if row is not None and 0 <= row < length))
             kept.rows = kept.out.detach().index_select(self._row_dim, kept.places.to(kept.out.device))
 
-    def _touch_due(self) -> bool:
+    def _due(self, before: float, took_s: float) -> bool:
+        """Whether a change that took so long, the time before, may be made again."""
         # Ranks must not decide by their own clocks.
         if self._last or self._local_row is not None:
             return True
-        return time.perf_counter() - self._touched_at > self._touch_s / TOUCH_SHARE
+        return time.perf_counter() - before > took_s / CHANGE_SHARE
 
     def _touch(self, inputs: InputSet) -> int:
         """Fresh numbers in a row of each tensor; the position of that of the first."""

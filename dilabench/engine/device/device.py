@@ -1,6 +1,5 @@
 """The device of a worker: torch names, synchronisation, cache size."""
 
-import platform
 from pathlib import Path
 
 import torch
@@ -49,16 +48,8 @@ def describe_torch(device: torch.device) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
 
 
-def release_heap() -> None:
-    """Give free heap pages back to the system (glibc), so that a later rise of the resident set is the call's own."""
-    if platform.libc_ver()[0] == "glibc":
-        import ctypes
-
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def resident_bytes(field: str) -> int:
-    """A memory field of this process in /proc/self/status: 'VmRSS' (now) or 'VmHWM' (peak since the last reset)."""
+    """A memory field of this process in /proc/self/status such as 'VmData', in bytes. Raises OSError without it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

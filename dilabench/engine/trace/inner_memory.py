@@ -66,7 +66,37 @@ def _cudnn(args: tuple[Any, ...], _device: str) -> int:
     return _accumulators(q, grouped=k if k.shape[2] != q.shape[2] else None)
 
 
+def _cpu_blocks(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    """Scores of the block that a thread of torch's flash kernel on a CPU works on, its rows, and bytes of a float.
+
+    Blocks of 256, 64 or 32 queries by 512 keys, in float32 for half precision (torch/FlashAttentionKernel.cpp). q and
+    k [B, H, N, D].
+    """
+    length = q.shape[2]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    return rows * min(k.shape[2], 512), rows, max(FLOAT32_BYTES, q.element_size())
+
+
+def _cpu_flash(args: tuple[Any, ...], _device: str) -> int:
+    """Per thread: scores, their sums and largest, out of a block; half precision has the weights in its own, too."""
+    q, k = args[:2]
+    scores, rows, nbytes = _cpu_blocks(q, k)
+    weights = scores * q.element_size() * (q.element_size() < FLOAT32_BYTES)
+    return torch.get_num_threads() * ((scores + rows * (2 + q.shape[-1])) * nbytes + weights)
+
+
+def _cpu_flash_backward(args: tuple[Any, ...], _device: str) -> int:
+    """Per thread the scores and their gradients, the same in half precision; a copy of dout where it is a view."""
+    dout, q, k = args[:3]
+    scores, rows, nbytes = _cpu_blocks(q, k)
+    halves = scores * q.element_size() * (q.element_size() < FLOAT32_BYTES)
+    copied = 0 if dout.transpose(1, 2).is_contiguous() else dout.nbytes
+    return torch.get_num_threads() * 2 * (scores * nbytes + halves) + rows * nbytes + copied
+
+
 _STATED = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
     aten.logsumexp.default: _exponentials,
     aten._flash_attention_backward.default: _flash,
     aten._efficient_attention_backward.default: _efficient,

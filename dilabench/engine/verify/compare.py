@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
 from dilabench.engine.verify.slope import slope, slope_limit
-from dilabench.engine.verify.tolerance import Expected, errors, rows_last
 from dilabench.record import Check
 
-# (name, positions) of each axis of a compared tensor; None: the index itself is the position.
+# (name, positions) of each axis of a compared tensor; None: the index itself is the position. No name: not told.
 Axes = Sequence[tuple[str, Tensor | None]]
 
 
@@ -87,5 +87,6 @@ def locate(place: Tensor | int, shape: Sequence[int], axes: Axes) -> str:
     index = torch.unravel_index(torch.as_tensor(place).cpu(), list(shape))
     texts = []
     for (axis, positions), at in zip(axes, index, strict=True):
-        texts.append(f"{axis} {int(at) if positions is None else int(positions[int(at)])}")
+        if axis:
+            texts.append(f"{axis} {int(at) if positions is None else int(positions[int(at)])}")
     return ", ".join(texts)

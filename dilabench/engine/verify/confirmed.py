@@ -24,7 +24,8 @@ from torch import Tensor
 from dilabench.engine.verify.call import PIECE, Call, Result
 from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.engine.verify.tolerance import Expected, eps, row_errors, row_scale
+from dilabench.engine.verify.oracle.tolerance import Expected, eps, row_errors, row_scale
+from dilabench.errors import DilabenchError
 from dilabench.record import Check
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -100,8 +101,8 @@ def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> Ev
         if backward:
             tensors += [x for x in call(oracle.inputs, oracle.full_dout).gradients if x is not None]
         return EveryRow(tuple(oracle.batched(one) for one in tensors), errors)
-    # Whatever stops it, the case under examination still has its sampled rows.
-    except Exception:  # noqa: BLE001
+    # It cannot be built, or memory is out (torch's own error is a RuntimeError): the sampled rows are still compared.
+    except (DilabenchError, MemoryError, RuntimeError, ValueError):
         return None
 
 

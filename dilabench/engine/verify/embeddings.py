@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
-from dilabench.engine.verify.compare import compare, locate
+from dilabench.engine.verify.compare import compare_both_ways, locate
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.engine.verify.rounding import gradient_sizes
-from dilabench.engine.verify.tolerance import (
+from dilabench.engine.verify.oracle.rounding import gradient_sizes
+from dilabench.engine.verify.oracle.tolerance import (
     FLOOR_ULPS,
     Expected,
     expect,
@@ -34,8 +33,6 @@ from dilabench.workload.visibility import alike_heads, seen_by
 
 # How much of the probed position is added to itself: its share must show above the rounding of the rows that see it.
 PROBE_GAIN = 2.0**10
-# A gradient below this share of the sizes that it is rounded in is nothing but rounding.
-CANCELLED = 1e-3
 
 
 class SampledCore(nn.Module):
@@ -78,11 +75,11 @@ def embeddings_checks(
     if not all(check.passed for check in form):
         return
     kept = digest(first.out)
-    axes = (("batch", oracle.sample.batches), ("position", oracle.sample.rows), ("dim", None))
-    yield compare("out", oracle.sampled(first.out), expected["out"], axes, how_many(oracle))
+    axes = (("batch", oracle.sample.batches), ("position", oracle.sample.rows), ("", None), ("dim", None))
+    yield from compare_both_ways("out", _in_rows(oracle.sampled(first.out)), expected["out"], axes, how_many(oracle))
     if backward:
         yield from _gradient_checks(oracle, first, names, expected)
-    yield _dependency(call, oracle, first.out)
+    yield _dependency(call, oracle)
     yield kept_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected["out"].tolerance)
     if oracle.device.type == "cuda":
@@ -93,39 +90,29 @@ def embeddings_checks(
 
 
 def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: bool) -> dict[str, Expected]:
-    """out on the sampled rows, 'dx' and the gradient of each parameter."""
+    """out on the sampled rows, 'dx' and the gradient of each parameter, as `_in_rows` shapes them."""
     yardstick = _Yardstick(module, oracle, torch.float64, backward)
     exact = yardstick.results(names)
-    sizes = {name: _size(name, value, exact) for name, value in exact.items() if name != "dx"}
-    floors = dict.fromkeys(exact, FLOOR_ULPS)
-    if backward:
-        sizes["dx"], moved = yardstick.dx_size(exact["dx"], names)
-        floors["dx"] = gradient_floor_ulps(oracle.dtype)
-        for name, by in moved.items():
-            floors[name] = floors["dx"]
-            # Where dq and dk cancel altogether (each row of a head sees one key, say) only rounding is left of them.
-            sizes[name] = sizes[name].where(sizes[name] >= CANCELLED * by, by)
+    moved = yardstick.moved(names) if backward else {}
     # Its graph holds q, k and v of all positions.
     del yardstick
     plain = _Yardstick(module, oracle, plain_dtype(oracle.dtype), backward).results(names)
-    expected = {
-        name: expect(exact[name], sizes[name], plain[name], oracle.workload, oracle.dtype, floors[name])
-        for name in exact
-    }
-    if not backward:
-        return expected
-    for rank in {exact[name].ndim for name in names}:
-        # A few rows with few keys dominate a gradient: one tolerance from all parameters of a rank is steadier.
-        alike = [name for name in names if exact[name].ndim == rank]
-        tolerance = max(expected[name].tolerance for name in alike)
-        expected.update({name: replace(expected[name], tolerance=tolerance) for name in alike})
+    workload, rows = oracle.workload, oracle.workload.seq_len * len(oracle.sample.batches)
+    expected = {}
+    for name, value in exact.items():
+        size = _spread(value) if name in ("out", "dx") or value.ndim < 2 else _spread(value) + value.abs()
+        floor, summed = FLOOR_ULPS, 0 if name in ("out", "dx") else rows
+        if name in moved:
+            size, floor = size + _spread(moved[name]), gradient_floor_ulps(oracle.dtype)
+        value, size, other = map(_in_rows, (value, size, plain[name]))
+        expected[name] = expect(value, size, other, workload, oracle.dtype, floor, summed=summed)
     return expected
 
 
 def plain_embeddings(module: nn.Module, oracle: Oracle) -> tuple[Tensor, Tensor]:
     """out on the sampled rows by the module around the plain computation, in the workload's dtype, and its size."""
     value = _Yardstick(module, oracle, oracle.dtype, backward=False).results([])["out"].double()
-    return value, _row_size(value)
+    return value, _spread(value)
 
 
 class _Yardstick:
@@ -156,16 +143,12 @@ class _Yardstick:
             results.update(zip(names, found[1:], strict=True))
         return results
 
-    def dx_size(self, dx: Tensor, names: list[str]) -> tuple[Tensor, dict[str, float]]:
-        """Natural size of each row of dx: the root mean square of the row, plus that of what independent rounding of
-        dq, dk and dv moves it by, which is their own natural sizes with random signs, taken back to x.
-
-        The three parts of dx may cancel, and inside each the terms of dS may; rounding knows nothing of that. Beside
-        it, the root mean square of what the same moves the gradient of each parameter by.
+    def moved(self, names: list[str]) -> dict[str, Tensor]:
+        """What independent rounding of dq, dk and dv moves 'dx' and the gradients of the parameters `names` by: their
+        natural sizes with random signs, taken back through the projections. Of those alone that depend on them.
         """
-        size = _row_size(dx)
         if self._core.seen is None:
-            return size, {}
+            return {}
         q, k, v, out, lse = self._core.seen
         workload, rows = self._core.workload, self._oracle.sample.rows
         place = rows.to(self._oracle.device)
@@ -175,18 +158,16 @@ class _Yardstick:
         sizes = gradient_sizes(dout[:, place], q_heads, k_heads, v_heads, lse, workload, rows, None, exact)
         moved = [torch.zeros_like(dq), *sizes[1:]]
         moved[0][:, place] = sizes[0]
-        generator = torch.Generator(dx.device).manual_seed(self._oracle.seed)
+        generator = torch.Generator(dq.device).manual_seed(self._oracle.seed)
         for one in moved:
             signs = torch.randint(0, 2, one.shape, generator=generator, device=one.device, dtype=torch.int8)
             one.mul_(signs.mul_(2).sub_(1))
         moved = [one.view_as(x) for one, x in zip(moved, (q, k, v), strict=True)]
         by_name = dict(self._module.named_parameters())
         targets = [self._x, *(by_name[name] for name in names)]
-        of_x, *of_parameters = torch.autograd.grad([q, k, v], targets, moved, allow_unused=True)
-        found = zip(names, of_parameters, strict=True)
-        return size + _row_size(self._batched(of_x)), {
-            name: float(one.square().mean()) ** 0.5 for name, one in found if one is not None
-        }
+        of_x, *found = torch.autograd.grad([q, k, v], targets, moved, allow_unused=True)
+        named = zip(["dx", *names], [self._batched(of_x), *found], strict=True)
+        return {name: one for name, one in named if one is not None}
 
     def _gradients(self, out: Tensor, targets: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, targets, dout, retain_graph=True)
@@ -195,28 +176,19 @@ class _Yardstick:
         return x[None] if self._packed else x
 
 
-def _row_size(x: Tensor) -> Tensor:
-    """Root mean square of each row, [..., 1]."""
-    return x.square().mean(-1, keepdim=True).sqrt()
-
-
-def _size(name: str, value: Tensor, exact: dict[str, Tensor]) -> Tensor:
-    """Root mean square of a row for out, of the largest of the vectors (biases, norms) for each of them.
-
-    Vectors share one size because the gradient of a key bias is zero, whatever it is made of. A matrix gradient is a
-    sum of outer products: an element's size is its own plus that of its row and column.
-    """
-    if name == "out":
-        return _row_size(value)
-    if value.ndim > 1:
-        squares = value.square().flatten(1)
+def _spread(value: Tensor) -> Tensor:
+    """Root mean square of each row of embeddings [B, N, E], of a vector (biases, norms), and of row and column of a
+    matrix: its gradient is a sum of outer products."""
+    squares = value.square()
+    if value.ndim == 2:
         mean = squares.mean().clamp_min(torch.finfo(value.dtype).tiny)
-        outer = squares.mean(0, keepdim=True) * squares.mean(1, keepdim=True) / mean
-        return value.abs() + outer.sqrt().view(value.shape)
-    vectors = [
-        other.square().mean().sqrt() for key, other in exact.items() if key not in ("out", "dx") and other.ndim < 2
-    ]
-    return torch.stack(vectors).max()
+        return (squares.mean(0, keepdim=True) * squares.mean(1, keepdim=True) / mean).sqrt()
+    return squares.mean(-1, keepdim=True).sqrt()
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """With four axes, rows along the last, as heads have them: [B, N, 1, E] of [B, N, E], [1, 1, E, F] of a matrix."""
+    return x[:, :, None] if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
 
 
 def _gradient_checks(
@@ -231,23 +203,25 @@ def _gradient_checks(
         if gradient is None:
             yield Check(name=title, passed=False, detail=NO_GRADIENT)
         elif name == "dx":
-            x_axes = (("batch", oracle.sample.batches), ("position", None), ("dim", None))
-            rows = oracle.batched(gradient)[oracle.sample.batches.to(oracle.device)]
-            yield compare(title, rows, expected[name], x_axes, dout)
+            x_axes = (("batch", oracle.sample.batches), ("position", None), ("", None), ("dim", None))
+            yield from compare_both_ways(title, _in_rows(oracle.chosen(gradient)), expected[name], x_axes, dout)
         else:
-            axes = tuple((f"axis {axis}", None) for axis in range(gradient.ndim))
-            yield compare(title, gradient, expected[name], axes, dout)
+            axes = (*[("", None)] * (4 - gradient.ndim), *((f"axis {axis}", None) for axis in range(gradient.ndim)))
+            yield from compare_both_ways(title, _in_rows(gradient), expected[name], axes, dout)
 
 
-def _dependency(call: Call, oracle: Oracle, first: Tensor) -> Check:
-    """Changing v at one position per batch row changes exactly the rows that see it in some head."""
+def _dependency(call: Call, oracle: Oracle) -> Check:
+    """Changing v at one position per batch row changes exactly the rows that see it in some head.
+
+    Queries are projected from zeros: n keys then weigh about 1/n each, and none is too light to be seen.
+    """
     workload = oracle.workload
     x = oracle.inputs[0]
-    v = x.clone()
+    zeros, v = torch.zeros_like(x), x.clone()
     keys = _probed_keys(oracle)
     for row, key in zip(oracle.batched(v), keys, strict=True):
         row[key] *= PROBE_GAIN
-    changed = call((x, x, v)).out
+    first, changed = call((zeros, x, x)).out, call((zeros, x, v)).out
     if changed.shape != first.shape:
         return Check(name="dependency", passed=False, detail=f"with other inputs out has shape {list(changed.shape)}")
     differs = (oracle.batched(changed) != oracle.batched(first)).any(-1)

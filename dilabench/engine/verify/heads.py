@@ -13,8 +13,8 @@ from dilabench.engine.verify.compare import Axes, agreement, compare, compare_bo
 from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.tolerance import Expected
 from dilabench.engine.verify.probes import probe_checks
-from dilabench.engine.verify.tolerance import Expected
 from dilabench.record import Check
 
 NO_GRADIENT = "out carries no gradient for it, but the workload's mode needs one"

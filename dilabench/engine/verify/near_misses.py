@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dilabench.engine.verify.heads import GRADIENTS, Seen
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
 from dilabench.engine.verify.slope import slope
-from dilabench.engine.verify.tolerance import Expected, errors, rows_last
 from dilabench.impls.reference import attend_rows, attend_rows_backward
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape, ZeroKeys
 from dilabench.record import Check
@@ -42,6 +43,20 @@ class CountedOnce(Pattern):
     def zero_keys(self, shape: SequenceShape, head: int) -> Iterable[ZeroKeys]:
         """Those of the other pattern."""
         return self.inner.zero_keys(shape, head)
+
+
+class StrictlyEarlier(Pattern):
+    """Another pattern in which no row sees its own position, nor a later one."""
+
+    kind: Literal["strictly_earlier"] = "strictly_earlier"
+    inner: Any
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """A group for each row, of the keys before it."""
+        for group in self.inner.counts(shape, head, rows):
+            parts = [np.asarray(part, dtype=np.int64) for part in group.parts]
+            for row in group.rows:
+                yield KeyGroup(group.rows[group.rows == row], tuple(part[part < row] for part in parts))
 
 
 def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
@@ -111,6 +126,9 @@ class _Part:
             once = workload.model_copy(update={"pattern": CountedOnce(inner=workload.pattern)})
             yield "keys that several branches give counted once", once
         yield f"causal={str(not workload.causal).lower()}", workload.model_copy(update={"causal": not workload.causal})
+        if workload.causal:
+            strict = workload.model_copy(update={"pattern": StrictlyEarlier(inner=workload.pattern)})
+            yield "a strict causal mask (no row sees its own position)", strict
         if workload.causal and workload.window[1] < 1:
             ahead = {"causal": False, "window": (workload.window[0], 1)}
             yield "a causal mask shifted by one (each row sees the next position)", workload.model_copy(update=ahead)
@@ -154,6 +172,15 @@ def _wrong_outs(part: _Part) -> Iterator[tuple[str, Tensor]]:
             attend_rows(q, k[:, :, heads], v[:, :, heads], whole, rows)[0],
         )
     yield "attention over heads, not positions", _over_heads(part)
+    yield "memory of [B, H, N, D] read as [B, N, H, D] (a view, not a transpose)", _misread(part)
+
+
+def _misread(part: _Part) -> Tensor:
+    """At row n, head h: what lies n·H + h vectors into out [H, N, D]."""
+    workload = part.workload
+    place = part.rows[:, None] * workload.num_heads + torch.arange(workload.num_heads)
+    positions, at = (place % workload.seq_len).unique(return_inverse=True)
+    return part.attended(workload, positions)[0][:, at, place // workload.seq_len]
 
 
 def _over_heads(part: _Part) -> Tensor:

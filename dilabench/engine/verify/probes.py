@@ -10,8 +10,8 @@ from torch import Tensor
 from dilabench.engine.verify.call import Result, form_checks
 from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.tolerance import Expected, ones_tolerance
 from dilabench.engine.verify.planes import VALUE
-from dilabench.engine.verify.tolerance import Expected, ones_tolerance
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.record import Check
 from dilabench.workload.visibility import alike_heads, covered, seen_by

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
@@ -27,10 +26,7 @@ class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row te
 
 
 class Worker:
-    """One process that prepares cases and answers commands about them, one at a time.
-
-    `start_s`: how long it took until it was ready for the first, once the process was there.
-    """
+    """One process that prepares cases and answers commands about them, one at a time."""
 
     def __init__(self, key: str, settings: WorkerSettings) -> None:
         self.key = key
@@ -41,13 +37,10 @@ class Worker:
         try:
             self._child.start()
             theirs.close()
-            # Before that, the first worker waits for the server of all to load torch.
-            started = time.monotonic()
             hello = self._receive("start", START_TIMEOUT_S).hello
         except BaseException:
             self.kill()
             raise
-        self.start_s = time.monotonic() - started
         assert hello is not None
         self.hello: Hello = hello
 

@@ -166,7 +166,7 @@ class Handlers:
         last = command.name == "confirm"
         with _no_collection():
             with settings_kept(call.changed_settings):
-                call.timed_calls.begin(last)
+                call.timed_calls.begin(last, keeps=last or checker.affordable)
                 started = time.perf_counter_ns()
                 try:
                     samples = timer.take(command.arguments["count"])
@@ -182,7 +182,8 @@ class Handlers:
             temperature_c=clocks.temperature_c,
             throttle=clocks.throttle,
         )
-        verification = checker.check(kept) if last and kept is not None else checker.offer(kept, elapsed_ns)
+        checker.sampled(elapsed_ns)
+        verification = checker.check(kept) if kept is not None else None
         return Reply(
             slot=slot,
             notes=(*self._notes(timer), *_settings_notes(call.changed_settings)),
@@ -209,9 +210,7 @@ class Handlers:
         return Reply(diagnostics=parts)
 
     def _memory(self, command: Command) -> Reply:
-        # An allocator's count leaves out what was there before, the resident set of a process does not.
-        isolated = self.device.type == "cuda" or len(self._calls) == 1
-        return Reply(memory=measure_memory(self._calls[command.handle], isolated))
+        return Reply(memory=measure_memory(self._calls[command.handle]))
 
     def _ceilings(self, command: Command) -> Reply:
         ceilings = measure_ceilings(self.device, command.arguments["dtypes"])

@@ -89,7 +89,7 @@ class Agent:
         """Start a worker on this rank's GPU."""
         own = WorkerSettings.model_validate({**settings, "gpu": self._rank.local_rank})
         worker = self._workers[name] = Worker(name, own)
-        return {"hello": worker.hello.model_dump(mode="json"), "start_s": worker.start_s}
+        return {"hello": worker.hello.model_dump(mode="json")}
 
     def ask(
         self, name: str, own_timeout_s: float, command: CommandName, handle: str, arguments: dict[str, Any]

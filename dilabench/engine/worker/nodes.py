@@ -96,7 +96,6 @@ class RemoteWorker(Worker):
         patience_s = START_TIMEOUT_S + REQUEST_TIMEOUT_S
         started = agent.ask("start", timeout_s=patience_s, name=name, settings=settings.model_dump(mode="json"))
         self.hello = Hello.model_validate(started["hello"])
-        self.start_s = float(started["start_s"])
 
     @property
     def alive(self) -> bool:

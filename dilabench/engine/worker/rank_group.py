@@ -46,7 +46,6 @@ class GroupWorker(Worker):
                     raise WorkerFailure(error.code, f"rank {rank}: {error.why}", died=True, traceback=error.traceback)
                 raise error
         self.hello = self._ranks[0].hello
-        self.start_s = max(worker.start_s for worker in self._ranks)
 
     @property
     def alive(self) -> bool:

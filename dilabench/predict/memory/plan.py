@@ -69,7 +69,8 @@ def _answer(case: Case, device: str, catalogue: Catalogue) -> dict[str, Any]:
     order, why = _order(case, device, catalogue)
     if why:
         return {"why": why}
-    key = content_hash([order, device])
+    # Kernels on a CPU have buffers per thread.
+    key = content_hash([order, device, os.environ.get("OMP_NUM_THREADS")])
     answer = _kept.get(key)
     if answer is None:
         about = f"the memory of {case.implementation} at {case.workload.label()} on {device}"

@@ -65,7 +65,7 @@ class Tracer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                env={**os.environ, **there, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **there},
             )
             atexit.register(self.stop)
         return self._process

@@ -11,7 +11,7 @@ ABSOLUTE_LIMIT_BYTES = 2 * 2**20
 
 RESIDENT_RELATIVE_LIMIT = 0.10
 RESIDENT_ABSOLUTE_LIMIT_BYTES = 8 * 2**20
-"""Limits of a process's resident set: identical runs on a CPU were seen 4 MiB and 7 % apart."""
+"""Limits of a process's resident set, in older records of CPUs: identical runs were seen 4 MiB and 7 % apart."""
 
 
 class MemoryCode(StrEnum):

@@ -69,7 +69,7 @@ def test_what_is_kept_between_calls_counts_into_the_peak_until_it_is_forgotten(e
     assert (call.counters()["pattern_cache_bytes"] > 0) == (entries > 0)
     assert (call.counters().get("buffer_pool_held_bytes", 0) > 0) == (pool_bytes > 0)
     assert (call.held_bytes > 0) == (entries > 0)
-    assert measure_memory(call, isolated=False).workspace_bytes >= call.held_bytes
+    assert measure_memory(call).workspace_bytes >= call.held_bytes
     call.forget()
     assert call.held_bytes == 0
 

@@ -131,6 +131,50 @@ def test_a_dx_that_is_wrong_in_the_fourth_digit_fails(make_workload: MakeWorkloa
     assert failing(wrong) == {"dx"}
 
 
+PLANTED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "a weight's gradient two per cent too large": ("q.weight", lambda gradient: gradient * 1.02),
+    "that of the last projection": ("o.weight", lambda gradient: gradient * 1.02),
+    "a bias forgotten": ("v.bias", torch.zeros_like),
+    "a bias without its first value": ("o.bias", lambda gradient: gradient * (torch.arange(len(gradient)) > 0)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wrong_gradient_of_a_parameter_fails(
+    make_workload: MakeWorkload, right: type, planted: str, dtype: str
+) -> None:
+    workload = make_workload(mode="both", dtype=dtype)
+    module = Projected(workload, right(workload))
+    name, wrong = PLANTED[planted]
+    module.get_parameter(name).register_hook(wrong)
+    assert {one.removesuffix("_slope") for one in failing(verify(module, workload, takes="embeddings"))} == {
+        f"d {name}"
+    }
+
+
+def test_a_row_that_a_parameter_s_gradient_leaves_out_fails(make_workload: MakeWorkload, right: type) -> None:
+    workload = make_workload(mode="both", dtype="float32")
+
+    class Forgetful(Projected):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = super().forward(q, k, v)
+            if isinstance(self.attention, nn.Module):
+                return out
+            gone = torch.arange(out.shape[1])[:, None] == 50
+            core = self.attention(
+                *(
+                    f(x).unflatten(-1, (self.heads, -1))
+                    for f, x in zip((self.q, self.k, self.v), (q, k, v), strict=True)
+                )
+            )
+            without = nn.functional.linear(core.flatten(-2), self.o.weight.detach(), self.o.bias)
+            return torch.where(gone, without, out)
+
+    found = failing(verify(Forgetful(workload, right(workload)), workload, takes="embeddings"))
+    assert {one.removesuffix("_slope") for one in found} == {"d o.weight"}
+
+
 def test_rounding_of_dx_is_measured_beside_all_that_cancels_in_it() -> None:
     """Beside its row alone, one seed of thirty was beyond twice the plain error, in a row where the parts cancel."""
     pattern = {"kind": "block_sparse", "mask": "strided", "block_size": 128, "sparsity": 0.5}

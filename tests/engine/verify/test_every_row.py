@@ -9,6 +9,7 @@ from torch import Tensor
 from dilabench.engine.second_implementation import second_implementations
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.confirmed import Confirmed
+from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
@@ -90,10 +91,14 @@ def test_a_wrong_dq_outside_of_the_sample_is_found(oracle: Oracle) -> None:
     assert f"position {row}" in str(check.where)
 
 
+def unbuildable() -> None:
+    raise ConfigError("no such kernel here")
+
+
 @pytest.mark.parametrize(
     "build",
-    [lambda: lambda q, k, v: attend(q, k, v) * 1.1, lambda: None, lambda: 1 / 0, lambda: lambda q, k, v: None],
-    ids=["wrong", "no function", "raises", "no result"],
+    [lambda: lambda q, k, v: attend(q, k, v) * 1.1, unbuildable, lambda: lambda q, k, v: torch.empty(2**60)],
+    ids=["wrong", "not built", "too large"],
 )
 def test_what_the_oracle_does_not_confirm_does_not_count(oracle: Oracle, build: Any) -> None:
     verification = verify(attend, LONG, oracle=oracle, confirmed=second(build))

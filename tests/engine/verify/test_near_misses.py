@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
-from dilabench.engine.verify.near_misses import CountedOnce
+from dilabench.engine.verify.near_misses import CountedOnce, StrictlyEarlier
 from dilabench.impls.reference import build
 from dilabench.workload.spec import Workload
 
@@ -91,6 +91,26 @@ def test_shifts_and_factors(make_workload: MakeWorkload, change: Any, name: str)
     diagnosis = verify(change(build(workload, CONTEXT)), workload).diagnosis
     assert diagnosis is not None
     assert name in diagnosis
+
+
+@pytest.mark.parametrize("pattern", [{}, {"pattern": {"kind": "dense"}}], ids=["dilated", "dense"])
+def test_a_strict_causal_mask(make_workload: MakeWorkload, pattern: dict[str, Any]) -> None:
+    workload = make_workload(causal=True, **pattern)
+    strict = workload.model_copy(update={"pattern": StrictlyEarlier(inner=workload.pattern)})
+    name = "out is that of a strict causal mask (no row sees its own position)"
+    assert verify(build(strict, CONTEXT), workload).diagnosis == name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_that_a_view_transposed(make_workload: MakeWorkload, dtype: str) -> None:
+    workload = make_workload(dtype=dtype)
+    function = build(workload, CONTEXT)
+
+    def viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return function(q, k, v).transpose(1, 2).contiguous().view(q.shape)
+
+    name = "out is that of memory of [B, H, N, D] read as [B, N, H, D] (a view, not a transpose)"
+    assert verify(viewed, workload).diagnosis == name
 
 
 def test_key_heads_in_the_wrong_order(make_workload: MakeWorkload) -> None:

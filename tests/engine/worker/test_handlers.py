@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dilabench.compare.across import compare_across
 from dilabench.engine.call.buffer_pool import SizedBufferPool
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.kernel_trace import kernel_ledger
@@ -14,6 +15,7 @@ from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
 from dilabench.engine.worker.protocol import CaseSpec, Command, WorkerSettings
 from dilabench.errors import PluginError
 from dilabench.record import Case, Note, Optimizations
+from dilabench.stats.decisions.policy import Policy
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
@@ -95,7 +97,7 @@ def test_a_graph_on_a_cpu_is_refused(prepared):
 @pytest.mark.parametrize("mode", ["forward", "both"])
 def test_memory_adds_up_to_its_peak(prepared, mode):
     call = prepared("Projection", mode=mode, seq_len=1023)
-    memory = measure_memory(call, isolated=True)
+    memory = measure_memory(call)
     x_bytes = 1023 * 72 * 4
     assert memory.inputs_bytes == x_bytes * (1 if mode == "forward" else 2)
     assert memory.parameters_bytes == 72 * 72 * 4
@@ -110,7 +112,7 @@ def test_memory_adds_up_to_its_peak(prepared, mode):
 
 
 def test_the_peak_of_a_call_is_seen_even_when_it_is_freed_inside(prepared):
-    """64 MiB live only inside the call; the resident set before and after does not show them."""
+    """64 MiB live only inside the call."""
     call = prepared("honest")
     function = call.function
 
@@ -118,9 +120,22 @@ def test_the_peak_of_a_call_is_seen_even_when_it_is_freed_inside(prepared):
         torch.ones(16 << 20).sum()
         return function(q, k, v)
 
-    before = measure_memory(call, isolated=True).workspace_bytes
+    before = measure_memory(call).workspace_bytes
     call.function = greedy
-    assert measure_memory(call, isolated=True).workspace_bytes - before > 60 << 20
+    assert measure_memory(call).workspace_bytes - before > 60 << 20
+
+
+def test_a_fifth_more_memory_is_a_regression(prepared, make_row, make_record):
+    call = prepared("honest", batch_size=4, seq_len=4095)
+    function = call.function
+    before = measure_memory(call)
+    # A fifth of the peak's bytes, of four each.
+    call.function = lambda q, k, v: (torch.empty(before.peak_bytes // 20), function(q, k, v))[1]
+    after = measure_memory(call)
+    assert before.source == after.source == "allocator"
+    sides = [[make_record([make_row(peak=one.peak_bytes)], run_id=f"{one.peak_bytes}")] for one in (before, after)]
+    (pair,) = compare_across(*sides, policy=Policy.for_device("cpu")).pairs
+    assert pair.memory.fails_gate
 
 
 def test_the_ledger_counts_operators(prepared, tmp_path):

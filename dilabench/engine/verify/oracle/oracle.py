@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.verify.oracle.rounding import alike_weights, forward_sizes, gradient_sizes
 from dilabench.engine.verify.oracle.sample import Sample, choose_sample
-from dilabench.engine.verify.planes import Planes, make_planes
-from dilabench.engine.verify.rounding import alike_weights, gradient_sizes, out_size
-from dilabench.engine.verify.tolerance import (
+from dilabench.engine.verify.oracle.tolerance import (
     LSE_FLOOR_ULPS,
     Expected,
     eps,
@@ -19,6 +18,7 @@ from dilabench.engine.verify.tolerance import (
     gradient_floor_ulps,
     plain_dtype,
 )
+from dilabench.engine.verify.planes import Planes, make_planes
 from dilabench.impls.reference import accumulation_dtype, attend_rows, attend_rows_backward
 from dilabench.workload.spec import Workload
 
@@ -195,8 +195,6 @@ def expected_rows(
     out, lse = attend_rows(*heads, workload, rows)
     plain_out, plain_lse = attend_rows(*heads, workload, rows, plain_dtype(dtype))
     lse_dtype = accumulation_dtype(dtype)
-    size = out_size(*heads, lse, out, workload, rows, weight_ulps=eps(lse_dtype) / eps(dtype))
-    # An error of the scores goes into lse as it is: its size is that of the numbers it is made of, at least 1.
-    lse_size = lse.abs().masked_fill_(lse == -torch.inf, 0.0).add_(1.0)
+    size, lse_size = forward_sizes(*heads, lse, out, workload, rows, weight_ulps=eps(lse_dtype) / eps(dtype))
     lse_expected = expect(lse, lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
     return expect(out, size, plain_out, workload, dtype, alike=alike), lse_expected

@@ -10,6 +10,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import make_inputs
+from dilabench.engine.call.peak_memory import cpu_allocations
 from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
@@ -35,19 +36,6 @@ def workload_of(pattern=BRANCHES, **fields):
 
 def case_of(implementation, backend=None, pattern=BRANCHES, **fields):
     return Case(implementation=implementation, backend=backend, workload=workload_of(pattern, **fields))
-
-
-def allocated(call):
-    """(bytes that stay, largest bytes above the start), from every allocation that the CPU allocator reports."""
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        result = call()
-        del result
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return live, peak
 
 
 def peak_of(case):
@@ -130,6 +118,6 @@ def _peak(build, leaves, mode):
         made.append(build())
         call()
 
-    kept, _ = allocated(first)
-    _, peak = allocated(call)
+    kept, _ = cpu_allocations(first)
+    _, peak = cpu_allocations(call)
     return sum(tensor.nbytes for tensor in [*leaves, dout]) + kept + peak

@@ -1,4 +1,4 @@
-"""Natural sizes of out, dq, dk and dv, which tolerance.py measures errors in: one more float64 pass over the blocks."""
+"""Natural sizes of out, lse, dq, dk, dv: what errors are measured in (tolerance.py). One more pass over the blocks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from dilabench.impls.reference import Block, blocks, finite, key_slots
 from dilabench.workload.spec import Workload
 
 
-def out_size(
+def forward_sizes(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, workload: Workload, rows: Tensor, weight_ulps: float
-) -> Tensor:
-    """sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out), [B, R, H, D].
+) -> tuple[Tensor, Tensor]:
+    """sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out), [B, R, H, D], and of lse
+    sqrt(sum_j (doubt P)²) + |lse| + 1, [B, H, R]: it moves by the mean of what its scores are off by.
 
     q to rows: as in `attend_rows`, with its float64 results. Branches may be computed apart and merged by weights,
     which are rounded absolutely: next to a large share, a small one is known to eps and no better. `weight_ulps` is
     the eps of those weights (the accumulation dtype's) over that of out.
     """
-    size = torch.zeros_like(out)
+    size, lse_size = torch.zeros_like(out), torch.zeros_like(lse)
     for block in blocks(workload, rows, q):
         share, doubt = _shares(block, q, k, lse, workload)
         values = block.take(v, workload, torch.float64)
-        block_size = ((share * doubt).square_() @ values.square()).sqrt_()
+        squares = doubt.mul_(share).square_()
+        block_size = (squares @ values.square()).sqrt_()
+        lse_size[:, block.head, block.index] = squares.sum(-1).sqrt_()
         if len(block.counts) > 1:
             branch_size = _concentration(share, block.counts)[..., None] * values.abs().amax(1, keepdim=True)
             block_size.add_(branch_size, alpha=weight_ulps)
         size[:, block.index, block.head] = block_size
-    return size.add_(out.abs())
+    return size.add_(out.abs()), lse_size.add_(lse.abs().masked_fill_(lse == -torch.inf, 0.0)).add_(1.0)
 
 
 def _shares(block: Block, q: Tensor, k: Tensor, lse: Tensor, workload: Workload) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,16 @@ so far, at random, which makes lambda sqrt(n) u of it (Higham and Mary 2019, "A 
 Error Analysis", theorem 2.4). Sizes count a sum about twice, so that lambda = 1 here is 2 there: six standard
 deviations for a sum that grows evenly. eps is that of the accumulation dtype, so this matters where results are as
 exact as sums: on an H200 float32 over 8192 keys was off by 2.7e-6 with FlexAttention and with torch's plain kernels,
-where 2 · plain was 1.0e-6 and sqrt(n) u is 5.4e-6.
+where 2 · plain was 1.0e-6 and sqrt(n) u is 5.4e-6. A score is a sum of D terms, and a weight is known no better than
+its score, so that n counts the D terms of a score with the keys of a row.
 
-dx of a module with projections is linear in dq, dk and dv: its size is what independent rounding of these moves it by,
-the root mean square over a row of J^T (± size(dq), ± size(dk), ± size(dv)) with random signs, plus that of the row. The
-three parts may cancel, and rounding knows nothing of that: beside the row of dx alone, a right result's error was seen
-to vary from 34 to 88 eps, and beside this size from 3 to 5.
+Of a module with projections, dx and the gradients of its parameters are linear in dq, dk and dv: what independent
+rounding of these moves them by is the root mean square of J^T (± size(dq), ± size(dk), ± size(dv)) with random signs,
+over a row of dx, a vector, or the row and the column of a matrix. It adds to the size of the value. The parts may
+cancel, altogether where each row sees one key, and rounding knows nothing of that: beside the row of dx alone, a right
+result's error was seen to vary from 34 to 88 eps, and beside this size from 3 to 5. The gradient of a parameter is a
+sum over all rows, n of them, of any signs: after k of them it is about sqrt(k / n) of its size S, so that one running
+sum has an error of standard deviation u S sqrt(sum_k k / n) = u S sqrt(n / 2), and six of these are allowed.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE
-from dilabench.engine.verify.slope import NO_SLOPE, Slope, slope
+from dilabench.engine.verify.slope import NO_SLOPE, SIGMAS, Slope, slope
 from dilabench.impls.reference import accumulation_dtype
 from dilabench.workload.spec import Workload
 
@@ -73,10 +77,12 @@ def expect(
     dtype: torch.dtype,
     floor_ulps: float = FLOOR_ULPS,
     alike: float = 0.0,
+    summed: int = 0,
 ) -> Expected:
     """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`.
 
     workload: for how many terms its sums have and how many branches are merged. alike: `rounding.alike_weights`.
+    summed: of how many rows the gradient of a parameter is the sum.
     """
     # Where nothing is summed the size is zero: far below the largest, whatever is not zero is wrong.
     largest = float(size.max()) if size.numel() else 0.0
@@ -92,7 +98,7 @@ def expect(
     return Expected(
         value,
         size,
-        max(2 * error + exact, floor, _walk(workload, dtype)),
+        max(2 * error + exact, floor, _walk(workload, dtype), _sum_over_rows(summed, dtype)),
         plain=Slope(found.deviation * scaled, found.error * scaled, found.rows),
         slope_floor=_slope_floor(workload, dtype, alike),
         plain_rows=rows * scaled,
@@ -140,9 +146,13 @@ def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:
 
 
 def _walk(workload: Workload, dtype: torch.dtype) -> float:
-    """What the sums over the keys of a row, or the queries of a key, round when they are made one by one."""
+    """What the sums over a score's terms and the keys of a row, or the queries of a key, round when made one by one."""
     longest = workload.pattern.keys_per_row(max(end - start for start, end in workload.sequences))
-    return math.sqrt(longest) * eps(accumulation_dtype(dtype)) / 2
+    return math.sqrt(longest + workload.head_dim) * eps(accumulation_dtype(dtype)) / 2
+
+
+def _sum_over_rows(rows: int, dtype: torch.dtype) -> float:
+    return SIGMAS * math.sqrt(rows / 2) * eps(accumulation_dtype(dtype)) / 2
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
