@@ -13,6 +13,7 @@ class TileConfig:
     """``block_m`` query rows by ``block_n`` key rows per step, warps per program, software-pipeline depth.
 
     ``specialized`` asks for the Hopper kernel with a producer warp and two consumer warpgroups (`fused_forward_sm90`).
+    ``max_registers`` per thread, where the compiler would take more than let one program more be resident.
     """
 
     block_m: int
@@ -20,6 +21,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     specialized: bool = False
+    max_registers: int | None = None
 
     @property
     def longest(self) -> int:
@@ -49,7 +51,7 @@ _SM90: dict[tuple[int, bool, Direction], TileConfig] = {
     (64, True, "backward_query"): TileConfig(64, 64, 4, 2),  # 2.50; three stages 2.78
     (128, False, "backward_query"): TileConfig(64, 64, 4, 2),  # 7.94; 128x128 with 8 warps 8.30
     (128, True, "backward_query"): TileConfig(64, 64, 4, 2),  # 4.80; three stages 8.11
-    (64, False, "backward_key"): TileConfig(64, 64, 4, 3),  # 6.36; two stages 7.16
+    (64, False, "backward_key"): TileConfig(64, 64, 4, 3, max_registers=168),  # 6.36; two stages 7.16
     (64, True, "backward_key"): TileConfig(64, 64, 4, 2),  # 4.25; three stages 4.40
     (128, False, "backward_key"): TileConfig(64, 64, 4, 2),  # 9.91; 64x128 with 8 warps 11.9
     (128, True, "backward_key"): TileConfig(64, 64, 4, 2),  # 6.08; 64x128 with 8 warps 7.45

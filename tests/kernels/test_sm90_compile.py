@@ -81,7 +81,7 @@ def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config
             signature[name] = pointer if name.endswith("_ptr") else "i32"
             if name not in NOT_ALIGNED:
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
     return triton.compile(
         ASTSource(kernel, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
     )
@@ -177,6 +177,8 @@ def test_shipped_configurations(
     spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
     assert spilled <= PARKED_BYTES.get((dim, causal, direction, cut), 0), report
     assert "serialized" not in report, report
+    if config.max_registers is not None:
+        assert int(re.search(r"Used (\d+) registers", report)[1]) <= config.max_registers
     loops = loops_with_products(kernel.asm["cubin"], tmp_path)
     assert loops
     assert not re.search(r"\b(STL|LDL)\b", loops[0]), "a spill inside the loop over whole tiles"

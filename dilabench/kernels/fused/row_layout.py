@@ -137,6 +137,8 @@ def launch_arguments(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+    if config.max_registers is not None:
+        arguments["maxnreg"] = config.max_registers
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows)
     return (n_items * n_blocks,), arguments
