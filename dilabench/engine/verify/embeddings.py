@@ -18,15 +18,16 @@ from dilabench.engine.verify.compare import compare_both_ways, locate
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.engine.verify.oracle.rounding import gradient_sizes
+from dilabench.engine.verify.oracle.rounding import forward_sizes, gradient_sizes
 from dilabench.engine.verify.oracle.tolerance import (
     FLOOR_ULPS,
     Expected,
+    eps,
     expect,
     gradient_floor_ulps,
     plain_dtype,
 )
-from dilabench.impls.reference import differentiable_rows
+from dilabench.impls.reference import accumulation_dtype, differentiable_rows
 from dilabench.record import Check
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, seen_by
@@ -42,9 +43,15 @@ class SampledCore(nn.Module):
         super().__init__()
         self.workload, self.rows, self.compute_dtype = workload, rows, dtype
         self.seen: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
+        self.instead: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape. Keeps q, k, v, out and lse in `seen`."""
+        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape. Keeps q, k, v, out and lse in `seen`.
+
+        Where `instead` is set, that is what it gives.
+        """
+        if self.instead is not None:
+            return self.instead
         q_heads, k_heads, v_heads = (self.batched(x) for x in (q, k, v))
         out, lse = differentiable_rows(q_heads, k_heads, v_heads, self.workload, self.rows, self.compute_dtype)
         out = out[0] if q.ndim == 3 else out
@@ -94,6 +101,7 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
     yardstick = _Yardstick(module, oracle, torch.float64, backward)
     exact = yardstick.results(names)
     moved = yardstick.moved(names) if backward else {}
+    moved_by_out = yardstick.moved_by_out(names)
     # Its graph holds q, k and v of all positions.
     del yardstick
     plain = _Yardstick(module, oracle, plain_dtype(oracle.dtype), backward).results(names)
@@ -102,6 +110,8 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
     for name, value in exact.items():
         size = _spread(value) if name in ("out", "dx") or value.ndim < 2 else _spread(value) + value.abs()
         floor, summed = FLOOR_ULPS, 0 if name in ("out", "dx") else rows
+        if name in moved_by_out:
+            size = size + _spread(moved_by_out[name])
         if name in moved:
             size, floor = size + _spread(moved[name]), gradient_floor_ulps(oracle.dtype)
         value, size, other = map(_in_rows, (value, size, plain[name]))
@@ -111,8 +121,9 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
 
 def plain_embeddings(module: nn.Module, oracle: Oracle) -> tuple[Tensor, Tensor]:
     """out on the sampled rows by the module around the plain computation, in the workload's dtype, and its size."""
-    value = _Yardstick(module, oracle, oracle.dtype, backward=False).results([])["out"].double()
-    return value, _spread(value)
+    yardstick = _Yardstick(module, oracle, oracle.dtype, backward=False)
+    value, moved = yardstick.results([])["out"].double(), yardstick.moved_by_out([])
+    return value, _spread(value) + (_spread(moved["out"].double()) if moved else 0.0)
 
 
 class _Yardstick:
@@ -158,16 +169,45 @@ class _Yardstick:
         sizes = gradient_sizes(dout[:, place], q_heads, k_heads, v_heads, lse, workload, rows, None, exact)
         moved = [torch.zeros_like(dq), *sizes[1:]]
         moved[0][:, place] = sizes[0]
-        generator = torch.Generator(dq.device).manual_seed(self._oracle.seed)
-        for one in moved:
-            signs = torch.randint(0, 2, one.shape, generator=generator, device=one.device, dtype=torch.int8)
-            one.mul_(signs.mul_(2).sub_(1))
-        moved = [one.view_as(x) for one, x in zip(moved, (q, k, v), strict=True)]
+        moved = [one.view_as(x) for one, x in zip(self._signed(moved), (q, k, v), strict=True)]
         by_name = dict(self._module.named_parameters())
         targets = [self._x, *(by_name[name] for name in names)]
         of_x, *found = torch.autograd.grad([q, k, v], targets, moved, allow_unused=True)
         named = zip(["dx", *names], [self._batched(of_x), *found], strict=True)
         return {name: one for name, one in named if one is not None}
+
+    def moved_by_out(self, names: list[str]) -> dict[str, Tensor]:
+        """The same for rounding of the attention's out: what moves 'out' and the gradients of parameters behind it."""
+        if self._core.seen is None:
+            return {}
+        q, k, v, out, lse = self._core.seen
+        place, dtype = self._oracle.sample.rows.to(self._oracle.device), self._oracle.dtype
+        q, k, v, exact = (self._core.batched(x.detach()) for x in (q, k, v, out))
+        ulps = eps(accumulation_dtype(dtype)) / eps(dtype)
+        rows, at_rows = self._oracle.sample.rows, exact[:, place].double()
+        size, _ = forward_sizes(q, k, v, lse.double(), at_rows, self._core.workload, rows, ulps)
+        moved = torch.zeros_like(exact)
+        moved[:, place] = size.to(exact.dtype)
+        by_name = dict(self._module.named_parameters())
+        results = []
+        for added in (torch.zeros_like(out), self._signed([moved])[0].view_as(out)):
+            self._core.instead = out.detach() + added
+            with torch.set_grad_enabled(self._backward):
+                y = self._module(self._x, self._x, self._x)
+            found = {"out": self._batched(y.detach())[:, place]}
+            if self._backward:
+                targets = [by_name[name] for name in names]
+                gradients = torch.autograd.grad(y, targets, self._dout, allow_unused=True)
+                found |= {name: one for name, one in zip(names, gradients, strict=True) if one is not None}
+            results.append(found)
+        self._core.instead = None
+        return {name: results[1][name] - one for name, one in results[0].items()}
+
+    def _signed(self, sizes: list[Tensor]) -> list[Tensor]:
+        """Each number with a random sign."""
+        generator = torch.Generator(sizes[0].device).manual_seed(self._oracle.seed)
+        signs = (torch.randint(0, 2, one.shape, generator=generator, device=one.device) for one in sizes)
+        return [one * (2 * sign - 1) for one, sign in zip(sizes, signs, strict=True)]
 
     def _gradients(self, out: Tensor, targets: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, targets, dout, retain_graph=True)
