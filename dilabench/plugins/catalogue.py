@@ -9,7 +9,16 @@ from dilabench.errors import PluginError, unknown_name
 from dilabench.machine import Machine
 from dilabench.patterns.registry import PatternKind
 from dilabench.plugins.boundary import Problem, guarded
-from dilabench.plugins.descriptors import Backend, Implementation, Named, Reporter, Suite, Timer, WorkloadPreset
+from dilabench.plugins.descriptors import (
+    Backend,
+    Capabilities,
+    Implementation,
+    Named,
+    Reporter,
+    Suite,
+    Timer,
+    WorkloadPreset,
+)
 from dilabench.plugins.requirements import unmet
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
@@ -132,10 +141,22 @@ class Catalogue:
         self, one: Implementation | Backend, workload: Workload, device: str, world_size: int = 1
     ) -> tuple[str, ...]:
         """Why it cannot compute a workload (`Capabilities.reasons`); a rule of its own that fails is a reason."""
+        return self._reasons(one, one.supports, workload, device, world_size)
+
+    def reasons_unasked(self, case: Case, machine: Machine) -> tuple[str, ...]:
+        """Why an implementation is not taken unasked for a workload (`Implementation.preferred_for`)."""
+        one = self.implementations.get(case.implementation)
+        if one.preferred_for is None:
+            return ()
+        return self._reasons(one, one.preferred_for, case.workload, machine.device, case.world_size)
+
+    def _reasons(
+        self, one: Implementation | Backend, limits: Capabilities, workload: Workload, device: str, world_size: int
+    ) -> tuple[str, ...]:
         registry: Registry[Any] = self.backends if isinstance(one, Backend) else self.implementations
         try:
             with guarded(registry.origin(one.name), f"what {one.name!r} supports"):
-                return one.supports.reasons(workload, device, world_size)
+                return limits.reasons(workload, device, world_size)
         except PluginError as error:
             if self.strict:
                 raise

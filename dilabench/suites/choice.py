@@ -68,7 +68,8 @@ def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: in
     for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
         for cell in _alike(read_tune_file(path), workload):
             case = Case(implementation=cell.implementation, backend=cell.backend, workload=workload, world_size=ranks)
-            if _usable(catalogue, machine, case):
+            # What was measured on this very workload needs no rule.
+            if _usable(catalogue, machine, case, measured=cell.workload == workload):
                 return Choice(cell.implementation, cell.backend, source)
     for name in by_priority(catalogue, workload, ranks):
         if _usable(catalogue, machine, Case(implementation=name, workload=workload, world_size=ranks)):
@@ -89,13 +90,12 @@ def by_priority(catalogue: Catalogue, workload: Workload, ranks: int = 1) -> tup
     return tuple(one.name for one in sorted(found, key=lambda one: -one.priority))
 
 
-def _usable(catalogue: Catalogue, machine: Machine, case: Case) -> bool:
-    """Whether it can run here, and does so unasked."""
+def _usable(catalogue: Catalogue, machine: Machine, case: Case, measured: bool = False) -> bool:
+    """Whether it can run here, and is taken unasked for such a workload unless it was `measured`."""
     there = case.implementation in catalogue.implementations
     if not there or (case.backend is not None and case.backend not in catalogue.backends):
         return False
-    preferred = catalogue.implementations.get(case.implementation).preferred_for
-    if preferred is not None and preferred.reasons(case.workload, machine.device, case.world_size):
+    if not measured and catalogue.reasons_unasked(case, machine):
         return False
     return not catalogue.reasons_against(case, machine)
 

@@ -59,6 +59,28 @@ def test_other_kinds_of_work_do_not_count(cache: Path, other: dict[str, object])
     assert choose(discover().catalogue, CPU, workload(**other)).source == "rule"
 
 
+UNNESTED = {"segment_lengths": (1024, 5792, 32768), "dilation_rates": (1, 2, 4), "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"head_dim": 48}, "fused"),
+        ({"head_dim": 64}, "fused"),
+        ({"head_dim": 96}, "strided"),
+        ({"head_dim": 96, "segment_lengths": (1024, 4096, 32768)}, "fused"),
+        ({"head_dim": 192}, "strided"),
+        ({"window": (1024, 1024)}, "strided"),
+        ({"heads": "grouped", "num_heads": 6}, "strided"),
+        ({"segment_lengths": (1000, 3000), "dilation_rates": (3, 7)}, "strided"),
+    ],
+)
+def test_fused_is_taken_where_its_kernels_are_faster(cache: Path, fields: dict[str, object], expected: str) -> None:
+    asked = workload(**{**UNNESTED, "seq_len": 65536, "causal": False, **fields})
+    machine = Machine(device="cuda", gpus=(GpuInfo(name="Another", compute_capability="9.0"),))
+    assert choose(discover().catalogue, machine, asked).implementation == expected
+
+
 def test_a_choice_that_cannot_run_here_is_passed_over(cache: Path) -> None:
     cells = [
         TunedCell(workload=workload(), implementation=name, backend=backend, median_ns=10)

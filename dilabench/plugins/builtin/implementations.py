@@ -39,7 +39,8 @@ def _better_branch_by_branch(workload: Workload) -> str | None:
     """The reason against `fused` where a dense kernel, branch by branch, is known to be faster.
 
     The kernels of `fused` compute a pair once that several branches share. Where none do, what counts is the rate of
-    its kernel beside cuDNN's, which heads of 65 to 128 numbers reach 0.8 to 0.9 of on an H200 (docs/results).
+    its kernel beside a dense one's: for heads of 65 to 128 numbers 0.8 to 0.9 of cuDNN's, for 192, which are padded to
+    256, 0.7 of FlashAttention 2's (docs/results/h200-shapes.md).
     """
     pattern = DilatedPattern.of(workload)
     if workload.window != UNBOUNDED or pattern.heads != "all":
@@ -49,6 +50,8 @@ def _better_branch_by_branch(workload: Workload) -> str | None:
     apart = sum(cost for (w, r), cost in pairs.items() if w < workload.seq_len and w % r)
     if 2 * apart > sum(pairs.values()):
         return "most pairs lie in branches whose rate does not divide the segment"
+    if 128 < workload.head_dim < 256:
+        return f"a head dim of {workload.head_dim} is padded to 256"
     if not 64 < workload.head_dim <= 128:
         return None
     nested = sorted({min(w, workload.seq_len) for w, _ in pattern.branches})
