@@ -56,7 +56,7 @@ class Lane:
         paths = [ROOT, ROOT / "tests" / "slowed_plugin", folder.parent / "site"]
         self.variables = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
             # The work is small, and a core is left to what waits for it.
             "OMP_NUM_THREADS": "1",
             "DILABENCH_STORE": str(folder / "store"),
