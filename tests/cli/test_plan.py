@@ -102,7 +102,7 @@ def test_verify_all_marks_every_family(fresh):
     marks = dict(zip(lines[0].split(), lines[1].split(), strict=True))
     assert (marks["implementation"], marks["backend"], marks["dtype"]) == ("strided", "sdpa-flash", "float32")
     assert {marks[family] for family in ("causal", "full", "window", "blocked", "grouped", "scale")} == {"✓"}
-    assert (marks["detached"], marks["dense"], marks["sparse"]) == ("✓fwd", "-", "-")
+    assert (marks["detached"], marks["zero_key"], marks["dense"], marks["sparse"]) == ("✓", "✓", "-", "-")
     assert "skipped: pattern dense is not supported (has dilated)" in result.stdout
     assert lines[-1].endswith("0 wrong, 4 skipped")
 
