@@ -38,20 +38,29 @@ def register(number: int, computation: Computation) -> None:
     _computations[number] = computation
 
 
-def differentiable(computation: Computation, number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by a registered computation; for autograd."""
+def differentiable(
+    computation: Computation, number: int, q: Tensor, k: Tensor, v: Tensor, keeps_more: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by a registered computation; for autograd.
+
+    keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. One operator does not hand these
+    on, so that the compiler leaves such a computation alone.
+    """
+    function = _Function.apply
     if torch.compiler.is_compiling():
-        return as_one_operator(number, q, k, v)
-    out, lse = _Function.apply(computation, q, k, v)
+        if not keeps_more:
+            return as_one_operator(number, q, k, v)
+        function = torch.compiler.disable(function)
+    out, lse = function(computation, q, k, v)
     return out, lse
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = computation.forward(q, k, v)[:2]
+        out, lse, *more = computation.forward(q, k, v)
         ctx.computation = computation
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *(kept for several in more for kept in several))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -61,7 +70,8 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
-        return None, *ctx.computation.backward(dout, *ctx.saved_tensors)
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        return None, *ctx.computation.backward(dout, q, k, v, out, lse, *([kept] if kept else []))
 
 
 def as_one_operator(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

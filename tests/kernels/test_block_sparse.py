@@ -147,7 +147,7 @@ def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(mon
     from dilabench.kernels.block_sparse import forward_sm90 as hopper
     from dilabench.kernels.block_sparse.plan import BlockPlan
 
-    monkeypatch.setattr(hopper, "_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
 
     def runs(batch: int, keys: int, causal: bool = False) -> bool:
         q = torch.zeros(batch, 256, 2, 128, dtype=torch.bfloat16)

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import AttendBackward, LoadedBackend
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
-from dilabench.impls.one_operator import as_one_operator, new_number, register
+from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.workload.spec import Window, Workload
 
 
@@ -98,14 +97,7 @@ class Union:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
-        function = _UnionFunction.apply
-        if torch.compiler.is_compiling():
-            if not self.detached:
-                return as_one_operator(self.number, q, k, v)
-            # Its backward needs every call's own results as well, which one operator does not hand on.
-            function = torch.compiler.disable(function)
-        out, lse = function(self, q, k, v)
-        return out, lse
+        return differentiable(self, self.number, q, k, v, keeps_more=self.detached)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
@@ -244,25 +236,6 @@ def union_of(
         detached=workload.pattern.is_detached,
         zero_keys=log_zero_keys(workload, device, apart=workload.pattern.is_detached),
     )
-
-
-class _UnionFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, union: Union, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, kept = union.forward(q, k, v)
-        ctx.union = union
-        ctx.save_for_backward(q, k, v, out, lse, *kept)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return None, None, None, None
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        return None, *ctx.union.backward(dout, q, k, v, out, lse, kept)
 
 
 def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tensor, Tensor]:

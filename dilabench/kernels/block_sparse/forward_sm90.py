@@ -6,17 +6,14 @@ every mask head is a kind of its own; only the work lists differ.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import Int32Array
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
-from dilabench.kernels.fused.row_layout import is_row_addressable
+from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper
 from dilabench.kernels.tuning import TileConfig
 
 TILES = TileConfig(128, 128, 4, 2, specialized=True)
@@ -32,14 +29,7 @@ def can_run(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> bool:
     fits = whole and plan.keys // size <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
     unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
     regular = all(is_row_addressable(x) for x in (q, k, v))
-    return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and _hopper(q.device)
-
-
-@lru_cache(maxsize=16)
-def _hopper(device: torch.device) -> bool:
-    """Whether ``device`` runs sm_90 code and this Triton has the Gluon of the kernel (seen with 3.6)."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
+    return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
 
 
 def work_lists(plan: BlockPlan) -> tuple[Int32Array, Int32Array, bool]:

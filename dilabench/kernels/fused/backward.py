@@ -23,7 +23,6 @@ from dilabench.kernels.fused.row_layout import (
     launch,
     launch_arguments,
     padded_dim,
-    row_addressable,
     whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
@@ -305,7 +304,7 @@ def fused_backward(
     if not covered:
         dq.zero_(), dk.zero_(), dv.zero_()
     given = {"q": q, "k": k, "v": v, "dout": dout}
-    operands = {name: whole_classes(row_addressable(x), plan.modulus) for name, x in given.items()}
+    operands = {name: whole_classes(x, plan.modulus) for name, x in given.items()}
     lse = lse.contiguous()
     stats: tuple[Tensor, Tensor] | None = None
     layout = StatsLayout.of(q.shape[1])

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +18,8 @@ from dilabench.kernels.fused.row_layout import (
     check_scale,
     launch,
     launch_arguments,
+    on_hopper,
     padded_dim,
-    row_addressable,
     whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
@@ -180,7 +178,7 @@ def fused_forward(
     covered = plan.groups[0].covers_every_row
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if covered else q.new_zeros(q.shape)
     lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
-    q, k, v = (whole_classes(row_addressable(x), plan.modulus) for x in (q, k, v))
+    q, k, v = (whole_classes(x, plan.modulus) for x in (q, k, v))
     for index, group in enumerate(plan.groups):
         specialized = None if config or index else _specialized(q, group, plan.causal)
         if specialized:
@@ -194,16 +192,9 @@ def fused_forward(
 
 def _specialized(q: Tensor, group: BranchGroup, causal: bool) -> TileConfig | None:
     """The configuration of the Hopper kernel where it can run and wins; it writes results and does not merge."""
-    if q.element_size() != 2 or not _hopper(q.device):
+    if q.element_size() != 2 or not on_hopper(q.device):
         return None
     return specialized_config(q.shape[-1], causal, group.largest_tile)
-
-
-@lru_cache(maxsize=16)
-def _hopper(device: torch.device) -> bool:
-    """Whether ``device`` runs sm_90 code and this Triton has the Gluon of the kernel (seen with 3.6)."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
 
 
 def _run_group(

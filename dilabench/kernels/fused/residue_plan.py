@@ -126,10 +126,9 @@ def _groups(
         if any(isinstance(fit, str) for fit in alone):
             continue
         parts = _cheapest_cut(usable, segment_lengths, dilation_rates, length, heads, causal, tile)
-        smallest = [SMALLEST_TILE if len(part) == 1 else min(tile, 64) for part in parts]
         found = [
-            _fit(part, segment_lengths, dilation_rates, sequence_length, heads, least)
-            for part, least in zip(parts, smallest, strict=True)
+            _fit(part, segment_lengths, dilation_rates, sequence_length, heads, _smallest_tile(part, tile))
+            for part in parts
         ]
         groups = tuple(fit for fit in found if not isinstance(fit, str))
         if len(groups) == len(parts):
@@ -163,7 +162,7 @@ def _cheapest_cut(
         options: list[tuple[float, tuple[tuple[int, ...], ...]]] = []
         for start in range(end):
             branches = usable[start:end]
-            smallest = SMALLEST_TILE if end - start == 1 else min(tile, 64)
+            smallest = _smallest_tile(branches, tile)
             group = _fit(branches, segment_lengths, dilation_rates, sequence_length, heads, smallest)
             if isinstance(group, str):
                 continue
@@ -173,6 +172,11 @@ def _cheapest_cut(
             options.append((best[start][0] + cost, (*best[start][1], branches)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]
+
+
+def _smallest_tile(branches: tuple[int, ...], tile: int) -> int:
+    """What the tiles of a group must reach: several branches had better be apart than together in small ones."""
+    return SMALLEST_TILE if len(branches) == 1 else min(tile, 64)
 
 
 @lru_cache(maxsize=1024)

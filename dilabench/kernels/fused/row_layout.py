@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,18 +53,22 @@ def is_row_addressable(x: Tensor) -> bool:
     return regular and token % aligned == 0 and head % aligned == 0 and x.data_ptr() % COPY_BYTES == 0
 
 
-def row_addressable(x: Tensor) -> Tensor:
-    """``x`` itself if `is_row_addressable`, else a contiguous copy."""
-    return x if is_row_addressable(x) else x.contiguous()
-
-
 def whole_classes(x: Tensor, modulus: int) -> Tensor:
-    """``x [B, N, H, D]`` with a length that ``modulus`` divides: itself, else a copy with zeros behind.
+    """``x [B, N, H, D]`` with a length that ``modulus`` divides, and `is_row_addressable`: itself, else a copy, with
+    zeros behind where the length is another.
 
     Descriptors are boxes: one over N / R rows would reach beyond the tensor where the last row is not whole.
     """
     missing = -x.shape[1] % modulus
-    return row_addressable(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x)
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+    return x if is_row_addressable(x) else x.contiguous()
+
+
+@lru_cache(maxsize=16)
+def on_hopper(device: torch.device) -> bool:
+    """Whether ``device`` runs sm_90 code and this Triton has the Gluon of its kernel (seen with 3.6)."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
 
 
 def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:

@@ -42,17 +42,13 @@ class Runs:
 
 def computed_pairs(group: BranchGroup, tile: int, causal: bool) -> int:
     """Query-key pairs that square tiles of ``tile`` rows compute per batch element, over all heads."""
-    per_variant = table_entries(group, tile, causal) * tile * tile
-    supers = np.array([group.full_supers, group.n_supers - group.full_supers])
-    return int((per_variant[:, list(group.head_kind)] * supers[:, None]).sum())
-
-
-def table_entries(group: BranchGroup, tile: int, causal: bool) -> Integers:
-    """Entries of the query tables of square tiles: [variants, kinds]."""
     partners = partners_of(group.rates, group.kinds, group.modulus)
     runs = runs_of(group, tile, tile, causal, by_key=False)
     kept = (partners.shared[..., runs.level] > 0).sum((1, 2))
-    return np.einsum("vg,kg->vk", runs.count.sum((1, 3)), kept)
+    # [variants, kinds]
+    entries = np.einsum("vg,kg->vk", runs.count.sum((1, 3)), kept)
+    supers = np.array([group.full_supers, group.n_supers - group.full_supers])
+    return int((entries[:, list(group.head_kind)] * supers[:, None]).sum()) * tile * tile
 
 
 @lru_cache(maxsize=256)
@@ -98,12 +94,14 @@ def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
     return Runs(begins, counts, (np.arange(len(ranges)) + 1) // 2)
 
 
-def lookup_of(runs: Runs, partners: Partners) -> Integers:
-    """[variants, kinds, R, tiles, 3]: first entry, full and masked entries; lists lie tile by tile."""
-    kept = (partners.shared[..., runs.level] > 0).sum(2)
+def lookup_of(runs: Runs, kept: npt.NDArray[np.bool_]) -> Integers:
+    """[variants, kinds, R, tiles, 3]: first entry, full and masked entries; lists lie tile by tile.
+
+    kept: [kinds, R, P, ranges], which runs a pair of classes has.
+    """
     full_and_masked = np.stack([runs.count[..., 0], runs.count[..., 1:].sum(-1)], -1)
     # einsum has no fast path for integers of this shape; products of small floats are exact.
-    lengths = np.tensordot(full_and_masked.astype(np.float64), kept.astype(np.float64), ([2], [2]))
+    lengths = np.tensordot(full_and_masked.astype(np.float64), kept.sum(2).astype(np.float64), ([2], [2]))
     lengths = np.ascontiguousarray(np.moveaxis(lengths, 2, -1)).astype(np.int64)
     flat = lengths.sum(-1).ravel()
     first = (np.cumsum(flat) - flat).reshape(lengths.shape[:-1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
 from dilabench.kernels.fused.tile_lists import (
-    Partners,
+    Integers,
     Runs,
     every_tile,
     heaviest_first,
@@ -69,7 +69,9 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
             )
     partners = partners_of(group.rates, group.kinds, group.modulus)
     runs = runs_of(group, own, other, causal, by_key)
-    lookup = lookup_of(runs, partners)
+    shared = partners.shared[..., runs.level]
+    kept = shared > 0
+    lookup = lookup_of(runs, kept)
     items = heaviest_first(lookup)
     if group.one_frame_per_kv_head:
         order = items[:, 0, :, :2]
@@ -77,22 +79,20 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
         rows_of_variant = (group.super_rows if group.full_supers else 0, group.tail_rows)
         order = every_tile(lookup, [-(-rows // own) for rows in rows_of_variant])
     heads = np.stack([group.head_kind, group.head_shift], 1)
-    shared = partners.shared[..., runs.level]
     tags = (shared << (TILE_BITS + CLASS_BITS)) | (partners.classes[..., None] << TILE_BITS)
-    of_entries = (shared > 0, tags, *(np.moveaxis(x, -1, -2) for x in (runs.count, runs.begin)))
+    of_entries = (kept, tags, *(np.moveaxis(x, -1, -2) for x in (runs.count, runs.begin)))
     there = _on_device(device, items, lookup, order, heads, *of_entries)
-    entries = _entries(runs, partners, *there[4:])
+    entries = _entries(runs, kept.sum((0, 1, 2)), *there[4:])
     return TileTables(items=there[0], lookup=there[1], order=there[2], entries=entries, heads=there[3])
 
 
-def _entries(runs: Runs, partners: Partners, kept: Tensor, tags: Tensor, count: Tensor, begin: Tensor) -> Tensor:
+def _entries(runs: Runs, pairs: Integers, kept: Tensor, tags: Tensor, count: Tensor, begin: Tensor) -> Tensor:
     """Every list, variant by variant, tile by tile: its runs written out.
 
-    kept, tags: [kinds, R, P, ranges], which runs a pair of classes has, and their packed multiplicity and class. count,
-    begin: those of `Runs`, [variants, tiles, 3, ranges].
+    pairs: [ranges], how many pairs of classes have each. kept, tags: [kinds, R, P, ranges], which runs a pair has, and
+    their packed multiplicity and class. count, begin: those of `Runs`, [variants, tiles, 3, ranges].
     """
-    per_class = (partners.shared[..., runs.level] > 0).sum((0, 1, 2))
-    per_tile = runs.count.sum(-1).reshape(-1, per_class.size) @ per_class
+    per_tile = runs.count.sum(-1).reshape(-1, pairs.size) @ pairs
     if not per_tile.any():
         return torch.zeros(1, dtype=torch.int32, device=kept.device)
     kinds, classes, width, ranges = kept.shape
