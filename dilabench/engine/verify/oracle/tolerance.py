@@ -14,12 +14,12 @@ is four: GPU kernels take exp2 and log2 from approximations that are right to tw
 intrinsic functions), and nothing after them averages that out. Gradients take P from that lse by one more exp2: six
 ulp of the accumulation dtype, which for half precision is less than two of its own.
 
-They take it from scores that are summed once more, too, and maybe in another order. A score is a sum of D terms of any signs:
-after d of them it is about sqrt(d / D) of its size, and each addition rounds by up to u = eps / 2 of that, evenly, so
-that the sum has an error of standard deviation u / sqrt(3) · sqrt(sum_d d / D) = u sqrt(D / 6) of its size. lse and the
-second score are two such sums: six standard deviations of their difference are 6 u sqrt(D / 3). It shows in float32
-where a row sees one key: its P is 1 in plain, which sums both in one order, and was seen to be off by 1.3e-6 of its
-size at D = 256.
+They take it from scores that are summed once more, too, and maybe in another order. A score is a sum of D terms of any
+signs: after d of them it is about sqrt(d / D) of its size, and each addition rounds by up to u = eps / 2 of that,
+evenly, so that the sum has an error of standard deviation u / sqrt(3) · sqrt(sum_d d / D) = u sqrt(D / 6) of its size.
+lse and the second score are two such sums: six standard deviations of their difference are 6 u sqrt(D / 3). It shows in
+float32 where a row sees one key: its P is 1 in plain, which sums both in one order, and was seen to be off by 1.3e-6 of
+its size at D = 256.
 
 walk is for sums in sequence: plain is one of few rows, in the order that its matrix product likes, but a kernel may
 add n terms to one running sum, and a check may look at every row. Each addition rounds by up to u = eps / 2 of the sum
