@@ -1,6 +1,11 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""Row sums for the backward pass, in the order in which the fused kernels read rows: class by class."""
+"""Row sums for the backward pass, in the order in which the fused kernels read rows: class by class.
+
+A row has two of them, lse and rowsum(out * dout). They stand in blocks of sixteen rows, first those of one kind, then
+those of the other: a kernel that reads both needs one address, the other is at a fixed distance, and it reads them
+without masks, since a tile begins with a block and rows that no token has hold infinity and 0.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dilabench.kernels.launches import Launches, run
+
+# Rows of a block, all of which are there: sixteen bytes and more are read at once.
+STATS_BLOCK = 16
+_BLOCK = tl.constexpr(STATS_BLOCK)
 
 
 class StatsLayout(NamedTuple):
     """Rows of N tokens as [R, segments, rows]: token t at class t mod R and row t // R, ``segment_rows`` to a segment.
 
-    ``rows`` is that many or more; a row that no token has holds infinity and 0, so that its weights are 0.
+    ``rows`` is that many or more, a multiple of `STATS_BLOCK`.
     """
 
     modulus: int
@@ -26,10 +34,10 @@ class StatsLayout(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, length: int, modulus: int = 1, segment_rows: int | None = None, tile: int = 1) -> StatsLayout:
+    def of(cls, length: int, modulus: int = 1, segment_rows: int | None = None, tile: int = STATS_BLOCK) -> StatsLayout:
         """Of N tokens in segments of so many rows, all in one by default; each begins with a tile of its own."""
         most = -(-length // modulus)
-        segment_rows = min(segment_rows or most, most)
+        segment_rows, tile = min(segment_rows or most, most), max(tile, STATS_BLOCK)
         return cls(modulus, -(-most // segment_rows), segment_rows, -(-segment_rows // tile) * tile)
 
     def is_filled_by(self, length: int) -> bool:
@@ -37,13 +45,20 @@ class StatsLayout(NamedTuple):
         return self.modulus * self.segments * self.rows == length
 
 
+@triton.jit
+def stats_places(row):
+    """Where lse * log2(e) of rows stands, counted from the first row of a segment of a class; `STATS_BLOCK` further on
+    stands rowsum(out * dout).
+    """
+    return (row // _BLOCK) * (2 * _BLOCK) + row % _BLOCK
+
+
 @triton.jit(do_not_specialize=["length", "segments", "segment_rows", "stats_rows", "R"])
 def _row_sums_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
-    log2_lse_ptr,
-    delta_ptr,
+    stats_ptr,
     out_b,
     out_n,
     out_h,
@@ -60,7 +75,7 @@ def _row_sums_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # delta = rowsum(out * dout) and the base-2 lse, written as [B, H, R, segments, stats_rows].
+    # delta = rowsum(out * dout) and the base-2 lse, written as [B, H, R, segments, stats_rows / block, 2, block].
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
     rest = pid // n_heads
@@ -77,30 +92,32 @@ def _row_sums_kernel(
     lse = tl.load(lse_ptr + (batch * n_heads + head) * length + at, valid, 0.0)
     row = tokens // R
     segment = ((batch * n_heads + head) * R + tokens % R) * segments + row // segment_rows
-    target = segment * stats_rows + row % segment_rows
+    row %= segment_rows
+    target = 2 * segment * stats_rows + stats_places(row)
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(log2_lse_ptr + target, log2_lse, valid)
-    tl.store(delta_ptr + target, delta, valid)
+    tl.store(stats_ptr + target, log2_lse, valid)
+    tl.store(stats_ptr + target + _BLOCK, delta, valid)
 
 
 def row_sums(
-    out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout, known: Launches | None = None
-) -> tuple[Tensor, Tensor]:
-    """(lse * log2(e), rowsum(out * dout)) of out, dout [B, N, H, D], lse [B, H, N]: float32 ``[B, H, *layout]``.
+    out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout, known: Launches | None = None, name: object = None
+) -> Tensor:
+    """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
+    ``[B, H, R, segments, rows / STATS_BLOCK, 2, STATS_BLOCK]``.
 
-    known: launches of the pass, which may have this one.
+    known: launches of the pass, which may have this one under this name.
     """
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
-    shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows)
-    if layout.is_filled_by(length):
-        log2_lse, delta = lse.new_empty(shape), lse.new_empty(shape)
-    else:
-        log2_lse, delta = lse.new_full(shape, float("inf")), lse.new_zeros(shape)
-    tensors = {"out": out, "dout": dout, "lse": lse, "log2_lse": log2_lse, "delta": delta}
-    if known is not None and known.repeat("row sums", tensors):
-        return log2_lse, delta
+    blocks = layout.rows // STATS_BLOCK
+    stats = lse.new_empty((batch, num_heads, layout.modulus, layout.segments, blocks, 2, STATS_BLOCK))
+    if not layout.is_filled_by(length):
+        stats[..., 0, :] = float("inf")
+        stats[..., 1, :] = 0.0
+    tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}
+    if known is not None and known.repeat(name, tensors):
+        return stats
     columns = triton.next_power_of_2(dim)
     rows = max(1, 4096 // columns)
     arguments = {
@@ -119,20 +136,5 @@ def row_sums(
     }
     launched = run(_row_sums_kernel, (triton.cdiv(length, rows) * batch * num_heads,), arguments)
     if known is not None:
-        known.keep("row sums", launched, tensors)
-    return log2_lse, delta
-
-
-def reordered(sums: tuple[Tensor, Tensor], length: int, old: StatsLayout, new: StatsLayout) -> tuple[Tensor, Tensor]:
-    """``sums`` of `row_sums` of N tokens in one layout, in another."""
-    if old == new:
-        return sums
-    log2_lse, delta = sums
-    return _reordered(log2_lse, length, old, new, float("inf")), _reordered(delta, length, old, new, 0.0)
-
-
-def _reordered(sums: Tensor, length: int, old: StatsLayout, new: StatsLayout, empty: float) -> Tensor:
-    by_token = sums[..., : old.segment_rows].permute(0, 1, 3, 4, 2).flatten(2)[..., :length]
-    missing = new.modulus * new.segments * new.segment_rows - length
-    by_row = pad(by_token, (0, missing), value=empty).unflatten(2, (new.segments, new.segment_rows, new.modulus))
-    return pad(by_row.permute(0, 1, 4, 2, 3), (0, new.rows - new.segment_rows), value=empty).contiguous()
+        known.keep(name, launched, tensors)
+    return stats

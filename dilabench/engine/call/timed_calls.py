@@ -73,7 +73,7 @@ class TimedCalls:
         self._seed, self._length, self._row_dim = seed, length, row_dim
         self._local_row = local_row
         self._noise: dict[tuple[torch.device, torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
-        self._renewed: set[int] = set()
+        self._used: set[int] = set()
         self._calls = 0
         self._threads = 0
         self._touched_at = self._touch_s = self._renewed_at = self._renew_s = 0.0
@@ -85,7 +85,7 @@ class TimedCalls:
         """A slot begins, of which a random call is kept if it `keeps` one. Of the last one of all, it is the last call,
         and a row is changed before each."""
         self._last, self._keeps = last, keeps
-        self._renewed.clear()
+        self._used.clear()
         self._calls, self._kept = 0, None
         self._threads = _thread._count()
         self.active = True
@@ -95,8 +95,7 @@ class TimedCalls:
         self._settle()
         if fixed:
             position = self._length - 1
-        elif id(inputs) not in self._renewed and self._due(self._renewed_at, self._renew_s):
-            self._renewed.add(id(inputs))
+        elif self._is_first_use(inputs) and self._due(self._renewed_at, self._renew_s):
             self._renewed_at = time.perf_counter()
             self.renew(inputs)
             self._renew_s = time.perf_counter() - self._renewed_at
@@ -111,6 +110,12 @@ class TimedCalls:
             return None
         self._kept = KeptCall(inputs, position)
         return self._kept
+
+    def _is_first_use(self, inputs: InputSet) -> bool:
+        """Whether no call of the slot had these inputs: later, a kept call's own numbers would be lost."""
+        first = id(inputs) not in self._used
+        self._used.add(id(inputs))
+        return first
 
     def end(self) -> KeptCall | None:
         """The slot is over: the kept call, None where no call was made through `before`."""

@@ -20,11 +20,11 @@ from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.rounding import forward_sizes, gradient_sizes
 from dilabench.engine.verify.oracle.tolerance import (
-    FLOOR_ULPS,
     Expected,
     eps,
     expect,
     gradient_floor_ulps,
+    out_floor_ulps,
     plain_dtype,
 )
 from dilabench.impls.reference import accumulation_dtype, differentiable_rows
@@ -109,7 +109,7 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
     expected = {}
     for name, value in exact.items():
         size = _spread(value) if name in ("out", "dx") or value.ndim < 2 else _spread(value) + value.abs()
-        floor, summed = FLOOR_ULPS, 0 if name in ("out", "dx") else rows
+        floor, summed = out_floor_ulps(oracle.dtype), 0 if name in ("out", "dx") else rows
         if name in moved_by_out:
             size = size + _spread(moved_by_out[name])
         if name in moved:

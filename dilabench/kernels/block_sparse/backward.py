@@ -15,10 +15,11 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.forward import head_rows, visible_pairs
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
-from dilabench.kernels.row_sums import StatsLayout, row_sums
+from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
+_STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -28,8 +29,7 @@ def _block_query_kernel(
     v_desc,
     dout_desc,
     dq_desc,
-    log2_lse_ptr,
-    delta_ptr,
+    stats_ptr,
     spans_ptr,
     entries_ptr,
     order_ptr,
@@ -39,7 +39,7 @@ def _block_query_kernel(
     heads_per_kv,
     mask_heads,
     n_tiles,
-    rows,
+    stats_blocks,
     key_rows,
     left,
     right,
@@ -65,9 +65,9 @@ def _block_query_kernel(
     q = q_desc.load([batch, head, tile * BLOCK_M, 0]).reshape([BLOCK_M, DIM])
     dout = dout_desc.load([batch, head, tile * BLOCK_M, 0]).reshape([BLOCK_M, DIM])
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    stats_at = (batch * n_heads + head).to(tl.int64) * rows + query_row
-    log2_lse = tl.load(log2_lse_ptr + stats_at, query_row < rows, float("inf"))
-    delta = tl.load(delta_ptr + stats_at, query_row < rows, 0.0)
+    stats_at = (batch * n_heads + head).to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
+    stats = stats_ptr + stats_at + stats_places(query_row)
+    log2_lse, delta = tl.load(stats), tl.load(stats + _STATS_BLOCK)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)
     for _ in tl.range(0, n_full, num_stages=STAGES):
         key = tl.load(entry_ptr) * BLOCK_N
@@ -107,13 +107,10 @@ def _query_tile(
     query,
     q_desc,
     dout_desc,
-    log2_lse_ptr,
-    delta_ptr,
+    stats_at,
     batch,
     head,
-    stats_at,
     scale_log2,
-    rows,
     left,
     right,
     DIM: tl.constexpr,
@@ -123,16 +120,17 @@ def _query_tile(
     PRECISION: tl.constexpr,
 ):
     """dk and dv with the share of one query tile added; with LEFT or RIGHT, of its visible pairs only."""
-    # A tile may reach past the last query: those rows have lse +inf, so p = 0.
+    # A tile may reach past the last query: the statistics of those rows are infinity and 0, so that p = 0.
     query_row = query + tl.arange(0, BLOCK_M)
     q = q_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
-    log2_lse = tl.load(log2_lse_ptr + stats_at + query_row, query_row < rows, float("inf"))
+    stats = stats_at + query * 2
+    log2_lse = tl.load(stats)
     logits = tl.dot(k, q.T, input_precision=PRECISION)
     dout = dout_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
     p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
     if LEFT or RIGHT:
         p = tl.where(visible_pairs(query_row[None, :], key_row[:, None], left, right, LEFT, RIGHT), p, 0.0)
-    delta = tl.load(delta_ptr + stats_at + query_row, query_row < rows, 0.0)
+    delta = tl.load(stats + _STATS_BLOCK)
     dp = tl.dot(v, dout.T, input_precision=PRECISION)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
@@ -148,8 +146,7 @@ def _block_key_kernel(
     dout_desc,
     dk_desc,
     dv_desc,
-    log2_lse_ptr,
-    delta_ptr,
+    stats_ptr,
     spans_ptr,
     entries_ptr,
     order_ptr,
@@ -158,7 +155,7 @@ def _block_key_kernel(
     n_heads,
     mask_heads,
     n_tiles,
-    rows,
+    stats_blocks,
     left,
     right,
     GROUP: tl.constexpr,
@@ -191,7 +188,8 @@ def _block_key_kernel(
         if not (LEFT or RIGHT):
             # Only the end of the keys cuts tiles, and gradients of rows past it are never stored.
             n_full += n_partly
-        stats_at = (batch * n_heads + head).to(tl.int64) * rows
+        stats_at = (batch * n_heads + head).to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
+        stats_at = stats_ptr + stats_at + stats_places(tl.arange(0, BLOCK_M))
         for _ in tl.range(0, n_full, num_stages=STAGES):
             query = tl.load(entry_ptr) * BLOCK_M
             entry_ptr += 1
@@ -204,13 +202,10 @@ def _block_key_kernel(
                 query,
                 q_desc,
                 dout_desc,
-                log2_lse_ptr,
-                delta_ptr,
+                stats_at,
                 batch,
                 head,
-                stats_at,
                 scale_log2,
-                rows,
                 left,
                 right,
                 DIM,
@@ -233,13 +228,10 @@ def _block_key_kernel(
                     query,
                     q_desc,
                     dout_desc,
-                    log2_lse_ptr,
-                    delta_ptr,
+                    stats_at,
                     batch,
                     head,
-                    stats_at,
                     scale_log2,
-                    rows,
                     left,
                     right,
                     DIM,
@@ -275,7 +267,12 @@ def block_sparse_backward(
     batch, rows, num_heads, _ = q.shape
     dim = padded_dim(q.shape[-1])
     num_kv_heads = k.shape[2]
-    log2_lse, delta = row_sums(out, dout, lse.contiguous(), StatsLayout.of(rows))
+    configs = {
+        "backward_query": plan.config(dim, "backward_query", q.element_size(), query_config),
+        "backward_key": plan.config(dim, "backward_key", q.element_size(), key_config),
+    }
+    stats_layout = StatsLayout.of(rows, tile=max(config.block_m for config in configs.values()))
+    stats = row_sums(out, dout, lse.contiguous(), stats_layout)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shared = {
         "DIM": dim,
@@ -283,9 +280,8 @@ def block_sparse_backward(
         "RIGHT": plan.right >= 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    for direction, given in (("backward_query", query_config), ("backward_key", key_config)):
+    for direction, config in configs.items():
         by_key = direction == "backward_key"
-        config = plan.config(dim, "backward_key" if by_key else "backward_query", q.element_size(), given)
         own = config.block_n if by_key else config.block_m
         tiles = -(-(plan.keys if by_key else rows) // own)
         operands = (
@@ -294,7 +290,7 @@ def block_sparse_backward(
             head_rows(v, config.block_n),
             head_rows(dout, config.block_m),
         )
-        common = (log2_lse, delta, *plan.tables(config, by_key, q.device), scale, scale * _LOG2E, num_heads)
+        common = (stats, *plan.tables(config, by_key, q.device), scale, scale * _LOG2E, num_heads)
         limits, group = (plan.left, plan.right), num_heads // num_kv_heads
         shape = {
             **shared,
@@ -307,10 +303,10 @@ def block_sparse_backward(
         if by_key:
             gradients = (head_rows(dk, own), head_rows(dv, own))
             grid = (batch * num_kv_heads * tiles,)
-            counts = (plan.mask_heads, tiles, rows, *limits)
+            counts = (plan.mask_heads, tiles, stats.shape[4], *limits)
             _block_key_kernel[grid](*operands, *gradients, *common, *counts, GROUP=group, **shape)
         else:
             grid = (batch * num_heads * tiles,)
-            sizes = (group, plan.mask_heads, tiles, rows, plan.keys, *limits)
+            sizes = (group, plan.mask_heads, tiles, stats.shape[4], plan.keys, *limits)
             _block_query_kernel[grid](*operands, head_rows(dq, own), *common, *sizes, **shape)
     return dq, dk, dv

@@ -38,11 +38,9 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout, run
-from dilabench.kernels.row_sums import StatsLayout, reordered, row_sums
+from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, tile_config
 
-# Rows of statistics come in blocks of so many, which the compiler must know to read them wide.
-STATS_BLOCK = 16
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 
 
@@ -53,8 +51,7 @@ def _query_kernel(
     v_desc,
     dout_desc,
     dq_ptr,
-    log2_lse_ptr,
-    delta_ptr,
+    stats_ptr,
     items_ptr,
     entries_ptr,
     heads_ptr,
@@ -103,9 +100,9 @@ def _query_kernel(
     dout = load_tile(dout_desc, batch, row, residue, head)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
-    stats_at = stats_at.to(tl.int64) * (stats_blocks * _STATS_BLOCK)
-    log2_lse = tl.load(log2_lse_ptr + stats_at + query_row)
-    delta = tl.load(delta_ptr + stats_at + query_row)
+    stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
+    stats = stats_ptr + stats_at + stats_places(query_row)
+    log2_lse, delta = tl.load(stats), tl.load(stats + _STATS_BLOCK)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)
 
     entry_ptr = entries_ptr + first
@@ -158,8 +155,7 @@ def _key_kernel(
     dout_desc,
     dk_ptr,
     dv_ptr,
-    log2_lse_ptr,
-    delta_ptr,
+    stats_ptr,
     lookup_ptr,
     order_ptr,
     entries_ptr,
@@ -204,7 +200,7 @@ def _key_kernel(
     residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row = super_index * super_rows
-    stats_rows = stats_blocks * _STATS_BLOCK
+    class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
     row = base_row + tile * BLOCK_N
     rows_left = whole_rows - base_row
     k = load_tile(k_desc, batch, row, residue, kv_head)
@@ -225,33 +221,34 @@ def _key_kernel(
         n_masked = tl.load(list_at + 2)
         if not CAUSAL:
             n_full += n_masked
-        stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64) * stats_rows
-        log2_lse_at, delta_at = log2_lse_ptr + stats_at, delta_ptr + stats_at
+        stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64)
+        stats_at = stats_ptr + stats_at * (stats_blocks * (2 * _STATS_BLOCK)) + stats_places(tl.arange(0, BLOCK_M))
         for _ in tl.range(0, n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             query_tile, partner, bias = unpack(entry, shift, R)
             query_tile *= BLOCK_M
             q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
-            stats = partner * (n_supers * stats_rows) + query_tile + tl.arange(0, BLOCK_M)
-            log2_lse = tl.load(log2_lse_at + stats) - bias
+            stats = stats_at + (partner * class_stats + query_tile * 2)
+            log2_lse = tl.load(stats) - bias
             logits = tl.dot(k, q.T, input_precision=PRECISION)
             dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-            delta = tl.load(delta_at + stats)
+            delta = tl.load(stats + _STATS_BLOCK)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         if CAUSAL:
-            for _ in tl.range(0, n_masked, num_stages=STAGES):
+            # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
+            for _ in tl.range(0, n_masked, num_stages=1):
                 entry = tl.load(entry_ptr)
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
                 q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
-                stats = partner * (n_supers * stats_rows) + query_tile + tl.arange(0, BLOCK_M)
-                log2_lse = tl.load(log2_lse_at + stats) - bias
+                stats = stats_at + (partner * class_stats + query_tile * 2)
+                log2_lse = tl.load(stats) - bias
                 logits = tl.dot(k, q.T, input_precision=PRECISION)
                 dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
                 query_row = query_tile + tl.arange(0, BLOCK_M)
@@ -259,7 +256,7 @@ def _key_kernel(
                 seen = key_row[:, None] <= last_row[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-                delta = tl.load(delta_at + stats)
+                delta = tl.load(stats + _STATS_BLOCK)
                 dp = tl.dot(v, dout.T, input_precision=PRECISION)
                 dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
@@ -305,13 +302,9 @@ def fused_backward(
     if not plan.groups[0].covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     operands = given if whole else {name: whole_classes(x, plan.modulus) for name, x in given.items()}
-    stats: tuple[Tensor, Tensor] | None = None
     for index, (group, query_tiles, key_tiles, stats_layout) in enumerate(steps):
-        if stats is None:
-            stats = row_sums(out, dout, lse, stats_layout, known)
-        else:
-            stats = reordered(stats, group.length, steps[index - 1][-1], stats_layout)
-        tensors = {**operands, "log2_lse": stats[0], "delta": stats[1], "dq": dq, "dk": dk, "dv": dv}
+        stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", index))
+        tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         if not known.repeat(("dq", index), tensors):
             launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add=index > 0)
             known.keep(("dq", index), launched, tensors)
@@ -336,8 +329,7 @@ def _checked(
         query_tiles = tiles[0] or tile_config(dim, plan.causal, "backward_query", *fit)
         key_tiles = tiles[1] or tile_config(dim, plan.causal, "backward_key", *fit)
         query_tiles, key_tiles = query_tiles.fitted(group.largest_tile), key_tiles.fitted(group.largest_tile)
-        # Tiles of statistics begin at multiples of sixteen bytes, whatever their rows.
-        tile = max(query_tiles.block_m, key_tiles.block_m, STATS_BLOCK)
+        tile = max(query_tiles.block_m, key_tiles.block_m)
         stats_layout = StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
         steps.append((group, query_tiles, key_tiles, stats_layout))
     whole = all(whole_classes(x, plan.modulus) is x for x in given.values())
@@ -347,7 +339,7 @@ def _checked(
 def _run_query(
     operands: dict[str, Tensor],
     dq: Tensor,
-    stats: tuple[Tensor, Tensor],
+    stats: Tensor,
     group: BranchGroup,
     causal: bool,
     scale: float,
@@ -359,9 +351,8 @@ def _run_query(
     tiles, n_items = _tiles(operands, config), tables.items.shape[2]
     own = {
         "dq_ptr": dq,
-        "log2_lse_ptr": stats[0],
-        "delta_ptr": stats[1],
-        "stats_blocks": stats[0].shape[-1] // STATS_BLOCK,
+        "stats_ptr": stats,
+        "stats_blocks": stats.shape[4],
         "items_ptr": tables.items,
         "entries_ptr": tables.entries,
         "heads_ptr": tables.heads,
@@ -382,7 +373,7 @@ def _run_key(
     operands: dict[str, Tensor],
     dk: Tensor,
     dv: Tensor,
-    stats: tuple[Tensor, Tensor],
+    stats: Tensor,
     group: BranchGroup,
     causal: bool,
     scale: float,
@@ -396,9 +387,8 @@ def _run_key(
         "dk_ptr": dk,
         "dv_ptr": dv,
         "n_tiles": tables.lookup.shape[3],
-        "log2_lse_ptr": stats[0],
-        "delta_ptr": stats[1],
-        "stats_blocks": stats[0].shape[-1] // STATS_BLOCK,
+        "stats_ptr": stats,
+        "stats_blocks": stats.shape[4],
         "lookup_ptr": tables.lookup,
         "order_ptr": tables.order,
         "entries_ptr": tables.entries,

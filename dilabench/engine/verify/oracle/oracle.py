@@ -16,6 +16,7 @@ from dilabench.engine.verify.oracle.tolerance import (
     eps,
     expect,
     gradient_floor_ulps,
+    out_floor_ulps,
     plain_dtype,
 )
 from dilabench.engine.verify.planes import Planes, make_planes
@@ -197,4 +198,4 @@ def expected_rows(
     lse_dtype = accumulation_dtype(dtype)
     size, lse_size = forward_sizes(*heads, lse, out, workload, rows, weight_ulps=eps(lse_dtype) / eps(dtype))
     lse_expected = expect(lse, lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
-    return expect(out, size, plain_out, workload, dtype, alike=alike), lse_expected
+    return expect(out, size, plain_out, workload, dtype, out_floor_ulps(dtype), alike), lse_expected

@@ -9,10 +9,11 @@ row of zeros is far beyond it.
 
 plain is the largest error of the plain same-dtype computation of the formula on the same rows; exact is the oracle's
 own, the same number scaled from that dtype's eps to float64's. The floor is for where plain rounds nothing (one key,
-say): two ulp for a softmax, and half an ulp, one rounding, for each further branch that is merged into it. For lse it
-is four: GPU kernels take exp2 and log2 from approximations that are right to two ulp each (CUDA C++ Programming Guide,
-intrinsic functions), and nothing after them averages that out. Gradients take P from that lse by one more exp2: six
-ulp of the accumulation dtype, which for half precision is less than two of its own.
+say): two ulp for a softmax, and half an ulp, one rounding, for each further branch that is merged into it. GPU kernels
+take exp2 and log2 from approximations that are right to two ulp each (CUDA C++ Programming Guide, intrinsic functions):
+an out of few keys may be off by two ulp more, lse by four, for nothing after them averages that out, and gradients,
+which take P from that lse by one more exp2, by six. These are ulp of the accumulation dtype: for half precision all of
+them are less than two of its own.
 
 They take it from scores that are summed once more, too, and maybe in another order. A score is a sum of D terms of any
 signs: after d of them it is about sqrt(d / D) of its size, and each addition rounds by up to u = eps / 2 of that,
@@ -27,8 +28,9 @@ so far, at random, which makes lambda sqrt(n) u of it (Higham and Mary 2019, "A 
 Error Analysis", theorem 2.4). Sizes count a sum about twice, so that lambda = 1 here is 2 there: six standard
 deviations for a sum that grows evenly. eps is that of the accumulation dtype, so this matters where results are as
 exact as sums: on an H200 float32 over 8192 keys was off by 2.7e-6 with FlexAttention and with torch's plain kernels,
-where 2 · plain was 1.0e-6 and sqrt(n) u is 5.4e-6. A score is a sum of D terms, and a weight is known no better than
-its score, so that n counts the D terms of a score with the keys of a row.
+where 2 · plain was 1.0e-6 and sqrt(n) u is 5.4e-6. A weight is known no better than its score, which is a sum of D
+terms of any signs: six of its standard deviations (above) are sqrt(6 D) u, so that n counts six times D with the keys
+of a row.
 
 Of a module with projections, out and the gradients of what stands behind the attention are linear in the attention's
 out; dx and the gradients of what stands before it are linear in dq, dk and dv. What independent rounding of these moves
@@ -55,6 +57,8 @@ from dilabench.workload.spec import Workload
 
 # A softmax.
 FLOOR_ULPS = 2.0
+# A softmax whose exp2 is an approximation.
+OUT_FLOOR_ULPS = 4.0
 # exp2 and log2, two ulp each.
 LSE_FLOOR_ULPS = 4.0
 # The lse, and exp2 once more.
@@ -158,7 +162,7 @@ def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:
 def _walk(workload: Workload, dtype: torch.dtype) -> float:
     """What the sums over a score's terms and the keys of a row, or the queries of a key, round when made one by one."""
     longest = workload.pattern.keys_per_row(max(end - start for start, end in workload.sequences))
-    return math.sqrt(longest + workload.head_dim) * eps(accumulation_dtype(dtype)) / 2
+    return math.sqrt(longest + SIGMAS * workload.head_dim) * eps(accumulation_dtype(dtype)) / 2
 
 
 def _sum_over_rows(rows: int, dtype: torch.dtype) -> float:
@@ -168,6 +172,11 @@ def _sum_over_rows(rows: int, dtype: torch.dtype) -> float:
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the plain computation: the workload's own; for float64 float32, scaled by `expect`."""
     return torch.float32 if dtype == torch.float64 else dtype
+
+
+def out_floor_ulps(dtype: torch.dtype) -> float:
+    """The floor of out, in ulp of `dtype`."""
+    return max(FLOOR_ULPS, OUT_FLOOR_ULPS * eps(accumulation_dtype(dtype)) / eps(dtype))
 
 
 def gradient_floor_ulps(workload: Workload, dtype: torch.dtype) -> float:
