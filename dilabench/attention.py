@@ -24,6 +24,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
+from dilabench.impls.union.union import Union
 from dilabench.machine import detect
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
@@ -84,7 +85,8 @@ def dilated_attention(
     keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by query head or by key/value head.
     `padding`: whether positions that a segment lacks to a multiple of its rate are attended as zero keys (the authors'
     code). `merge_grad`: whether gradients flow through the weights that branches are merged with, or these count as
-    constants (the authors' code); only the former can use kernels that merge while they compute.
+    constants (the authors' code); only the former can use kernels that merge while they compute, and only the latter
+    keeps the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
     gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way known for the device.
 
@@ -106,15 +108,11 @@ def dilated_attention(
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if sink is not None:
         _check_sink(sink, query, merge_grad)
-    out, _lse = _forward_op(
-        query,
-        key,
-        value,
-        sink,
-        list(segment_lengths),
-        list(dilation_rates),
+    options = _Options(
+        tuple(segment_lengths),
+        tuple(dilation_rates),
         causal,
-        list(window),
+        tuple(window),
         query.shape[-1] ** -0.5 if scale is None else scale,
         heads,
         offset,
@@ -122,10 +120,25 @@ def dilated_attention(
         padding,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
-        bounds,
+        tuple(bounds),
         backend,
     )
+    if options.merge_grad == "detached" and _may_leave_operators(query, key, value):
+        computation = _computation(query, key, value, options)
+        if isinstance(computation, Union):
+            return computation(query, key, value)
+    out, _lse = _forward_op(query, key, value, sink, *options)
     return out if cu_seqlens is None else out[0]
+
+
+def _may_leave_operators(*tensors: Tensor) -> bool:
+    """Whether autograd alone sees the call: no compiler, no transform and no tensor that has but a shape.
+
+    A detached backward needs the results of every branch by itself. Our operators, whose results are of known number
+    and shape, do not hand them on, so that their backward computes all branches a second time.
+    """
+    plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+    return plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
