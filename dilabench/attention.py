@@ -24,7 +24,6 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
-from dilabench.impls.union.union import Union
 from dilabench.machine import detect
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
@@ -85,8 +84,8 @@ def dilated_attention(
     keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by query head or by key/value head.
     `padding`: whether positions that a segment lacks to a multiple of its rate are attended as zero keys (the authors'
     code). `merge_grad`: whether gradients flow through the weights that branches are merged with, or these count as
-    constants (the authors' code); only the former can use kernels that merge while they compute, and only the latter
-    keeps the result of every branch for the backward pass.
+    constants (the authors' code); only the former computes pairs once that branches share, and only the latter keeps
+    the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
     gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way known for the device.
 
@@ -125,7 +124,7 @@ def dilated_attention(
     )
     if options.merge_grad == "detached" and _may_leave_operators(query, key, value):
         computation = _computation(query, key, value, options)
-        if isinstance(computation, Union):
+        if isinstance(computation, _KeepsMore) and computation.keeps_more:
             return computation(query, key, value)
     out, _lse = _forward_op(query, key, value, sink, *options)
     return out if cu_seqlens is None else out[0]
@@ -342,6 +341,15 @@ class _Computation(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@runtime_checkable
+class _KeepsMore(Protocol):
+    """A computation that is differentiable itself, and whose backward may want more than out and lse."""
+
+    @property
+    def keeps_more(self) -> bool: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 def _computation(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> _Computation:

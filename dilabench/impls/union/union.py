@@ -92,13 +92,18 @@ class Union:
     def __post_init__(self) -> None:
         register(self.number, self)
 
+    @property
+    def keeps_more(self) -> bool:
+        """Whether `forward` gives what spares `backward` a second forward pass."""
+        return self.detached
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
-        return differentiable(self, self.number, q, k, v, keeps_more=self.detached)
+        return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
