@@ -85,7 +85,8 @@ def dilated_attention(
     keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by query head or by key/value head.
     `padding`: whether positions that a segment lacks to a multiple of its rate are attended as zero keys (the authors'
     code). `merge_grad`: whether gradients flow through the weights that branches are merged with, or these count as
-    constants (the authors' code); only the former can use kernels that merge while they compute.
+    constants (the authors' code); only the former computes pairs once that branches share, and only the latter keeps
+    the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
     gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way known for the device.
 

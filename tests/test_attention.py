@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from dilabench import attention
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from dilabench.contracts import BuildContext
 from dilabench.impls import reference
 from dilabench.impls.null_mass import log_zero_keys
+from dilabench.impls.union.union import Rows, Union
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
@@ -148,6 +150,47 @@ def test_sinks_are_a_key_of_value_zero(data: st.DataObject) -> None:
         torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
     ):
         torch.testing.assert_close(gradient, value, rtol=1e-10, atol=1e-10)
+
+
+DETACHED: dict[str, Any] = {**BRANCHES, "merge_grad": "detached", "padding": "zero_key"}
+
+
+def test_a_detached_backward_computes_no_branch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    attend = Union._attend
+
+    def counted(self: Union, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(tuple(q.shape))
+        return attend(self, rows, q, k, v)
+
+    monkeypatch.setattr(Union, "_attend", counted)
+    inputs = tensors()
+    out = dilated_attention(*inputs, **DETACHED)
+    branches = len(calls)
+    gradients = torch.autograd.grad(out.square().sum(), inputs)
+    assert branches
+    assert len(calls) == branches
+    # Nothing but speed hangs on it: the operator, which the compiler takes, computes branches again.
+    monkeypatch.setattr(attention, "_may_leave_operators", lambda *_: False)
+    again = torch.autograd.grad(dilated_attention(*inputs, **DETACHED).square().sum(), inputs)
+    assert len(calls) == 3 * branches
+    for gradient, value in zip(gradients, again, strict=True):
+        assert torch.equal(gradient, value)
+
+
+def test_a_detached_merge_of_tensors_that_have_but_a_shape() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 29, 5, 4, requires_grad=True) for _ in range(3))
+        dilated_attention(q, k, v, **DETACHED).sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_detached_merge_under_a_transform() -> None:
+    q, k, v = tensors()
+    mapped = torch.func.vmap(lambda x: dilated_attention(x, k, v, **DETACHED))(torch.stack([q, q]))
+    assert torch.equal(mapped[1], dilated_attention(q, k, v, **DETACHED))
 
 
 @pytest.mark.parametrize("causal", [False, True])

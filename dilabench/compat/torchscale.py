@@ -80,8 +80,8 @@ class DilatedAttention(nn.Module):
 
     args: whatever has torchscale's fields `segment_length`, `dilated_ratio`, `multiway`, `layernorm_eps`,
     `xpos_rel_pos` and `xpos_scale_base`, as its configurations have. `merge_grad` is "detached", torchscale's gradient,
-    or "exact", the derivative of what is computed, which more kernels give. Raises ValueError for sizes that do not
-    divide and for anything but one of self-attention and encoder-decoder attention.
+    or "exact", the derivative of what is computed, which takes less time and memory. Raises ValueError for sizes that
+    do not divide and for anything but one of self-attention and encoder-decoder attention.
     """
 
     merge_grad: MergeGrad = "detached"

@@ -1,11 +1,13 @@
 """`fused`: one Triton kernel over the union of branches on residue-class tiles, each distinct pair computed once.
 
 Branches that fit no residue-class plan (their rates do not divide their segments, a window, grouped heads) go branch by
-branch through our dense kernel on strided views, merged in place; both forms are exact.
+branch through our dense kernel on strided views, merged in place; both forms are exact. With detached merge weights
+every branch is a kernel by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +18,7 @@ from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.impls.packed import Packed, build_packed
 from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.merging import merge_rows_
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.kernels import dense_tiles
@@ -28,12 +31,27 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 DENSE_TILES = LoadedBackend("dense-tiles", dense_tiles.attend, dense_tiles.attend_backward)
 
 
-def build(workload: Workload, context: BuildContext) -> Fused | Packed:
+def build(workload: Workload, context: BuildContext) -> Fused | FusedApart | Packed:
     """Plan the tiles of the workload; tables reach the device with the first call."""
     return build_packed(_padded, workload, context) if workload.layout == "packed" else _padded(workload, context)
 
 
-def _padded(workload: Workload, context: BuildContext) -> Fused:
+def _padded(workload: Workload, context: BuildContext) -> Fused | FusedApart:
+    pattern = DilatedPattern.of(workload)
+    # A head of one branch merges with nothing: its gradients are the exact ones.
+    if pattern.is_detached and pattern.heads == "all" and len(pattern.branches) > 1:
+        return FusedApart(tuple(_whole(part, context) for part in _single_branches(workload)))
+    return _whole(workload, context)
+
+
+def _single_branches(workload: Workload) -> Iterator[Workload]:
+    pattern = DilatedPattern.of(workload)
+    for segment, rate in pattern.branches:
+        changes = {"segment_lengths": (segment,), "dilation_rates": (rate,), "merge_grad": "exact"}
+        yield workload.model_copy(update={"pattern": pattern.model_copy(update=changes)})
+
+
+def _whole(workload: Workload, context: BuildContext) -> Fused:
     plan = _plan(workload)
     rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
     zero_keys = log_zero_keys(workload, context.device)
@@ -63,7 +81,7 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
         return None
     pattern = DilatedPattern.of(workload)
     segments, rates = zip(*(pattern.branches[index] for index in indices), strict=True)
-    changes = {"segment_lengths": segments, "dilation_rates": rates, "padding": "masked"}
+    changes = {"segment_lengths": segments, "dilation_rates": rates, "padding": "masked", "merge_grad": "exact"}
     chosen = pattern.model_copy(update=changes)
     part = workload.model_copy(update={"pattern": chosen})
 
@@ -118,3 +136,67 @@ class Fused:
             assert planned is not None
             return planned
         return self.rest.backward(dout, q, k, v, out, lse, onto=planned)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class FusedApart:
+    """Branches by themselves, merged with weights that count as constants in the backward pass.
+
+    Given its own out and the merged lse, the backward of a branch is its share of the detached gradient
+    (`impls.union.union`). Each branch has its own zero keys; no pair is shared.
+    """
+
+    branches: tuple[Fused, ...]
+    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        register(self.number, self)
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether `forward` gives what spares `backward` a second forward pass."""
+        return True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
+        return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """out and lse, outside autograd, and every branch's own out."""
+        first, *others = self.branches
+        own, lse = first.forward(q, k, v)
+        out, kept = own.clone(), [own]
+        for branch in others:
+            own, own_lse = branch.forward(q, k, v)
+            merge_rows_(out, lse, own, own_lse)
+            kept.append(own)
+        return out, lse, kept
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        _out: Tensor,
+        lse: Tensor,
+        kept: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv from the merged lse; a branch's own out is computed again where they are not `kept`."""
+        total: tuple[Tensor, Tensor, Tensor] | None = None
+        for index, branch in enumerate(self.branches):
+            own = kept[index] if kept else branch.forward(q, k, v)[0]
+            share = branch.backward(dout, q, k, v, own, lse)
+            if total is None:
+                total = share
+            else:
+                for whole, part in zip(total, share, strict=True):
+                    whole.add_(part)
+            # The next branch must not find this share still in memory.
+            del own, share
+        assert total is not None
+        return total

@@ -18,6 +18,11 @@ PER_BRANCH = {
     "window": True,
     "zero keys": False,
     "zero keys, ragged": False,
+    "detached": False,
+    "detached, zero keys": False,
+    "detached, rates that do not divide": True,
+    "detached, packed": False,
+    "detached, grouped": True,
     "packed": False,
     "grouped": True,
 }

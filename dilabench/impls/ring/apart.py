@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,9 +23,9 @@ from dilabench.workload.spec import Workload
 
 
 class Local(Protocol):
-    """Attention on one device, outside autograd; `backward` takes the gradient from the results of `forward`."""
+    """Attention on one device, outside autograd; `forward` gives out and lse first, and `backward` needs no more."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]: ...
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -39,7 +39,8 @@ class Apart:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out and lse; nothing else is kept."""
-        return *self.local.forward(q, k, v), ()
+        out, lse, *_ = self.local.forward(q, k, v)
+        return out, lse, ()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _kept: tuple[Tensor, ...]

@@ -2,7 +2,8 @@
 
 How rows are taken (views or copies) is a parameter. Backward gives each call the *merged* out and lse of its rows,
 which makes a dense flash backward the exact share of that call; shares add up. With `detached` merge weights each call
-gets its own out and lse, and the output gradient times its weight.
+gets its own out, still with the merged lse: a backward takes from out only the mean by which it centres a row's
+gradients of scores, and that mean is then of the call's own softmax.
 """
 
 from __future__ import annotations
@@ -91,18 +92,23 @@ class Union:
     def __post_init__(self) -> None:
         register(self.number, self)
 
+    @property
+    def keeps_more(self) -> bool:
+        """Whether `forward` gives what spares `backward` a second forward pass."""
+        return self.detached
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
-        return differentiable(self, self.number, q, k, v, keeps_more=self.detached)
+        return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out, lse, and what a detached backward needs besides: every call's own out and lse.
+        """out, lse, and what a detached backward needs besides: every call's own out.
 
         `onto` is the out and lse of other keys, complete with 0 and -inf where they see nothing; the results are merged
         into them in place.
@@ -113,7 +119,7 @@ class Union:
         for rows in self.rows(q.device):
             result = self._attend(rows, q, k, v)
             if self.detached:
-                kept += self._with_own_zero_keys(rows, len(q), *result)
+                kept.append(self._with_own_zero_keys(rows, len(q), *result))
             if output is None and rows.whole and not self.detached:
                 output = _as_output(q, *result)
             else:
@@ -132,13 +138,13 @@ class Union:
         rows.release(*taken)
         return result
 
-    def _with_own_zero_keys(self, rows: Rows, batches: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of a call with the zero keys of its part."""
+    def _with_own_zero_keys(self, rows: Rows, batches: int, out: Tensor, lse: Tensor) -> Tensor:
+        """The out of a call, once the zero keys of its part are added to its out and lse in place."""
         if self.zero_keys is not None:
             seen = rows.lse(self.zero_keys[rows.part].expand(batches, -1, -1))
             add_null_mass_(out, lse, seen)
             rows.release(seen)
-        return out, lse
+        return out
 
     def backward(
         self,
@@ -153,16 +159,15 @@ class Union:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them.
 
-        A detached backward computes each call's own results again where they are not `kept`.
+        A detached backward computes each call's own out again where they are not `kept`.
         """
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         total = onto
-        own: Sequence[Tensor]
         for index, rows in enumerate(self.rows(q.device)):
-            own = kept[2 * index : 2 * index + 2]
-            if self.detached and not own:
+            own = kept[index] if kept else None
+            if self.detached and own is None:
                 own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))
             share = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
             if total is None and rows.whole:
@@ -186,20 +191,15 @@ class Union:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        own: Sequence[Tensor],
+        own: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         taken = rows.queries(q), rows.keys(k), rows.keys(v)
         dout_rows, lse_rows = rows.queries(dout), rows.lse(lse)
-        if self.detached:
-            own_out, own_lse = own
-            weight = torch.exp(own_lse - lse_rows).transpose(1, 2).unsqueeze(-1)
-            weighted = (dout_rows * weight).to(dout.dtype)
-            share = attend_backward(weighted, *taken, own_out, own_lse, **self._mask(rows))
-        else:
-            out_rows = rows.queries(out)
-            share = attend_backward(dout_rows, *taken, out_rows, lse_rows, **self._mask(rows))
-            rows.release(out_rows)
+        out_rows = rows.queries(out) if own is None else own
+        share = attend_backward(dout_rows, *taken, out_rows, lse_rows, **self._mask(rows))
         rows.release(*taken, dout_rows, lse_rows)
+        if own is None:
+            rows.release(out_rows)
         return share
 
     def _mask(self, rows: Rows) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def _better_branch_by_branch(workload: Workload) -> str | None:
         return f"a head dim of {workload.head_dim} is padded to 256"
     if not 64 < workload.head_dim <= 128:
         return None
+    if pattern.is_detached:
+        return f"branches of a head dim of {workload.head_dim} share no pairs where merge weights are detached"
     nested = sorted({min(w, workload.seq_len) for w, _ in pattern.branches})
     if any(longer % shorter for shorter, longer in pairwise(nested) if longer < workload.seq_len):
         return f"branches of a head dim of {workload.head_dim} share no pairs, for their segments do not nest"
@@ -65,6 +67,7 @@ FUSED = Capabilities(
     devices=CUDA,
     dtypes=HALF | {"float32"},
     layouts=BOTH_LAYOUTS,
+    merge_grads=BOTH_MERGES,
     zero_keys=True,
     max_head_dim=256,
     check=_no_fused_head_dim,
