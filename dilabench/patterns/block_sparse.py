@@ -114,8 +114,13 @@ class BlockSparsePattern(Pattern):
 
     @classmethod
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Blocks that do not divide the sequence."""
-        return {"sparse": {"mask": "random", "block_size": 48, "sparsity": 0.6}}
+        """Blocks that do not divide the sequence; without a causal mask; heads that differ."""
+        blocks = {"mask": "random", "block_size": 48, "sparsity": 0.6}
+        return {
+            "sparse": blocks,
+            "sparse-full": {**blocks, "causal": False},
+            "sparse-heads": {**blocks, "per_head": True},
+        }
 
     @property
     def under(self) -> Pattern:

@@ -6,6 +6,22 @@ import os
 import pytest
 
 
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Install a plug-in of one module, `theirs`, for fresh processes."""
+
+    def installed(source):
+        info = tmp_path / "site" / "theirs-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info.parent / "theirs.py").write_text(source)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[dilabench]\ntheirs = theirs\n")
+        monkeypatch.delenv("DILABENCH_DISABLE_PLUGINS")
+        monkeypatch.setenv("PYTHONPATH", str(info.parent))
+
+    return installed
+
+
 def test_plan_predicts_by_length_batch_and_implementation(cli):
     result = cli(
         "plan", "-i", "strided,gather", "--lengths", "16K,1M", "--batch-size", "1,2", "--device", "cpu", "--json"
@@ -50,6 +66,59 @@ def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
         assert alone["predicted_peak_bytes"] / 4 < row["predicted_peak_bytes"] < alone["predicted_peak_bytes"]
     result = cli("plan", "--nproc", "4", "-i", "ring", "--lengths", "64K", "--memory", "8G", "--device", "cpu")
     assert "Into 8.0 GiB on each of 4 ranks" in result.stdout
+
+
+@pytest.mark.slow
+def test_check_holds_each_trace_to_a_measured_peak(cli):
+    shape = ("--num-heads", "2", "--lengths", "512", "--device", "cpu")
+    result = cli("plan", "--check", "-i", "strided,fused", *shape, "--json")
+    assert result.exit_code == 0, result.output
+    found = {(row["implementation"], row["mode"]): row for row in json.loads(result.stdout)}
+    for mode in ("forward", "both"):
+        assert found["strided", mode]["traced_over_measured"] == pytest.approx(1.0, abs=0.1)
+        assert found["fused", mode]["measured_peak_bytes"] is None
+        assert "needs cuda" in found["fused", mode]["why_not_measured"]
+
+
+MORE_THAN_ITS_TRACE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from dilabench.plugins import Implementation, hookimpl
+
+def build(workload, context):
+    def attention(q, k, v):
+        if not isinstance(q, FakeTensor):
+            torch.empty(2**22)
+        return q + k.mean() + v.mean()
+    return attention
+
+@hookimpl
+def dilabench_register_implementations():
+    return [Implementation("greedy", "hides memory from its trace", "theirs:build")]
+"""
+
+
+@pytest.mark.slow
+def test_check_ends_with_5_where_a_trace_is_off(fresh, plugin):
+    plugin(MORE_THAN_ITS_TRACE)
+    options = ("plan", "--check", "-i", "greedy", "--num-heads", "2", "--lengths", "512", "--mode", "forward")
+    result = fresh("-m", "dilabench", *options, "--device", "cpu")
+    assert result.returncode == 5, result.stdout + result.stderr
+    assert "OFF" in result.stdout
+    assert "1 peaks traced and measured, 1 of them off by more than 10%" in result.stdout
+
+
+def test_check_runs_nothing_that_does_not_fit(cli):
+    options = ("--lengths", "4K", "--memory", "1M", "--mode", "forward", "--device", "cpu")
+    result = cli("plan", "--check", "-i", "strided", *options)
+    assert result.exit_code == 8, result.output
+    assert "skipped: does not fit into 1.0 MiB" in result.stdout
+
+
+def test_a_budget_is_refused_without_a_check(cli):
+    result = cli("plan", "--budget", "5s")
+    assert result.exit_code == 2
+    assert "--budget 5s limits what --check runs; add --check, or leave --budget out" in result.stderr
 
 
 @pytest.mark.parametrize(("implementation", "pattern"), [("reference", "dilated"), ("block-sparse", "block_sparse")])
@@ -104,7 +173,7 @@ def test_verify_all_marks_every_family(fresh):
     assert {marks[family] for family in ("causal", "full", "window", "blocked", "grouped", "scale")} == {"✓"}
     assert (marks["detached"], marks["zero_key"], marks["dense"], marks["sparse"]) == ("✓", "✓", "-", "-")
     assert "skipped: pattern dense is not supported (has dilated)" in result.stdout
-    assert lines[-1].endswith("0 wrong, 4 skipped")
+    assert lines[-1].endswith("0 wrong, 6 skipped")
 
 
 WRONG = """
@@ -121,14 +190,8 @@ def dilabench_register_implementations():
 
 
 @pytest.mark.slow
-def test_verify_all_ends_with_5_on_any_wrong_result(fresh, tmp_path, monkeypatch):
-    info = tmp_path / "site" / "theirs-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info.parent / "theirs.py").write_text(WRONG)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[dilabench]\ntheirs = theirs\n")
-    monkeypatch.delenv("DILABENCH_DISABLE_PLUGINS")
-    monkeypatch.setenv("PYTHONPATH", str(info.parent))
+def test_verify_all_ends_with_5_on_any_wrong_result(fresh, plugin):
+    plugin(WRONG)
     result = fresh("-m", "dilabench", "verify", "zeros", "--all", "--dtype", "float32", "--device", "cpu")
     assert result.returncode == 5, result.stdout + result.stderr
     assert "✗" in result.stdout

@@ -1,4 +1,4 @@
-"""`dilabench plan`: what fits? Memory by length, batch and implementation, traced without data; nothing is computed."""
+"""`dilabench plan`: what fits? Memory by length, batch and implementation, traced without data, or held to runs."""
 
 import json
 import os
@@ -12,8 +12,9 @@ from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
+from dilabench.cli.run.plan_check import WITHIN, peaks_of, show_peaks, verdict
 from dilabench.cli.terminal import print_table, say
-from dilabench.errors import ExitCode
+from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect
 from dilabench.metadata import FORM
 from dilabench.patterns.dense import DENSE
@@ -23,12 +24,15 @@ from dilabench.record import PlannedCase
 from dilabench.request import run_request
 from dilabench.suites.planner import Planner
 from dilabench.suites.room import memory_bytes, rank_memory_bytes
-from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
+from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_duration
 from dilabench.workload.spec import WorkloadRequest
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
+# Those that `--check` really computes.
+LENGTHS_CHECKED = {"cpu": (1024, 4096), "cuda": (4096, 16384, 65536)}
 MODES = ("forward", "both")
-COLUMNS = ("implementation", "backend", "mode", "batch", "length", "memory", "bytes/token", "inputs", "saved", "fits")
+HEAD = ("implementation", "backend", "mode", "batch", "length")
+COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
 TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "form", "memory", "fits", "time", "runs")
 NO_TRACE = "no trace"
@@ -39,6 +43,10 @@ BatchSizes = Annotated[
 Memory = Annotated[
     str | None, typer.Option("--memory", metavar="BYTES", help="What there is to fit into (default: this device's).")
 ]
+Check = Annotated[
+    bool, typer.Option("--check", help=f"Run each case that fits; exit code 5 if a peak is off by over {WITHIN:.0%}.")
+]
+Budget = Annotated[str | None, typer.Option("--budget", metavar="TIME", help="Time that --check may take: 60s, 5m.")]
 
 
 def plan(
@@ -56,6 +64,8 @@ def plan(
     memory: Memory = None,
     processes: own.Processes = None,
     device: shared.Device = None,
+    check: Check = False,
+    budget: Budget = None,
     as_json: shared.AsJson = False,
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
@@ -64,7 +74,10 @@ def plan(
     With --nproc it is what the fullest rank needs, of the memory that each rank has.
     """
     found = discovered(strict_plugins)
-    counts = [parse_count(length, "length") for length in names(lengths)] or list(LENGTHS)
+    if budget is not None and not check:
+        raise ConfigError(f"--budget {budget} limits what --check runs; add --check, or leave --budget out")
+    budget_s = None if budget is None else parse_duration(budget)
+    counts = [parse_count(length, "length") for length in names(lengths)]
     workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode)
     request = run_request(
         found.catalogue,
@@ -81,11 +94,21 @@ def plan(
         ),
     )
     machine = detect(request.device)
+    if not counts:
+        request = request.model_copy(update={"lengths": LENGTHS_CHECKED[machine.device] if check else LENGTHS})
     planner = Planner(found.catalogue, machine, request)
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
     planned = _cases(planner, batches)
     plan_ahead([one.case for one in planned], machine.device, found.catalogue)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
+    if check:
+        peaks = peaks_of(planned, planner, capacity, budget_s)
+        if as_json:
+            measured = list(peaks)
+            say(json.dumps([_as_data(one.planned, planner, capacity) | one.as_data() for one in measured], indent=1))
+        else:
+            measured = show_peaks(peaks, HEAD, [_head(one) for one in planned], NO_TRACE)
+        raise typer.Exit(verdict(measured))
     if as_json:
         say(json.dumps([_as_data(one, planner, capacity) for one in planned], indent=1))
     else:
@@ -153,8 +176,7 @@ def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
 def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None) -> None:
     rows: list[tuple[str, ...]] = []
     for one in planned:
-        found, workload = _memory(one, planner), one.case.workload
-        head = (*_names(one), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
+        found, workload, head = _memory(one, planner), one.case.workload, _head(one)
         if found is None:
             rows.append((*head, NO_TRACE, "-", "-", "-", _unknown(one)))
             continue
@@ -199,6 +221,11 @@ def _as_data(one: PlannedCase, planner: Planner, capacity: int | None) -> dict[s
 def _names(one: PlannedCase) -> tuple[str, str]:
     starred = "*" if one.requested_backend == "auto" and one.case.backend else ""
     return one.case.implementation, (one.case.backend or "-") + starred
+
+
+def _head(one: PlannedCase) -> tuple[str, ...]:
+    workload = one.case.workload
+    return (*_names(one), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
 
 
 def _memory(one: PlannedCase, planner: Planner) -> MemoryPlan | None:

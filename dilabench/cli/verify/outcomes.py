@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
@@ -19,9 +19,10 @@ from dilabench.record import Failed, PlannedCase, Skipped, Verification
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.client import WorkerPool
+    from dilabench.engine.worker.protocol import CaseSpec, Reply
 
 PREPARE_TIMEOUT_S = 300.0
-VERIFY_TIMEOUT_S = 1800.0
+ANSWER_TIMEOUT_S = 1800.0
 MOST_LANES = 8
 # A worker compiles and launches with about so many threads.
 CORES_PER_LANE = 4
@@ -75,21 +76,32 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
 
 
 def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, machine: Machine, seed: int) -> Outcome:
+    from dilabench.engine.worker.protocol import case_spec
+
+    reply = ask_about(case_spec(plan.case, catalogue, seed, machine), pool, catalogue, "verify")
+    if isinstance(reply, Skipped | Failed):
+        return reply
+    assert reply.verification is not None
+    return reply.verification
+
+
+def ask_about(
+    spec: CaseSpec, pool: WorkerPool, catalogue: Catalogue, question: Literal["verify", "memory"]
+) -> Reply | Skipped | Failed:
+    """Have a worker prepare a case, answer one question about it, and forget it; or why there is no answer."""
     from dilabench.engine.driver import unverified_in_time
     from dilabench.engine.worker.client import WorkerFailure
-    from dilabench.engine.worker.protocol import case_spec, worker_key
+    from dilabench.engine.worker.protocol import worker_key
 
-    spec = case_spec(plan.case, catalogue, seed, machine)
     try:
-        worker = pool.resident(worker_key(plan.case, catalogue))
+        worker = pool.resident(worker_key(spec.case, catalogue))
         worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
-        reply = worker.ask("verify", spec.handle, timeout_s=VERIFY_TIMEOUT_S)
+        reply = worker.ask(question, spec.handle, timeout_s=ANSWER_TIMEOUT_S)
         worker.ask("release", spec.handle, timeout_s=PREPARE_TIMEOUT_S)
     except WorkerFailure as failure:
         if failure.code == "unusable_optimization":
             return Skipped(code=failure.code, why=failure.why)
-        if failure.code == "timeout":
+        if failure.code == "timeout" and question == "verify":
             return unverified_in_time(failure.why, failure.traceback)
-        return Failed(stage="verify", code=failure.code, why=failure.why, traceback=failure.traceback)
-    assert reply.verification is not None
-    return reply.verification
+        return Failed(stage=question, code=failure.code, why=failure.why, traceback=failure.traceback)
+    return reply

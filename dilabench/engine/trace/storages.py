@@ -141,7 +141,7 @@ class Storages(TorchDispatchMode):
         """The operator's result with numbers; None where there are none, or too many to compute."""
         if given:
             known = all(not isinstance(x, FakeTensor) or hasattr(x, "numbers") for x in given)
-            if not known or sum(x.numel() for x in given) > 4 * MOST_COMPUTED:
+            if not known or _most_numbers(func, given) > 4 * MOST_COMPUTED:
                 return None
         else:
             with self._fake:
@@ -218,6 +218,12 @@ def following(storages: Storages) -> Iterator[None]:
 def _true_device(x: Tensor) -> torch.device:
     """The device that torch knows: `meta` instead of `cuda`."""
     return _fake_device(x) if isinstance(x, FakeTensor) else x.device
+
+
+def _most_numbers(func: Any, given: list[Tensor]) -> int:
+    """How many integers an operator reads, or makes where it spreads a few over a table."""
+    made = torch.broadcast_shapes(*(x.shape for x in given)).numel() if torch.Tag.pointwise in func.tags else 0
+    return max(made, sum(x.numel() for x in given))
 
 
 def _positions(index: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from dilabench.kernels.tuning import Direction, TileConfig
 KeptT = TypeVar("KeptT")
 
 # (head_dim, direction), bf16 and fp16 on sm_90: the shapes that won in the fused kernels (tuning.py), whose loops are
-# the same. `scripts/gpu_block_sparse.py --sweep` measures others.
+# the same.
 _SM90: dict[tuple[int, Direction], TileConfig] = {
     (64, "forward"): TileConfig(64, 128, 4, 2),
     (128, "forward"): TileConfig(64, 64, 4, 2),

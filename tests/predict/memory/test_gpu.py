@@ -1,4 +1,4 @@
-"""Traces against what torch's CUDA allocator saw; `scripts/gpu_memory_plan.py` measures many more."""
+"""Traces against what torch's CUDA allocator saw; `dilabench plan --check` measures many more."""
 
 import gc
 

@@ -56,7 +56,7 @@ def test_traces_hold_against_recorded_peaks(name):
             assert plan.peak_bytes == pytest.approx(peak, rel=WITHIN), text
 
 
-# MiB, as scripts/gpu_memory_plan.py measured them on an H200 (torch 2.11, cuDNN 9.19).
+# MiB, as measured on an H200 (torch 2.11, cuDNN 9.19).
 @pytest.mark.parametrize(("implementation", "peak_mib"), [("dense", 291.0), ("gather", 415.6), ("strided", 292.0)])
 def test_cudnn_with_shared_keys_expands_their_gradients(implementation, peak_mib):
     fields = {"batch_size": 1, "seq_len": 32768, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "mode": "both"}
