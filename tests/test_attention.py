@@ -171,7 +171,7 @@ def test_a_detached_backward_computes_no_branch_again(monkeypatch: pytest.Monkey
     assert branches
     assert len(calls) == branches
     # Nothing but speed hangs on it: the operator, which the compiler takes, computes branches again.
-    monkeypatch.setattr(attention, "_may_leave_operators", lambda *_: False)
+    monkeypatch.setattr(attention, "nothing_looks_on", lambda *_: False)
     again = torch.autograd.grad(dilated_attention(*inputs, **DETACHED).square().sum(), inputs)
     assert len(calls) == 3 * branches
     for gradient, value in zip(gradients, again, strict=True):
