@@ -5,6 +5,7 @@ is rendered, works on the raw samples, and its result is not stored.
 """
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,6 +109,9 @@ class Section:
     plots: tuple[Plot, ...] = ()
 
 
+# How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
+_ESCAPED = re.compile(r"\\[bfru]")
+
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.suites.findings.masks:analyse",)
 
@@ -179,6 +183,9 @@ def render(
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
+    text = record.model_dump_json()
+    if not _ESCAPED.search(text) and printable(text) == text:
+        return record
     document = record.model_dump(mode="json")
     safe = _walked(document)
     return record if safe == document else RunRecord.model_validate(safe)
