@@ -19,6 +19,8 @@ from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
 
+INTERVALS = ", with 95 % intervals"
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -49,6 +51,11 @@ class CurvePlot:
     curves: tuple[Curve, ...]
     x_label: str = "sequence length (tokens)"
 
+    @property
+    def caption(self) -> str:
+        """The title, and what whiskers are where there are any."""
+        return self.title + INTERVALS * any(point.low is not None for curve in self.curves for point in curve.points)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
@@ -64,7 +71,7 @@ class Bars:
 class BarPlot:
     """Groups of horizontal bars. With `reference`, bars begin there: what lies left of it is a loss.
 
-    `log` puts the values on a logarithmic axis.
+    Their axis is linear: the lengths of bars on a logarithmic one would mean nothing.
     """
 
     name: str
@@ -73,7 +80,11 @@ class BarPlot:
     categories: tuple[str, ...]
     bars: tuple[Bars, ...]
     reference: float | None = None
-    log: bool = False
+
+    @property
+    def caption(self) -> str:
+        """The title, and what whiskers are where there are any."""
+        return self.title + INTERVALS * any(low is not None for bars in self.bars for low in bars.low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +100,11 @@ class MaskPlot:
     blocks: int
     block_size: int
     cells: tuple[tuple[float | None, ...], ...]
+
+    @property
+    def caption(self) -> str:
+        """The title."""
+        return self.title
 
 
 Plot = CurvePlot | BarPlot | MaskPlot

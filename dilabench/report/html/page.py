@@ -40,7 +40,7 @@ class Drawn:
         if isinstance(plot, MaskPlot):
             return f"Mask of {plot.blocks} x {plot.blocks} blocks of {plot.block_size} tokens: {plot.title}"
         parts: Sequence[Curve | Bars] = plot.curves if isinstance(plot, CurvePlot) else plot.bars
-        return f"{plot.title}: {', '.join(dict.fromkeys(part.label for part in parts))}. The tables hold the numbers."
+        return f"{plot.caption}: {', '.join(dict.fromkeys(part.label for part in parts))}. The tables hold the numbers."
 
 
 def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> str | None:

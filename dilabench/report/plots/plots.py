@@ -74,7 +74,7 @@ def _figure(plot: Plot, record: RunRecord) -> Iterator["Figure"]:
 
     with matplotlib.rc_context(STYLE):
         figure = _drawn(plot)
-        figure.suptitle(subject(record), x=0.01, ha="left", fontsize=8, color="0.35")
+        figure.suptitle(f"{plot.caption}\n{subject(record)}", x=0.01, ha="left", fontsize=9)
         figure.text(
             0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5"
         )
