@@ -194,6 +194,7 @@ function rowTable(data) {
   const shown = [
     { name: "implementation", text: text(at.implementation) },
     { name: "backend", whole: true, text: text(at.backend) },
+    ...(families.length > 1 ? [{ name: "workload", wide: true, text: (row) => workloads[row.w].family }] : []),
     { name: "length", number: true, text: (row) => lengthText(workloads[row.w].n), key: (row) => workloads[row.w].n },
     { name: "batch", number: true, text: (row) => String(workloads[row.w].batch), key: (row) => workloads[row.w].batch },
     ...columns.slice(2).filter((name) => !["verified", "timer"].includes(name)).map((name) => ({
@@ -201,8 +202,7 @@ function rowTable(data) {
       key: keys[name] ? (row) => row[keys[name]] ?? null : (row) => keyOfText(row.c[at[name]]),
     })),
     { name: "verified", text: text(at.verified) },
-    { name: "timer", text: text(at.timer) },
-    ...(families.length > 1 ? [{ name: "workload", text: (row) => workloads[row.w].family }] : []),
+    { name: "timer", whole: true, text: text(at.timer) },
   ];
   const table = document.getElementById("row-table"), body = element("tbody");
   const cells = shown.map((column) => element("th", { scope: "col", class: column.number ? "number" : null }, column.name));
@@ -254,7 +254,7 @@ function rowTable(data) {
   function line(row) {
     const kind = row.s === "measured" ? (row.best ? "best" : "") : row.s;
     const button = element("button", { type: "button", class: "more", "aria-expanded": "false", "aria-label": `Details of ${row.c[0]} at ${workloads[row.w].title}` }, "▸");
-    const made = element("tr", { class: kind || null }, element("td", {}, button), ...shown.map((column) => element("td", { class: column.number ? "number" : column.whole ? "whole" : null }, column.text(row))));
+    const made = element("tr", { class: kind || null }, element("td", {}, button), ...shown.map((column) => element("td", { class: column.number ? "number" : column.whole ? "whole" : column.wide ? "wide" : null }, column.text(row))));
     button.addEventListener("click", () => {
       const open = button.getAttribute("aria-expanded") === "true";
       button.setAttribute("aria-expanded", String(!open));
