@@ -24,6 +24,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
+from dilabench.impls.one_operator import eager, nothing_looks_on
 from dilabench.machine import detect
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
@@ -106,15 +107,11 @@ def dilated_attention(
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if sink is not None:
         _check_sink(sink, query, merge_grad)
-    out, _lse = _forward_op(
-        query,
-        key,
-        value,
-        sink,
-        list(segment_lengths),
-        list(dilation_rates),
+    options = _Options(
+        tuple(segment_lengths),
+        tuple(dilation_rates),
         causal,
-        list(window),
+        tuple(window),
         query.shape[-1] ** -0.5 if scale is None else scale,
         heads,
         offset,
@@ -122,9 +119,13 @@ def dilated_attention(
         padding,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
-        bounds,
+        tuple(bounds),
         backend,
     )
+    if sink is None and nothing_looks_on(*tensors):
+        out, _lse = eager(_computation(query, key, value, options), query, key, value)
+    else:
+        out, _lse = _forward_op(query, key, value, sink, *options)
     return out if cu_seqlens is None else out[0]
 
 
@@ -333,27 +334,33 @@ class _Computation(Protocol):
 
 def _computation(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> _Computation:
     """The computation for these tensors, made once per shape; refuses what does not fit together."""
-    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+    kinds = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
+    return _cached_computation(kinds, options)
+
+
+def _check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:
+    if len(query) != 4 or len(key) != 4 or key != value:
         raise ValueError(
-            f"query {tuple(query.shape)} must be [B, N, H, D], key {tuple(key.shape)} and value {tuple(value.shape)} "
-            "equal and [B, N, K, D]"
+            f"query {tuple(query)} must be [B, N, H, D], key {tuple(key)} and value {tuple(value)} equal and "
+            "[B, N, K, D]"
         )
-    B, N, _, D = query.shape
-    if (key.shape[0], key.shape[1], key.shape[3]) != (B, N, D):
-        raise ValueError(
-            f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in batch, length and head dim"
-        )
-    kinds = {(x.dtype, x.device) for x in (query, key, value)}
-    if len(kinds) > 1:
-        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, kinds))}")
-    return _cached_computation(tuple(query.shape), key.shape[2], query.dtype, query.device, options)
+    B, N, _, D = query
+    if (key[0], key[1], key[3]) != (B, N, D):
+        raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
 
 
 @lru_cache(maxsize=64)
 def _cached_computation(
-    query_shape: tuple[int, ...], num_kv_heads: int, dtype: torch.dtype, device: torch.device, options: _Options
+    tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], options: _Options
 ) -> _Computation:
-    batch_size, seq_len, num_heads, head_dim = query_shape
+    """For query, key and value, each by its shape, dtype and device."""
+    shapes, dtypes, devices = zip(*tensors, strict=True)
+    _check_operands(*shapes)
+    if len({*dtypes}) > 1 or len({*devices}) > 1:
+        kinds = sorted({str((dtype, device)) for _, dtype, device in tensors})
+        raise ValueError(f"query, key and value must share dtype and device, got {kinds}")
+    (batch_size, seq_len, num_heads, head_dim), num_kv_heads = shapes[0], shapes[1][2]
+    dtype, device = dtypes[0], devices[0]
     in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
     try:
         workload = validated(

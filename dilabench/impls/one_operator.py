@@ -46,12 +46,31 @@ def differentiable(
     keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. One operator does not hand these
     on, so that the compiler leaves such a computation alone.
     """
-    function = _Function.apply
-    if torch.compiler.is_compiling():
-        if not keeps_more:
-            return as_one_operator(number, q, k, v)
-        function = torch.compiler.disable(function)
-    out, lse = function(computation, q, k, v)
+    if not torch.compiler.is_compiling():
+        return eager(computation, q, k, v)
+    if not keeps_more:
+        return as_one_operator(number, q, k, v)
+    return torch.compiler.disable(eager)(computation, q, k, v)
+
+
+def nothing_looks_on(*tensors: Tensor) -> bool:
+    """Whether a call is no more than a call: no compiler, mode or function transform that must see one operator, which
+    takes torch a hundred microseconds to call.
+    """
+    looked_at = (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+    return not looked_at and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse as `differentiable` gives them, without a compiler."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _Function.apply(computation, q, k, v)
+    else:
+        out, lse, *_ = computation.forward(q, k, v)
     return out, lse
 
 

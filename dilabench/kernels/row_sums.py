@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dilabench.kernels.launches import Launches, run
+
 
 class StatsLayout(NamedTuple):
     """Rows of N tokens as [R, segments, rows]: token t at class t mod R and row t // R, ``segment_rows`` to a segment.
@@ -82,8 +84,13 @@ def _row_sums_kernel(
     tl.store(delta_ptr + target, delta, valid)
 
 
-def row_sums(out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout) -> tuple[Tensor, Tensor]:
-    """(lse * log2(e), rowsum(out * dout)) of out, dout [B, N, H, D], lse [B, H, N]: float32 ``[B, H, *layout]``."""
+def row_sums(
+    out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout, known: Launches | None = None
+) -> tuple[Tensor, Tensor]:
+    """(lse * log2(e), rowsum(out * dout)) of out, dout [B, N, H, D], lse [B, H, N]: float32 ``[B, H, *layout]``.
+
+    known: launches of the pass, which may have this one.
+    """
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows)
@@ -91,26 +98,28 @@ def row_sums(out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout) -> tup
         log2_lse, delta = lse.new_empty(shape), lse.new_empty(shape)
     else:
         log2_lse, delta = lse.new_full(shape, float("inf")), lse.new_zeros(shape)
+    tensors = {"out": out, "dout": dout, "lse": lse, "log2_lse": log2_lse, "delta": delta}
+    if known is not None and known.repeat("row sums", tensors):
+        return log2_lse, delta
     columns = triton.next_power_of_2(dim)
     rows = max(1, 4096 // columns)
-    _row_sums_kernel[(triton.cdiv(length, rows) * batch * num_heads,)](
-        out,
-        dout,
-        lse,
-        log2_lse,
-        delta,
-        *out.stride()[:3],
-        *dout.stride()[:3],
-        length,
-        num_heads,
-        layout.modulus,
-        layout.segments,
-        layout.segment_rows,
-        layout.rows,
-        HEAD_DIM=dim,
-        DIM=columns,
-        ROWS=rows,
-    )
+    arguments = {
+        **{f"{name}_ptr": x for name, x in tensors.items()},
+        **dict(zip(("out_b", "out_n", "out_h"), out.stride(), strict=False)),
+        **dict(zip(("dout_b", "dout_n", "dout_h"), dout.stride(), strict=False)),
+        "length": length,
+        "n_heads": num_heads,
+        "R": layout.modulus,
+        "segments": layout.segments,
+        "segment_rows": layout.segment_rows,
+        "stats_rows": layout.rows,
+        "HEAD_DIM": dim,
+        "DIM": columns,
+        "ROWS": rows,
+    }
+    launched = run(_row_sums_kernel, (triton.cdiv(length, rows) * batch * num_heads,), arguments)
+    if known is not None:
+        known.keep("row sums", launched, tensors)
     return log2_lse, delta
 
 

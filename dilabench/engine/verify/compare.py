@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
-from dilabench.engine.verify.slope import slope, slope_limit
+from dilabench.engine.verify.slope import Slope, no_better_than, slope, slope_limit
 from dilabench.record import Check
 
 # (name, positions) of each axis of a compared tensor; None: the index itself is the position. No name: not told.
@@ -52,14 +52,19 @@ def compare(name: str, actual: Tensor, expected: Expected, axes: Axes, detail: s
 
 
 def compare_both_ways(
-    name: str, actual: Tensor, expected: Expected, axes: Axes, detail: str | None = None
+    name: str, actual: Tensor, expected: Expected, axes: Axes, detail: str | None = None, terms: Slope | None = None
 ) -> Iterator[Check]:
-    """`compare`, and where that passes, the bias rule: `name`_slope (slope.py). Too few rows have no slope."""
+    """`compare`, and where that passes, the bias rule: `name`_slope (slope.py). Too few rows have no slope.
+
+    terms: of what `actual` is a sum over positions.
+    """
     check = compare(name, actual, expected, axes, detail)
     yield check
     if not check.passed or not actual.numel():
         return
-    found = slope(*rows_last(actual, expected.value, expected.size))
+    found = slope_on(actual, expected)
+    if terms is not None:
+        found = no_better_than(found, terms)
     limit = slope_limit(found, expected.plain, expected.slope_floor)
     if limit == float("inf"):
         return
@@ -68,6 +73,11 @@ def compare_both_ways(
     yield Check(
         name=f"{name}_slope", passed=off <= limit, error=off, tolerance=limit, detail=None if off <= limit else text
     )
+
+
+def slope_on(actual: Tensor, expected: Expected) -> Slope:
+    """The regression of a result of out's, k's or lse's shape on what is expected."""
+    return slope(*rows_last(actual, expected.value, expected.size))
 
 
 def agreement(name: str, first: Tensor, second: Tensor, tolerance: float, detail: str) -> Check:

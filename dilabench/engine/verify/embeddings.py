@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
-from dilabench.engine.verify.compare import compare_both_ways, locate
+from dilabench.engine.verify.compare import compare_both_ways, locate, slope_on
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
@@ -113,7 +113,7 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
         if name in moved_by_out:
             size = size + _spread(moved_by_out[name])
         if name in moved:
-            size, floor = size + _spread(moved[name]), gradient_floor_ulps(oracle.dtype)
+            size, floor = size + _spread(moved[name]), gradient_floor_ulps(workload, oracle.dtype)
         value, size, other = map(_in_rows, (value, size, plain[name]))
         expected[name] = expect(value, size, other, workload, oracle.dtype, floor, summed=summed)
     return expected
@@ -238,16 +238,19 @@ def _gradient_checks(
     if not result.gradients:
         yield Check(name="dx", passed=False, detail=NO_GRADIENT)
         return
+    terms = None
     for name, gradient in zip(["dx", *names], result.gradients, strict=True):
         title = name if name == "dx" else f"d {name}"
         if gradient is None:
             yield Check(name=title, passed=False, detail=NO_GRADIENT)
         elif name == "dx":
             x_axes = (("batch", oracle.sample.batches), ("position", None), ("", None), ("dim", None))
-            yield from compare_both_ways(title, _in_rows(oracle.chosen(gradient)), expected[name], x_axes, dout)
+            of_x = _in_rows(oracle.chosen(gradient))
+            yield from compare_both_ways(title, of_x, expected[name], x_axes, dout)
+            terms = slope_on(of_x, expected[name]) if of_x.shape == expected[name].value.shape else None
         else:
             axes = (*[("", None)] * (4 - gradient.ndim), *((f"axis {axis}", None) for axis in range(gradient.ndim)))
-            yield from compare_both_ways(title, _in_rows(gradient), expected[name], axes, dout)
+            yield from compare_both_ways(title, _in_rows(gradient), expected[name], axes, dout, terms)
 
 
 def _dependency(call: Call, oracle: Oracle) -> Check:

@@ -16,7 +16,8 @@ needs no assumption about what happens inside a row.
 plain is the plain same-dtype computation, as in tolerance.py: where rounding has a side (scores rounded in half
 precision make lse larger on average, numbers below float16's smallest become zero), it shows that too, and right
 results have as much of it at most. Six standard errors of 64 rows or more are exceeded once in 10^7 results (Student's
-t), and errors that cancel in a row make it less.
+t), and errors that cancel in a row make it less. The gradient of a parameter is a sum over positions, and what one of
+them is off by is in all rows of it: it is known no better than the gradient of the input, whose rows are positions.
 
 The floor is for what has a side in any kernel: exp2 and log2 and a rounded `scale · log2(e)`, six ulp of the
 accumulation dtype (tolerance.py), and an exp that is only as exact as half precision needs: torch's flash kernel on a
@@ -67,6 +68,12 @@ def slope(actual: Tensor, value: Tensor, size: Tensor) -> Slope:
     spread = float((products - deviation * weights).square_().sum()) ** 0.5
     noise = (4 * torch.finfo(torch.float64).eps) ** 2 * x.numel() / total
     return Slope(deviation, spread / total, total**2 / float(weights.square().sum()), noise)
+
+
+def no_better_than(found: Slope, by_position: Slope) -> Slope:
+    """The slope of a sum over positions, whose rows are not independent, where that of its terms is `by_position`."""
+    error, rows = max(found.error, by_position.error), min(found.rows, by_position.rows)
+    return Slope(found.deviation, error, rows, found.noise)
 
 
 def slope_limit(own: Slope, plain: Slope, floor: float) -> float:

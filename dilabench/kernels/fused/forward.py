@@ -13,10 +13,8 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
-    Arguments,
     check_operands,
     check_scale,
-    launch,
     launch_arguments,
     on_hopper,
     padded_dim,
@@ -36,6 +34,7 @@ from dilabench.kernels.fused.tile_walk import (
     turned,
     unpack,
 )
+from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
 
 
@@ -172,22 +171,36 @@ def fused_forward(
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
     (packed qkv included). Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
     """
-    check_operands(q, k, v, plan)
-    scale = check_scale(scale, q.shape[-1])
+    known = launches("forward", plan, scale, config, layout(q), layout(k), layout(v))
+    scale, whole = known.once("checked", lambda: _checked(q, k, v, plan, scale))
     batch, length, num_heads, _ = q.shape
-    covered = plan.groups[0].covers_every_row
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if covered else q.new_zeros(q.shape)
-    lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
-    q, k, v = (whole_classes(x, plan.modulus) for x in (q, k, v))
+    if plan.groups[0].covers_every_row:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((batch, num_heads, length), dtype=torch.float32, device=q.device)
+    else:
+        out = q.new_zeros(q.shape)
+        lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
+    if not whole:
+        q, k, v = (whole_classes(x, plan.modulus) for x in (q, k, v))
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     for index, group in enumerate(plan.groups):
+        if known.repeat(index, tensors):
+            continue
         specialized = None if config or index else _specialized(q, group, plan.causal)
         if specialized:
             from dilabench.kernels.fused.forward_sm90 import run_group
 
-            run_group(q, k, v, out, lse, group, plan.causal, scale, specialized)
+            launched = run_group(q, k, v, out, lse, group, plan.causal, scale, specialized)
         else:
-            _run_group(q, k, v, out, lse, group, plan.causal, scale, config, merge=index > 0)
+            launched = _run_group(q, k, v, out, lse, group, plan.causal, scale, config, merge=index > 0)
+        known.keep(index, launched, tensors)
     return out, lse
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | None) -> tuple[float, bool]:
+    """The scale, and whether kernels can read all three as they are."""
+    check_operands(q, k, v, plan)
+    return check_scale(scale, q.shape[-1]), all(whole_classes(x, plan.modulus) is x for x in (q, k, v))
 
 
 def _specialized(q: Tensor, group: BranchGroup, causal: bool) -> TileConfig | None:
@@ -208,7 +221,7 @@ def _run_group(
     scale: float,
     config: TileConfig | None,
     merge: bool,
-) -> None:
+) -> Launched:
     dim, size = padded_dim(q.shape[-1]), q.element_size()
 
     def arguments(ragged: bool) -> Arguments:
@@ -233,4 +246,4 @@ def _run_group(
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
     kind = (q.dtype, q.shape[-1], causal, merge, group.heads_per_kv, len(group.kinds), whole)
-    launch(_forward_kernel, arguments, ragged, *kind)
+    return launch(_forward_kernel, arguments, ragged, *kind)

@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, Arguments, class_view, launch
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view
 from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig
 
 _TILE_BITS = gl.constexpr(TILE_BITS)
@@ -616,7 +617,7 @@ def run_group(
     causal: bool,
     scale: float,
     config: TileConfig,
-) -> None:
+) -> Launched:
     """Write ``out`` and ``lse`` of one group of branches; rows that the group does not cover are left as they are."""
     batch, length, num_heads, dim = q.shape
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
@@ -665,4 +666,4 @@ def run_group(
         return (min(processors, n_work) if persistent else n_work,), own
 
     kind = (q.dtype, causal, group.heads_per_kv, len(group.kinds), config)
-    launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)
+    return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -35,9 +35,12 @@ from dilabench.kernels.fused.tile_lists import computed_pairs
 MAX_TABLE_ENTRIES = 1 << 25
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ResiduePlan:
-    """Groups to run in order, and the branches (index, reason) that design B cannot take."""
+    """Groups to run in order, and the branches (index, reason) that design B cannot take.
+
+    Equal plans are the same object (`residue_plan`), which is quicker to look up than what they are made of.
+    """
 
     groups: tuple[BranchGroup, ...]
     leftover: tuple[tuple[int, str], ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -13,14 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
+from dilabench.kernels.launches import COPY_BYTES, Arguments
 from dilabench.kernels.tuning import TileConfig
 
 SMALLEST_DIM, LARGEST_HEAD_DIM = 16, 256
-# Bulk copies step in units of so many bytes.
-COPY_BYTES = 16
-
-Arguments = tuple[tuple[int], dict[str, Any]]
-"""Grid and keyword arguments of a launch."""
 
 # What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
 # integers that are 1 or that 16 divides.
@@ -147,23 +142,6 @@ def launch_arguments(
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows)
     return (n_items * n_blocks,), arguments
-
-
-_compiled: set[tuple[Any, ...]] = set()
-
-
-def launch(kernel: Any, arguments: Callable[[bool], Arguments], ragged: bool, *kind: Any) -> None:
-    """Run a kernel on its ``arguments(ragged)``, where tiles are cut or not.
-
-    At the first call of a ``kind`` (all else that it is compiled for) both forms are compiled, so that no later length
-    compiles anything.
-    """
-    if (kernel, *kind) not in _compiled:
-        _compiled.add((kernel, *kind))
-        grid, other = arguments(not ragged)
-        kernel.warmup(grid=grid, **other)
-    grid, own = arguments(ragged)
-    kernel[grid](**own)
 
 
 def check_head_dim(q: Tensor) -> None:

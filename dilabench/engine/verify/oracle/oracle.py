@@ -142,7 +142,7 @@ class Oracle:
         dtype = plain_dtype(self.dtype)
         plain_out, plain_lse = attend_rows(*self._heads, self.workload, rows, dtype)
         plain = attend_rows_backward(dout, *self._heads, plain_out, plain_lse, self.workload, rows, keys, dtype)
-        floor = gradient_floor_ulps(self.dtype)
+        floor = gradient_floor_ulps(self.workload, self.dtype)
         dq, dk, dv = (
             expect(*parts, self.workload, self.dtype, floor, self._alike)
             for parts in zip(exact, sizes, plain, strict=True)

@@ -14,6 +14,13 @@ is four: GPU kernels take exp2 and log2 from approximations that are right to tw
 intrinsic functions), and nothing after them averages that out. Gradients take P from that lse by one more exp2: six
 ulp of the accumulation dtype, which for half precision is less than two of its own.
 
+They take it from scores that are summed once more, too, and maybe in another order. A score is a sum of D terms of any
+signs: after d of them it is about sqrt(d / D) of its size, and each addition rounds by up to u = eps / 2 of that,
+evenly, so that the sum has an error of standard deviation u / sqrt(3) · sqrt(sum_d d / D) = u sqrt(D / 6) of its size.
+lse and the second score are two such sums: six standard deviations of their difference are 6 u sqrt(D / 3). It shows in
+float32 where a row sees one key: its P is 1 in plain, which sums both in one order, and was seen to be off by 1.3e-6 of
+its size at D = 256.
+
 walk is for sums in sequence: plain is one of few rows, in the order that its matrix product likes, but a kernel may
 add n terms to one running sum, and a check may look at every row. Each addition rounds by up to u = eps / 2 of the sum
 so far, at random, which makes lambda sqrt(n) u of it (Higham and Mary 2019, "A New Approach to Probabilistic Rounding
@@ -163,9 +170,10 @@ def plain_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def gradient_floor_ulps(dtype: torch.dtype) -> float:
+def gradient_floor_ulps(workload: Workload, dtype: torch.dtype) -> float:
     """The floor of dq, dk and dv, and of what is linear in them, in ulp of `dtype`."""
-    return max(FLOOR_ULPS, GRADIENT_FLOOR_ULPS * eps(accumulation_dtype(dtype)) / eps(dtype))
+    recomputed = SIGMAS * math.sqrt(workload.head_dim / 3) / 2
+    return max(FLOOR_ULPS, max(GRADIENT_FLOOR_ULPS, recomputed) * eps(accumulation_dtype(dtype)) / eps(dtype))
 
 
 def eps(dtype: torch.dtype) -> float:
