@@ -5,6 +5,7 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 """
 
 import importlib
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -185,7 +186,7 @@ class Timing(Model):
     @property
     def samples_ns(self) -> tuple[int, ...]:
         """The samples of all slots, in the order taken."""
-        return tuple(sample for slot in self.slots for sample in slot.samples_ns)
+        return tuple(chain.from_iterable(slot.samples_ns for slot in self.slots))
 
 
 class Diagnostic(Model):
