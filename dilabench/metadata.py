@@ -121,6 +121,9 @@ STREAM_WALL_NS = Counter("stream_wall_ns", "time that the pieces took, inputs an
 SENT_BYTES = Counter("sent_bytes", "sent to other ranks in one call, by the rank that sends most", "bytes")
 RECEIVED_BYTES = Counter("received_bytes", "received from other ranks in one call, by the rank with most", "bytes")
 
+# Among a record's ceilings.
+COPY_KEY = "copy_bytes_per_s"
+
 # What travels between ranks. Each has two counters of its own beside the sums, 'sent_keys_bytes' and so on.
 TRAFFIC: Mapping[str, str] = {
     "keys": "K and V",
@@ -173,6 +176,11 @@ AFFINITY = NoteKind("affinity", "the process may move between processors")
 THREAD_VARIABLES = NoteKind("thread_variables", "the environment sets the number of threads")
 LOW_MEMORY = NoteKind("low_memory", "little memory is free", "bytes")
 SWAP = NoteKind("swap", "memory has been swapped out", "bytes")
+
+
+def matmul_key(dtype: str) -> str:
+    """The key, among a record's ceilings, of the FLOP/s of a matrix product in a dtype."""
+    return f"matmul_{dtype}_flops_per_s"
 
 
 def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:

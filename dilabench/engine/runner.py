@@ -73,8 +73,7 @@ def run(
     `launcher`: where ranks run, this machine by default.
     Ctrl-C ends the run with status 'interrupted' and the rows so far.
 
-    Called from a script of your own, that script needs the guard `if __name__ == "__main__"`, because worker processes
-    import it. Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
+    Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
     """
     method = choose_method(request.timing, machine.device, catalogue)
     waiting = _waiting(planned, completed)

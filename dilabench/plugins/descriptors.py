@@ -234,7 +234,8 @@ class Reporter:
 
     It returns the text to print; it may also write `filename` (and what belongs to it) into `folder` when not None.
     With `shows_sections` it is called as `render(record, folder, sections)`, with what the suite's analysis found. One
-    with `prints=False` has files only: `report` gives it the run's own folder when none is named.
+    with `prints=False` has files only: `report` gives it the run's own folder when none is named. `samples` names the
+    reporter that shows single samples where this one shows cases (`--samples`).
     """
 
     name: str
@@ -243,6 +244,7 @@ class Reporter:
     filename: str | None = None
     shows_sections: bool = False
     prints: bool = True
+    samples: str | None = None
     aliases: tuple[str, ...] = ()
 
 

@@ -5,6 +5,7 @@ is rendered, works on the raw samples, and its result is not stored.
 """
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
+
+INTERVALS = ", with 95 % intervals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class CurvePlot:
     curves: tuple[Curve, ...]
     x_label: str = "sequence length (tokens)"
 
+    @property
+    def caption(self) -> str:
+        """The title, and what whiskers are where there are any."""
+        return self.title + INTERVALS * any(point.low is not None for curve in self.curves for point in curve.points)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
@@ -63,7 +71,7 @@ class Bars:
 class BarPlot:
     """Groups of horizontal bars. With `reference`, bars begin there: what lies left of it is a loss.
 
-    `log` puts the values on a logarithmic axis.
+    Their axis is linear: the lengths of bars on a logarithmic one would mean nothing.
     """
 
     name: str
@@ -72,7 +80,11 @@ class BarPlot:
     categories: tuple[str, ...]
     bars: tuple[Bars, ...]
     reference: float | None = None
-    log: bool = False
+
+    @property
+    def caption(self) -> str:
+        """The title, and what whiskers are where there are any."""
+        return self.title + INTERVALS * any(low is not None for bars in self.bars for low in bars.low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +100,11 @@ class MaskPlot:
     blocks: int
     block_size: int
     cells: tuple[tuple[float | None, ...], ...]
+
+    @property
+    def caption(self) -> str:
+        """The title."""
+        return self.title
 
 
 Plot = CurvePlot | BarPlot | MaskPlot
@@ -107,6 +124,9 @@ class Section:
     numeric: frozenset[str] = frozenset()
     plots: tuple[Plot, ...] = ()
 
+
+# How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
+_ESCAPED = re.compile(r"\\[bfru]")
 
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.suites.findings.masks:analyse",)
@@ -179,6 +199,9 @@ def render(
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
+    text = record.model_dump_json()
+    if not _ESCAPED.search(text) and printable(text) == text:
+        return record
     document = record.model_dump(mode="json")
     safe = _walked(document)
     return record if safe == document else RunRecord.model_validate(safe)

@@ -71,7 +71,7 @@ def _finding(finding: Finding, folder: Path | None) -> Iterator[str]:
     for plot in finding.plots:
         picture = f"{FOLDER}/{plot.name}.png"
         if folder is not None and (folder / picture).exists():
-            yield from ("", f"![{_escaped(plot.title)}]({picture})")
+            yield from ("", f"![{_escaped(plot.caption)}]({picture})")
 
 
 def _section(section: Section) -> Iterator[str]:

@@ -7,11 +7,10 @@ a speed-up exists only inside a section, against the plain method or else the se
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.pairing import sessions_of
+from dilabench.compare.pairing import location_of
 from dilabench.compare.ranking import Ranking, is_quotable, rank
 from dilabench.record import Case, Failed, Measured, Row, RunRecord, Timing
 from dilabench.report import figures
-from dilabench.stats.samples.blocks import locate_sessions
 from dilabench.stats.samples.derive import tflops_per_second, tokens_per_second
 from dilabench.stats.samples.location import Location
 from dilabench.units import format_bytes, format_count
@@ -44,6 +43,7 @@ FOOTNOTES = {
 class DisplayRow:
     """One line of a table: a text per column; `status` is the outcome's, `fastest` marks the best of a section."""
 
+    row: Row
     cells: tuple[str, ...]
     status: str
     fastest: bool = False
@@ -151,7 +151,7 @@ def first_timing(row: Row) -> Timing | None:
 def location(row: Row) -> Location | None:
     """Median and interval of the timing that is shown; None when the row was not measured."""
     timing = first_timing(row)
-    return None if timing is None else locate_sessions(sessions_of([timing]))
+    return None if timing is None else location_of(timing)
 
 
 def _shape(case: Case) -> str:
@@ -182,6 +182,7 @@ def _section(title: str | None, rows: Sequence[Row], device: str) -> Section:
     ranking = None if rows[0].planned.role == "yardstick" else rank(rows, device)
     shown = [
         DisplayRow(
+            row=row,
             cells=_cells(row, ranking),
             status=row.outcome.status,
             fastest=ranking is not None and ranking.proven and row is ranking.fastest,

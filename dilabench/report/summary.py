@@ -2,14 +2,14 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from dilabench.metadata import note_text
 from dilabench.record import Check, Environment, Failed, FailureCode, Row, RunRecord, Skipped
 from dilabench.report import figures
-from dilabench.report.rows import location, row_name, workload_tables
+from dilabench.report.rows import WorkloadTable, location, row_name, workload_tables
 from dilabench.units import format_bytes
 
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
@@ -27,8 +27,11 @@ class Unmeasured:
     traceback: str | None = None
 
 
-def headline(record: RunRecord) -> str:
-    """The result in one or two sentences: how many rows ended how, and which was fastest at the largest workload."""
+def headline(record: RunRecord, tables: Sequence[WorkloadTable] | None = None) -> str:
+    """The result in one or two sentences: how many rows ended how, and which was fastest at the largest workload.
+
+    `tables` are the record's own, where they are there already: ranking thousands of rows takes a while.
+    """
     statuses = Counter(row.outcome.status for row in record.rows)
     wrong = sum(isinstance(row.outcome, Failed) and row.outcome.code in UNVERIFIED for row in record.rows)
     parts = [f"{statuses['measured']} of {len(record.rows)} rows verified and measured"]
@@ -40,7 +43,8 @@ def headline(record: RunRecord) -> str:
         unproven += [f"{late} could not be verified in time"] * bool(late)
         parts.append(f"{statuses['failed']} FAILED" + (f" ({', '.join(unproven)})" if unproven else ""))
     ended = "" if record.status == "complete" else f" The run was {record.status}; these are the results so far."
-    return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}{_fastest(record)}"
+    fastest = _fastest(workload_tables(record) if tables is None else tables)
+    return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}{fastest}"
 
 
 def device_text(record: RunRecord) -> str:
@@ -52,9 +56,9 @@ def device_text(record: RunRecord) -> str:
     return f"{environment.cpu.model} ({environment.cpu.threads} threads)"
 
 
-def _fastest(record: RunRecord) -> str:
+def _fastest(tables: Sequence[WorkloadTable]) -> str:
     """Names the fastest row of the largest workload where it is proven to be that, else those that may be."""
-    own = [table for table in workload_tables(record) if table.sections[0].title is None]
+    own = [table for table in tables if table.sections[0].title is None]
     # Along a range every length may have as many tokens: then the last one is the longest.
     table = max(reversed(own), key=lambda table: table.tokens, default=None)
     ranking = table.sections[0].ranking if table else None

@@ -71,6 +71,7 @@ def test_a_run_leaves_its_files_and_ends_with_a_verdict(fresh):
     folder = run_folder("benchmark_results")
     assert str(folder / "run.json") in result.stdout
     assert (folder / "report.md").read_text().startswith("# dilabench quick")
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
     record = read_record(folder)
     assert (record.status, record.suite, record.seed) == ("complete", "quick", 0)
     assert [row.case.implementation for row in record.rows] == ["dense", "gather", "strided"]

@@ -80,7 +80,7 @@ def run(
     keep: own.KeepInStore = True,
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
-    """Measure a suite: verify each case, time it, and leave run.json and report.md in a folder of its own."""
+    """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder."""
     found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))

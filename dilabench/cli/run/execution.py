@@ -32,7 +32,7 @@ from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder
 from dilabench.suites.planner import Planner, more_cases_of
 
-ALWAYS_WRITTEN = ("json", "plots", "markdown")
+ALWAYS_WRITTEN = ("json", "plots", "markdown", "html")
 TABLE = "table"
 
 

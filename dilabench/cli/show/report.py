@@ -9,6 +9,7 @@ from dilabench.cli.options import StrictPlugins, names
 from dilabench.cli.plugins import discovered, tell_of
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, ExitCode
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.report.findings import render, sections_of
 
@@ -21,13 +22,16 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write files there instead of printing.")
     ] = None,
+    samples: Annotated[bool, typer.Option("--samples", help="csv, parquet: a line per sample, not per case.")] = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """Render a run record: a table by default, markdown, json, or what a plug-in brings."""
+    """Render a run record: a table by default, html, markdown, json, csv, or what a plug-in brings."""
     from dilabench.store.lookup import Store
 
     catalogue = discovered(strict_plugins).catalogue
     reporters = [catalogue.reporters.get(name) for name in names(formats) or ["table"]]
+    if samples:
+        reporters = [_of_samples(reporter, catalogue) for reporter in reporters]
     store = Store(tell=note)
     records = store.records(run)
     if len(records) > 1:
@@ -48,6 +52,16 @@ def report(
     tell_of(catalogue.problems[known:])
     if catalogue.problems[known:]:
         raise typer.Exit(ExitCode.ENVIRONMENT)
+
+
+def _of_samples(reporter: Reporter, catalogue: Catalogue) -> Reporter:
+    """The reporter that shows samples where this one shows cases."""
+    if reporter.samples is None:
+        able = ", ".join(one.name for one in catalogue.reporters if one.samples)
+        raise ConfigError(
+            f"--samples: reporter {reporter.name!r} has no form with a line per sample; these have: {able}"
+        )
+    return catalogue.reporters.get(reporter.samples)
 
 
 def _own_folder(path: Path | None, run: str, reporter: Reporter) -> Path:

@@ -175,7 +175,7 @@ def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:
     ]
     yield BarPlot(
         name="optimization-impact",
-        title="Speed-up over everything off, with 95 % intervals (left of the line: slower)",
+        title="Speed-up over everything off (left of the line: slower)",
         value_label="speed-up (x)",
         categories=tuple(places),
         bars=tuple(speeds),

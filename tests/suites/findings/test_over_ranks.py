@@ -73,7 +73,7 @@ def test_memory_is_that_of_a_rank(sections):
 
 def test_names_of_plots_are_their_own(sections):
     names = [plot.name for section in sections.values() for plot in section.plots]
-    assert len(set(names)) == len(names) == 8
+    assert len(set(names)) == len(names) == 9
 
 
 def test_nothing_is_said_of_nothing(record):
