@@ -6,9 +6,11 @@ a speed-up exists only inside a section, against the plain method or else the se
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 
 from dilabench.compare.pairing import sessions_of
 from dilabench.compare.ranking import Ranking, is_quotable, rank
+from dilabench.errors import unknown_name
 from dilabench.record import Case, Failed, Measured, Row, RunRecord, Timing
 from dilabench.report import figures
 from dilabench.stats.samples.blocks import locate_sessions
@@ -29,6 +31,10 @@ COLUMNS = (
     "speed-up",
     "verified",
 )
+# Shown only where they are asked for.
+MORE_COLUMNS = ("mean", "std")
+ALL_COLUMNS = COLUMNS + MORE_COLUMNS
+NAMING_COLUMNS = ("implementation", "backend")
 TEXT_COLUMNS = ("implementation", "backend", "timer", "verified")
 DOUBTFUL = "‡"
 FOOTNOTES = {
@@ -63,10 +69,10 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadTable:
-    """The rows of one effective workload of `tokens` tokens."""
+    """The rows of one effective workload: `members` as they are in the record, `sections` as they are shown."""
 
     title: str
-    tokens: int
+    members: tuple[Row, ...]
     sections: tuple[Section, ...]
 
     @property
@@ -93,6 +99,14 @@ def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
         cell = shape_owner.setdefault(_shape(row.case), row.case.group_id)
         groups.setdefault(cell, []).append(row)
     return tuple(_table(rows, record.device) for rows in groups.values())
+
+
+def chosen_columns(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The columns to show: the usual ones, or the `wanted` after those that name a row. Raises ConfigError."""
+    for name in wanted:
+        if name not in ALL_COLUMNS:
+            raise unknown_name("column", name, ALL_COLUMNS)
+    return tuple(dict.fromkeys((*NAMING_COLUMNS, *wanted))) if wanted else COLUMNS
 
 
 def footnotes(tables: Iterable[WorkloadTable]) -> tuple[str, ...]:
@@ -166,7 +180,7 @@ def _table(rows: Sequence[Row], device: str) -> WorkloadTable:
         sections.setdefault(_section_title(row), []).append(row)
     return WorkloadTable(
         title=workload_title(case),
-        tokens=case.workload.tokens,
+        members=tuple(rows),
         sections=tuple(_section(title, members, device) for title, members in sections.items()),
     )
 
@@ -197,7 +211,7 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
     if timing is None or found is None:
         ending = "FAILED" if isinstance(row.outcome, Failed) else row.outcome.status
         cells = (*names, figures.ABSENT, ending)
-        return cells + (figures.ABSENT,) * (len(COLUMNS) - len(cells))
+        return cells + (figures.ABSENT,) * (len(ALL_COLUMNS) - len(cells))
     assert isinstance(row.outcome, Measured)
     workload, memory = row.case.workload, row.outcome.memory
     return (
@@ -211,11 +225,14 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
         figures.ratio(ranking.speedups[row.case.case_id])
         if ranking and row.case.case_id in ranking.speedups
         else figures.ABSENT,
-        _verified(row.outcome),
+        verified_text(row.outcome),
+        figures.latency(fmean(timing.samples_ns)),
+        figures.latency(pstdev(timing.samples_ns)),
     )
 
 
-def _verified(outcome: Measured) -> str:
+def verified_text(outcome: Measured) -> str:
+    """How far a row was checked: every output row, those compared with a built-in, or the number sampled."""
     if not outcome.verification.passed:
         return "no"
     verification = outcome.verification

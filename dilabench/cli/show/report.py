@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.options import StrictPlugins, names
+from dilabench.cli.options import Columns, Details, StrictPlugins, column_names, names
 from dilabench.cli.plugins import discovered, tell_of
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, ExitCode
@@ -21,6 +21,8 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write files there instead of printing.")
     ] = None,
+    columns: Columns = None,
+    details: Details = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Render a run record: a table by default, markdown, json, or what a plug-in brings."""
@@ -34,11 +36,12 @@ def report(
         raise ConfigError(f"{run!r} stands for {len(records)} runs; name one of them (see `dilabench baseline list`)")
     known = len(catalogue.problems)
     sections = sections_of(records[0], catalogue)
+    options = {"details": details, "columns": column_names(columns)}
     written: list[tuple[str | None, Path | None]] = []
     for reporter in reporters:
         folder = output if output is not None or reporter.prints else _own_folder(store.path_of(run), run, reporter)
         with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
-            text = render(reporter, records[0], folder, sections, catalogue)
+            text = render(reporter, records[0], folder, sections, catalogue, options)
             written.append((text, folder / reporter.filename if folder and reporter.filename else None))
     for text, path in written:
         if text is not None:

@@ -48,6 +48,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         rows=tuple(_line(search, record.device, catalogue) for search in found),
         numeric=NUMERIC,
         plots=tuple(_plots(found)),
+        answers=True,
     )
     return (section,)
 
