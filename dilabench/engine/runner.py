@@ -137,6 +137,7 @@ class _Run:
                     # Waiting for another run to release the device does not count against the budget.
                     remove_left_over()
                     self.driver.budget.start()
+                    self.progress.device_held()
                     header = self._described(header)
                     self.sink.start(header)
                     started = True

@@ -75,7 +75,7 @@ class Execution:
     def _measure(self) -> RunRecord:
         catalogue = self.found.catalogue
         self.folder.keep_masks(plan.case.workload for plan in self.planned if plan.skip is None)
-        with progress_shown() as progress:
+        with progress_shown(self.request.budget_s) as progress:
             record = run_cases(
                 self.planned,
                 self.request,
