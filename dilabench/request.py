@@ -18,6 +18,7 @@ COMMAND_LINE_ONLY = {"suite", "overrides"}
 COMMAND_LINE_ONLY_HINT = "name the suite on the command line and put workload fields under [workload]"
 AUTO = "auto"
 ALL = "all"
+NO_BUDGET = "none"
 
 
 class RunRequest(Model):
@@ -60,7 +61,12 @@ class RunRequest(Model):
     @field_validator("budget_s", mode="before")
     @classmethod
     def _budget(cls, value: Any) -> Any:
-        return parse_duration(value) if isinstance(value, str) else value
+        return read_budget(value) if isinstance(value, str) else value
+
+
+def read_budget(text: str) -> float | None:
+    """A duration in seconds; None, no limit, for 'none'."""
+    return None if text.strip() == NO_BUDGET else parse_duration(text)
 
 
 def run_request(
@@ -104,7 +110,7 @@ def run_request(
             f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
         )
     _check_names(catalogue, request)
-    if request.budget_s is None and suite in catalogue.suites:
+    if "budget_s" not in fields and suite in catalogue.suites:
         return request.model_copy(update={"budget_s": catalogue.suites.get(suite).budget_s})
     return request
 

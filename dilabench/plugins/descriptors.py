@@ -219,7 +219,7 @@ class Suite:
     follow_up: str | None = None
     analysis: str | None = None
     projections: str | None = None
-    budget_s: float | None = None
+    budget_s: float | None = 120.0
     timing: str = "warmup"
     aliases: tuple[str, ...] = ()
     reads_catalogue: bool = False

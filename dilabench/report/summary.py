@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from dilabench.errors import counted
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import Check, Environment, Failed, FailureCode, Note, RunRecord, Skipped
 from dilabench.report.rows import row_name
@@ -35,7 +36,7 @@ def headline(record: RunRecord) -> str:
     """How many rows ended how, in one sentence."""
     statuses = Counter(row.outcome.status for row in record.rows)
     wrong = sum(isinstance(row.outcome, Failed) and row.outcome.code in UNVERIFIED for row in record.rows)
-    parts = [f"{statuses['measured']} of {len(record.rows)} rows verified and measured"]
+    parts = [f"{statuses['measured']} of {counted(len(record.rows), 'row')} verified and measured"]
     if statuses["skipped"]:
         parts.append(f"{statuses['skipped']} skipped")
     late = sum(isinstance(row.outcome, Failed) and row.outcome.code == "verification_timeout" for row in record.rows)

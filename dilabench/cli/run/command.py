@@ -21,10 +21,10 @@ from dilabench.patterns.registry import kind_with_fields
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import Found
 from dilabench.record import Row, RunHeader
-from dilabench.request import RunRequest, run_request
+from dilabench.request import RunRequest, read_budget, run_request
 from dilabench.store.run_files import RunFolder, completed_rows
 from dilabench.suites.planner import Planner, expand
-from dilabench.units import parse_count, parse_duration
+from dilabench.units import parse_count
 from dilabench.workload.ranges import CUSTOM, range_lengths
 
 if TYPE_CHECKING:
@@ -106,9 +106,10 @@ def run(
         compile=compile_calls,
         nproc=nproc,
         device=device,
-        budget_s=budget and parse_duration(budget),
         seed=seed,
     )
+    if budget is not None:
+        settings["budget_s"] = read_budget(budget)
     asked = Asked(
         suite=suite,
         configs=config or [],
@@ -150,7 +151,9 @@ class Asked:
         elsewhere = given(config=self.configs, set=self.assignments, output=self.folder)
         fixed = {**self.workload, **self.settings, **elsewhere}
         request, header = recorded_request(self.resume, self.suite, fixed.keys() - {"budget_s"})
-        return request.model_copy(update=given(budget_s=self.settings.get("budget_s"))), header
+        return request.model_copy(
+            update={name: value for name, value in self.settings.items() if name == "budget_s"}
+        ), header
 
 
 def _carry_out(

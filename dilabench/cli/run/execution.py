@@ -19,12 +19,13 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import FollowUp
 from dilabench.engine.runner import run as run_cases
 from dilabench.engine.worker.launcher import Launcher
-from dilabench.errors import DilabenchError, ExitCode
+from dilabench.errors import DilabenchError, ExitCode, counted
 from dilabench.machine import Machine
 from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.plugins.manager import Found
+from dilabench.predict.time import expected_time
 from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.report.findings import render, sections_of
 from dilabench.request import RunRequest
@@ -127,9 +128,12 @@ class Execution:
     def _opening(self) -> str:
         runs = sum(plan.skip is None for plan in self.planned)
         kept = f", {len(self.completed)} of them kept from before" if self.completed else ""
-        budget = f", at most {self.request.budget_s:g} s" if self.request.budget_s else ""
         where = self.machine.gpus[0].name if self.machine.device == "cuda" else self.header.environment.cpu.model
-        return f"dilabench {self.request.suite} on {self.machine.device} ({where}): {runs} cases{kept}{budget}"
+        done = {row.case.case_id for row in self.completed}
+        waiting = [one.case for one in self.planned if one.skip is None and one.case.case_id not in done]
+        time = expected_time(waiting, self.machine, self.header.environment.cpu.cores, self.request.budget_s)
+        cases = f"{counted(runs, 'case')}{kept}"
+        return f"dilabench {self.request.suite} on {self.machine.device} ({where}): {cases}; {time}"
 
     def _say(self, text: str) -> None:
         """Print a message: to stderr when stdout carries another format than the table."""

@@ -77,7 +77,10 @@ MemoryPool = Annotated[
 CudaGraph = Annotated[bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Replay calls as a CUDA graph.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Wrap calls in torch.compile.")]
 Processes = Annotated[int | None, typer.Option("--nproc", metavar="N", help="Processes, one per device.")]
-Budget = Annotated[str | None, typer.Option("--budget", metavar="TIME", help="Time the whole run may take: 60s, 5m.")]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="TIME", help="Time the run may take: 60s, 5m, none (default: the suite's own)."),
+]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the cases with their work and leave.")]
 Resume = Annotated[

@@ -13,7 +13,7 @@ from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import Lines, say
 from dilabench.cli.verify.everything import SIGNS, Marks, Result, trials_of
 from dilabench.cli.verify.outcomes import Outcome, outcomes_of
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, counted
 from dilabench.machine import detect
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
@@ -146,7 +146,7 @@ def _result(outcome: Outcome) -> tuple[Result, str]:
     if outcome.passed:
         rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
         against = f", all rows against {outcome.against}" if outcome.against else ""
-        return "right", f"{len(outcome.checks)} checks, {rows}{against}"
+        return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
     failed = [_check(check) for check in outcome.checks if not check.passed] or ["nothing was checked"]
     return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
 
