@@ -36,6 +36,8 @@ class RunRequest(Model):
     lengths: tuple[int, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timing: str = "warmup"
+    warmup_runs: int | None = Field(default=None, ge=0, le=10**6)
+    timing_runs: int | None = Field(default=None, ge=1, le=10**6)
     nproc: int = Field(default=1, ge=1, le=4096)
     budget_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, lt=2**63)

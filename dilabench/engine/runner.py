@@ -76,7 +76,13 @@ def run(
     Called from a script of your own, that script needs the guard `if __name__ == "__main__"`, because worker processes
     import it. Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
     """
-    method = choose_method(request.timing, machine.device, catalogue)
+    method = choose_method(
+        request.timing,
+        machine.device,
+        catalogue,
+        warmup_runs=request.warmup_runs,
+        timing_runs=request.timing_runs,
+    )
     waiting = _waiting(planned, completed)
     driver = Driver(
         catalogue=catalogue,

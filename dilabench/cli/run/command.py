@@ -64,6 +64,8 @@ def run(
     form: own.Form = None,
     sharding: own.Sharding = None,
     timing: own.Timing = None,
+    warmup_runs: own.WarmupRuns = None,
+    timing_runs: own.TimingRuns = None,
     pattern_cache: own.PatternCache = None,
     memory_pool: own.MemoryPool = None,
     cuda_graph: own.CudaGraph = None,
@@ -78,6 +80,8 @@ def run(
     output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
     keep: own.KeepInStore = True,
+    as_json: shared.AsJson = False,
+    list_configs: own.ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
     """Measure a suite: verify each case, time it, and leave run.json and report.md in a folder of its own."""
@@ -100,6 +104,8 @@ def run(
             sharding=sharding,
         ),
         timing=timing,
+        warmup_runs=warmup_runs,
+        timing_runs=timing_runs,
         pattern_cache_entries=None if pattern_cache is None else PATTERN_CACHE_ENTRIES * pattern_cache,
         buffer_pool_bytes=None if memory_pool is None else POOL_BYTES * memory_pool,
         cuda_graph=cuda_graph,
@@ -120,7 +126,7 @@ def run(
         # A record may be copied to a file besides; the run itself goes on where it is.
         folder=None if output == DEFAULT_FOLDER or output.suffix == ".json" else output,
     )
-    reporters = names(formats) or [TABLE]
+    reporters = names(formats) or ["json" if as_json else TABLE]
     raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, nodes)))
 
 

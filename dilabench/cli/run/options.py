@@ -66,6 +66,30 @@ Timing = Annotated[
         "--timing", "--timing-method", metavar="METHOD", help="simple, warmup (default), profiler, or a timer."
     ),
 ]
+WarmupRuns = Annotated[
+    int | None,
+    typer.Option("--warmup-runs", metavar="N", help="Calls before the first sample (default: until times settle)."),
+]
+TimingRuns = Annotated[
+    int | None,
+    typer.Option(
+        "--timing-runs", "--num-runs", metavar="N", help="Samples of each case (default: until precise enough)."
+    ),
+]
+
+
+def _list_configs(asked: bool) -> None:
+    if asked:
+        from dilabench.cli.show.list import Kind, list_names
+
+        list_names(Kind.WORKLOADS)
+        raise typer.Exit
+
+
+ListConfigs = Annotated[
+    bool,
+    typer.Option("--list-configs", callback=_list_configs, is_eager=True, help="Show what --config takes and leave."),
+]
 PatternCache = Annotated[
     bool | None,
     typer.Option("--enable-pattern-cache/--disable-pattern-cache", help="Keep index tensors (on by default)."),

@@ -1,11 +1,13 @@
 """`dilabench describe`: everything known about one name."""
 
+import json
 import os
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
+from dilabench.cli.options import AsJson
 from dilabench.cli.show.availability import limits_of, reasons_against
 from dilabench.cli.show.picture import mask_facts, pattern_picture
 from dilabench.cli.terminal import say
@@ -31,6 +33,7 @@ EXAMPLE_LENGTH = 48
 
 def describe(
     name: Annotated[str, typer.Argument(help="Name or alias of what `dilabench list` shows, of a range or a mask.")],
+    as_json: AsJson = False,
 ) -> None:
     """Show everything known about a name; a name that stands for several things shows all of them."""
     catalogue, machine = discover().catalogue, detect()
@@ -42,6 +45,10 @@ def describe(
     if not sheets:
         known = {other for registry in REGISTRIES for other in getattr(catalogue, registry).names}
         raise unknown_name("name", name, [*known, *RANGES, *PREFERENCES])
+    if as_json:
+        document = [{"kind": kind, "name": name, "facts": [list(fact) for fact in facts]} for kind, facts in sheets]
+        say(json.dumps(document, indent=2, ensure_ascii=False))
+        return
     for index, (kind, facts) in enumerate(sheets):
         say(("\n" if index else "") + f"{kind} {name}")
         for key, value in facts:

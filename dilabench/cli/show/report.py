@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.options import Columns, Details, StrictPlugins, column_names, names
+from dilabench.cli.options import AsJson, Columns, Details, StrictPlugins, column_names, names
 from dilabench.cli.plugins import discovered, tell_of
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, ExitCode
@@ -23,13 +23,14 @@ def report(
     ] = None,
     columns: Columns = None,
     details: Details = False,
+    as_json: AsJson = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Render a run record: a table by default, markdown, json, or what a plug-in brings."""
     from dilabench.store.lookup import Store
 
     catalogue = discovered(strict_plugins).catalogue
-    reporters = [catalogue.reporters.get(name) for name in names(formats) or ["table"]]
+    reporters = [catalogue.reporters.get(name) for name in names(formats) or ["json" if as_json else "table"]]
     store = Store(tell=note)
     records = store.records(run)
     if len(records) > 1:
