@@ -19,7 +19,7 @@ SLOWDOWN = {"float64": 16.0, "float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
 # Starting a worker, building, verifying: what a case takes before its first sample.
 OVERHEAD_S = 5.0
 # The same in a worker that has had other cases.
-CASE_OVERHEAD_S = 2.0
+CASE_OVERHEAD_S = 1.0
 CALLS_PER_CASE = 10
 ROUND_TO_S = 10
 
@@ -61,7 +61,7 @@ def expected_time(cases: Sequence[Case], machine: Machine, cores: int, budget_s:
         return f"{text}, no limit"
     if seconds <= budget_s:
         return f"{text}, at most {format_seconds(budget_s)}"
-    return f"{text}, more than the budget of {format_seconds(budget_s)}: what it leaves out is said at the end"
+    return f"{text}; the budget is {format_seconds(budget_s)}, and what it leaves out is said at the end"
 
 
 def budget_option(seconds: float) -> str:

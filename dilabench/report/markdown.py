@@ -64,7 +64,7 @@ def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None, 
                 yield from ("", f"{_escaped(section.title)}:")
             yield ""
             yield from _section(section, names)
-    for meaning in footnotes(tables):
+    for meaning in footnotes(tables, names):
         yield from ("", _escaped(meaning))
     entries = unmeasured(record)
     for status, heading in (("failed", "Failures"), ("skipped", "Skipped")):

@@ -4,7 +4,7 @@ A table holds the rows of one effective workload. Inside it a section holds rows
 a speed-up exists only inside a section, against the plain method or else the section's first measured row.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -109,9 +109,15 @@ def chosen_columns(wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*NAMING_COLUMNS, *wanted))) if wanted else COLUMNS
 
 
-def footnotes(tables: Iterable[WorkloadTable]) -> tuple[str, ...]:
-    """The meaning of the marks that the tables use."""
-    texts = [cell for table in tables for row in table.rows for cell in row.cells]
+def footnotes(tables: Iterable[WorkloadTable], names: Collection[str] = COLUMNS) -> tuple[str, ...]:
+    """The meaning of the marks that these columns of the tables use."""
+    texts = [
+        cell
+        for table in tables
+        for row in table.rows
+        for name, cell in zip(ALL_COLUMNS, row.cells, strict=True)
+        if name in names
+    ]
     return tuple(f"{mark} {meaning}" for mark, meaning in FOOTNOTES.items() if any(mark in text for text in texts))
 
 

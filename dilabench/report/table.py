@@ -1,6 +1,6 @@
 """The terminal report: findings, a table per workload, what has no time and why, notes, and last the answer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -29,7 +29,7 @@ PIPED_WIDTH = 120
 MAX_TABLES = 6
 MAX_TOLD = 3
 MAX_WHY = 240
-DETAILS_HINT = "`dilabench report RUN --details` shows them, and so does report.md"
+DETAILS_HINT = "--details shows them, and so does report.md"
 # Dropped from the left of this list when a terminal is too narrow for all columns.
 LEAST_NEEDED = ("std", "mean", "TFLOP/s", "timer", "95 % CI", "peak mem.", "backend", "tok/s", "verified")
 STYLES = {"failed": "bold red", "skipped": "dim"}
@@ -70,9 +70,8 @@ def to_text(
         if not finding.answers and (finding.rows or not finding.plots):
             _print_finding(console, finding)
     if details or columns or len(tables) <= MAX_TABLES:
-        for table in tables:
-            _print_table(console, table, names)
-        _print_footnotes(console, tables)
+        shown = {name for table in tables for name in _print_table(console, table, names)}
+        _print_footnotes(console, tables, shown)
     elif tables:
         console.print()
         console.print(Text(f"{len(tables)} tables, one of each workload, are left out; {DETAILS_HINT}", style="dim"))
@@ -89,7 +88,8 @@ def to_text(
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[str]) -> None:
+def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[str]) -> list[str]:
+    """Print a table with those of the wanted columns that there is room for, which it returns."""
     console.print()
     console.print(Text(table.title, style="bold"))
     names, gap = _fitting_columns(table, wanted, console.width)
@@ -100,6 +100,7 @@ def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[str]) 
     left_out = [name for name in wanted if name not in names]
     if left_out:
         console.print(Text(f"left out at {console.width} columns: {', '.join(left_out)}", style="dim"))
+    return names
 
 
 def _fitting_columns(table: WorkloadTable, wanted: Sequence[str], width: int) -> tuple[list[str], int]:
@@ -131,8 +132,8 @@ def _drawn(section: Section, widths: dict[str, int], gap: int, header: bool) -> 
     return drawn
 
 
-def _print_footnotes(console: Console, tables: Sequence[WorkloadTable]) -> None:
-    used = footnotes(tables)
+def _print_footnotes(console: Console, tables: Sequence[WorkloadTable], names: Collection[str]) -> None:
+    used = footnotes(tables, names)
     if used:
         console.print()
         console.print(Text("; ".join(used), style="dim"))

@@ -80,6 +80,8 @@ def run(
     output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
     keep: own.KeepInStore = True,
+    columns: shared.Columns = None,
+    details: shared.Details = False,
     as_json: shared.AsJson = False,
     list_configs: own.ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
@@ -127,7 +129,10 @@ def run(
         folder=None if output == DEFAULT_FOLDER or output.suffix == ".json" else output,
     )
     reporters = names(formats) or ["json" if as_json else TABLE]
-    raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, nodes)))
+    shown = {"details": details, "columns": shared.column_names(columns)}
+    raise typer.Exit(
+        on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, shown, nodes))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +175,7 @@ def _carry_out(
     dry_run: bool,
     plan: bool,
     keep: bool,
+    shown: dict[str, Any],
     nodes: "Nodes | None",
 ) -> ExitCode:
     catalogue = found.catalogue
@@ -209,6 +215,7 @@ def _carry_out(
         formats=reporters,
         completed=completed,
         keep=keep,
+        options=shown,
         launcher=nodes,
     )
     code = execution.run()

@@ -3,17 +3,20 @@
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import dilabench
 from dilabench.atomic_file import write_text
+from dilabench.cli.compare.noise import busy
 from dilabench.cli.plugins import tell_of
+from dilabench.cli.reading import read
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.run.way_on import way_on, without_time
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import note, say
 from dilabench.compare.comparison import is_wrong
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import FollowUp
@@ -21,6 +24,7 @@ from dilabench.engine.runner import run as run_cases
 from dilabench.engine.worker.launcher import Launcher
 from dilabench.errors import DilabenchError, ExitCode, counted
 from dilabench.machine import Machine
+from dilabench.metadata import note_text
 from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
@@ -50,6 +54,7 @@ class Execution:
     formats: tuple[Reporter, ...]
     completed: tuple[Row, ...] = ()
     keep: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
     launcher: Launcher | None = None
 
     def run(self) -> ExitCode:
@@ -57,6 +62,8 @@ class Execution:
         known = len(self.found.problems)
         try:
             self._say(self._opening())
+            for one in busy(read(self.machine)):
+                note(f"{note_text(one)} (`dilabench doctor` says more)")
             record = self._measure()
         finally:
             self.folder.discard_if_empty()
@@ -106,11 +113,12 @@ class Execution:
         sections = sections_of(record, catalogue)
         for reporter in written:
             with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
-                render(reporter, record, self.folder.path, sections, catalogue)
+                render(reporter, record, self.folder.path, sections, catalogue, self.options)
         for reporter in self.formats:
             text = None
             with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
-                text = render(reporter, record, None, sections, catalogue) if reporter.prints else None
+                if reporter.prints:
+                    text = render(reporter, record, None, sections, catalogue, self.options)
             if text is not None:
                 say(text, styled=True)
         paths = [self.folder.path / str(one.filename) for one in written]
