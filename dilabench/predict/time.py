@@ -1,7 +1,7 @@
 """How long a run might take, from what was measured or from FLOPs: a prediction to decide by, never a result."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
@@ -62,6 +62,12 @@ def expected_time(cases: Sequence[Case], machine: Machine, cores: int, budget_s:
     if seconds <= budget_s:
         return f"{text}, at most {format_seconds(budget_s)}"
     return f"{text}; the budget is {format_seconds(budget_s)}, and what it leaves out is said at the end"
+
+
+def slow_dtypes(cases: Iterable[Case], machine: Machine) -> str | None:
+    """What to say of dtypes that most processors convert at every step; None on a GPU, and where none is asked for."""
+    halves = sorted({case.workload.dtype for case in cases} & {"float16", "bfloat16"})
+    return f"most processors are slow at {' and '.join(halves)}" if halves and machine.device == "cpu" else None
 
 
 def budget_option(seconds: float) -> str:

@@ -99,7 +99,8 @@ class Section:
     """One finding: the sentence that a reader needs, the figures behind it, and plots.
 
     `rows` hold a text per column; columns in `numeric` are set to the right. `answers`: it is the answer to the suite's
-    question, which reports begin and end with; without one, that is who is fastest along the suite's axis.
+    question, which reports begin and end with; without one, that is who is fastest along the suite's axis. `headed`:
+    the first column is the heading of the rows below it, and the terminal gives it a line of its own.
     """
 
     title: str
@@ -109,6 +110,7 @@ class Section:
     numeric: frozenset[str] = frozenset()
     plots: tuple[Plot, ...] = ()
     answers: bool = False
+    headed: bool = False
 
 
 # Analyses of what any suite's record may hold.

@@ -1,6 +1,7 @@
 """The terminal report: findings, a table per workload, what has no time and why, notes, and last the answer."""
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -143,7 +144,11 @@ def _print_finding(console: Console, finding: Finding) -> None:
     console.print()
     console.print(Text(finding.title, style="bold"))
     console.print(Text(finding.sentence))
-    if finding.rows:
+    if finding.rows and finding.headed:
+        for heading, rows in groupby(finding.rows, key=lambda row: row[0]):
+            console.print(Text(heading, style="dim"))
+            console.print(grid(finding.columns[1:], [row[1:] for row in rows], finding.numeric, console.width))
+    elif finding.rows:
         console.print(grid(finding.columns, finding.rows, finding.numeric, console.width))
 
 

@@ -29,7 +29,7 @@ from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.plugins.manager import Found
-from dilabench.predict.time import expected_time
+from dilabench.predict.time import expected_time, slow_dtypes
 from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.report.findings import render, sections_of
 from dilabench.request import RunRequest
@@ -62,6 +62,8 @@ class Execution:
         known = len(self.found.problems)
         try:
             self._say(self._opening())
+            if slow := slow_dtypes([one.case for one in self.planned if one.skip is None], self.machine):
+                note(f"{slow}; --dtype float32 is faster there")
             for one in busy(read(self.machine)):
                 note(f"{note_text(one)} (`dilabench doctor` says more)")
             record = self._measure()

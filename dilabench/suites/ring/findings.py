@@ -98,7 +98,8 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
 def section(title: str, sentence: str, columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Section:
     """A section whose columns are figures but for what names a row."""
     numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
-    return Section(title=title, sentence=sentence, columns=columns, rows=tuple(map(tuple, rows)), numeric=numeric)
+    cells = tuple(map(tuple, rows))
+    return Section(title=title, sentence=sentence, columns=columns, rows=cells, numeric=numeric, headed=True)
 
 
 def efficiency_text(one: Comparison) -> str:
