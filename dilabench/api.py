@@ -13,7 +13,7 @@ from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect
 from dilabench.record import RunRecord
-from dilabench.request import RunRequest, run_request
+from dilabench.request import NO_BUDGET, RunRequest, run_request
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import RunFolder, read_record
 from dilabench.suites.planner import expand
@@ -34,7 +34,7 @@ def run(
     """Measure a suite, as `dilabench run` does, and return the record; progress and the verdict go to stderr.
 
     `config`: presets or TOML files. `settings`: what a TOML file's [run] and [workload] tables may hold:
-    `implementations`, `backends`, `lengths`, `budget` ("60s"), `device`, `seed`; `batch_size`, `dtype`, `mode` and so
+    `implementations`, `backends`, `lengths`, `budget` ("60s", "none"; else the suite's own), `device`, `seed`; `batch_size`, `dtype`, `mode` and so
     on. The run leaves its folder under `output`; with `store` the record is kept for `history` as well. A case that
     fails is a row of the record, not an exception.
 
@@ -123,5 +123,8 @@ def _command(request: RunRequest) -> Iterator[str]:
     for option, number in (("--nproc", request.nproc), ("--seed", request.seed)):
         if number != RunRequest.model_fields[option.removeprefix("--")].default:
             yield from (option, str(number))
-    if request.budget_s is not None:
-        yield from ("--budget", f"{request.budget_s:g}s")
+    for option, runs in (("--warmup-runs", request.warmup_runs), ("--timing-runs", request.timing_runs)):
+        if runs is not None:
+            yield from (option, str(runs))
+    # A suite has one unless told that there is none.
+    yield from ("--budget", NO_BUDGET if request.budget_s is None else f"{request.budget_s:g}s")

@@ -11,6 +11,8 @@ import pytest
 
 import dilabench
 from dilabench.errors import ConfigError
+from dilabench.plugins.manager import discover
+from dilabench.request import run_request
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
@@ -74,6 +76,21 @@ def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(AttributeError, match="has no attribute 'rum'"):
         _ = dilabench.rum
     assert list(tmp_path.iterdir()) == []
+
+
+def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):
+    from dilabench import api
+    from dilabench.cli.run.execution import Execution
+
+    requests = []
+    monkeypatch.setattr(Execution, "run", lambda self: requests.append(self.request))
+    monkeypatch.setattr(api, "read_record", lambda path: None)
+    for settings in ({}, {"budget": "none"}, {"budget": "60s"}):
+        dilabench.run("quick", output=tmp_path, device="cpu", **settings)
+    usual = run_request(discover().catalogue, suite="quick").budget_s
+    assert usual is not None
+    assert [one.budget_s for one in requests] == [usual, None, 60]
+    assert [" ".join(api._command(one)).partition("--budget ")[2] for one in requests] == [f"{usual:g}s", "none", "60s"]
 
 
 def test_runs_of_different_machines_are_not_compared(make_row, make_record):

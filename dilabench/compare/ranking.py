@@ -36,7 +36,7 @@ class Ranking:
 
 def is_quotable(row: Row) -> bool:
     """Whether its time stands for what it claims to: measured, and no note says that it cannot be true."""
-    if not isinstance(row.outcome, Measured) or _median_ns(row) is None:
+    if not isinstance(row.outcome, Measured) or not any(timing.samples_ns for timing in row.outcome.timings):
         return False
     return not any(kind.disqualifies for note in row.outcome.notes if (kind := NOTES.get(note.code)))
 

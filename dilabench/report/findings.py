@@ -6,7 +6,7 @@ is rendered, works on the raw samples, and its result is not stored.
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dilabench.errors import ConfigError, PluginError, printable
+from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
@@ -114,7 +115,9 @@ Plot = CurvePlot | BarPlot | MaskPlot
 class Section:
     """One finding: the sentence that a reader needs, the figures behind it, and plots.
 
-    `rows` hold a text per column; columns in `numeric` are set to the right.
+    `rows` hold a text per column; columns in `numeric` are set to the right. `answers`: it is the answer to the suite's
+    question, which reports begin and end with; without one, that is who is fastest along the suite's axis. `headed`:
+    the first column is the heading of the rows below it, and the terminal gives it a line of its own.
     """
 
     title: str
@@ -123,6 +126,8 @@ class Section:
     rows: tuple[tuple[str, ...], ...] = ()
     numeric: frozenset[str] = frozenset()
     plots: tuple[Plot, ...] = ()
+    answers: bool = False
+    headed: bool = False
 
 
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
@@ -133,7 +138,7 @@ FOR_EVERY_SUITE = ("dilabench.suites.findings.masks:analyse",)
 
 
 def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """What the record's suite has to say about it, if it is installed and says anything, and what any record shows.
+    """The answer, what else the record's suite has to say if it is installed, and what any record shows.
 
     An analysis that fails is named in a section instead, and among the catalogue's problems.
     """
@@ -155,7 +160,18 @@ def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             blamed = error if isinstance(error, PluginError) else PluginError(str(error), plugin)
             catalogue.blame(blamed)
             found.append(Section(title="Analysis failed", sentence=printable(str(blamed))))
-    return tuple(found)
+    if not any(section.answers for section in found):
+        found += _answer(record, suite.axis if suite else LENGTH)
+    return tuple(sorted(found, key=lambda section: not section.answers))
+
+
+def _answer(record: RunRecord, axis: Axis) -> Iterator[Section]:
+    # Its statistics need numpy, which --help should not wait for.
+    from dilabench.report.answer import TITLE, answer
+
+    found = answer(record, axis)
+    columns, rows, numeric = found.table()
+    yield Section(title=TITLE, sentence=found.sentence, columns=columns, rows=rows, numeric=numeric, answers=True)
 
 
 def _checked(target: str, sections: Any) -> tuple[Section, ...]:
@@ -182,9 +198,14 @@ def _adapter() -> TypeAdapter[Section]:
 
 
 def render(
-    reporter: Reporter, record: RunRecord, folder: Path | None, sections: Sequence[Section], catalogue: Catalogue
+    reporter: Reporter,
+    record: RunRecord,
+    folder: Path | None,
+    sections: Sequence[Section],
+    catalogue: Catalogue,
+    options: Mapping[str, Any] = {},
 ) -> str | None:
-    """Have a reporter render the record, with its sections where the reporter shows such.
+    """Have a reporter render the record, with its sections where the reporter shows such, and the options it takes.
 
     Raises PluginError when it fails or returns what is no text.
     """
@@ -193,7 +214,8 @@ def render(
     with guarded(plugin, what):
         target = load_target(reporter.target)
         facts = (_printable(record), folder, *((sections,) if reporter.shows_sections else ()))
-        text: str | None = answered(plugin, what, target, *facts, kind=(str, type(None)))
+        taken = {name: value for name, value in options.items() if name in reporter.options}
+        text: str | None = answered(plugin, what, functools.partial(target, **taken), *facts, kind=(str, type(None)))
         return text
 
 

@@ -12,7 +12,7 @@ from dilabench.cli.options import names
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.record import Failed, Row, Skipped
-from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot, Point, Section
+from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot, Point, Section, sections_of
 from dilabench.report.html import page
 from dilabench.report.html.commands import row_command
 from dilabench.report.html.winners import winner_map
@@ -94,6 +94,24 @@ def test_the_library_cannot_end_its_script_element():
 
 def test_an_empty_record_has_a_page(make_record):
     assert "0 of 0 rows" in page.to_text(make_record([]))
+
+
+def test_the_answer_stands_in_the_banner_with_its_table_and_the_counts(make_row, make_record):
+    record = make_record([make_row("gather", ns=2e7), make_row("strided", ns=1e7, position=1)])
+    text = page.to_text(record, sections_of(record, discover().catalogue))
+    banner = re.search(r'<section class="banner.*?</section>', text, re.S)[0]
+    assert "strided over math is fastest at length 96 (10.00 ms)." in banner
+    assert re.findall(r"<td[^>]*>(.*?)</td>", banner)[:2] == ["96", "strided over math"]
+    assert banner.index("</table>") < banner.index("2 of 2 rows verified and measured")
+    assert "Findings</h2>" not in text
+    assert "strided over math is fastest" in page.notebook(record)
+
+
+def test_columns_are_those_asked_for(make_row, make_record):
+    record = make_record([make_row("gather", ns=2e7)])
+    data = data_of(page.to_text(record, (), ["std", "median"]))
+    assert data["columns"] == ["implementation", "backend", "std", "median"]
+    assert data["rows"][0]["c"][3].startswith("20.0")
 
 
 def test_winners_ties_and_reasons(make_row, make_record):

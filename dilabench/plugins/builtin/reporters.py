@@ -3,7 +3,13 @@
 from dilabench.plugins.descriptors import Reporter
 
 REPORTERS = (
-    Reporter("table", "a table in the terminal", "dilabench.report.table:render", shows_sections=True),
+    Reporter(
+        "table",
+        "a table in the terminal",
+        "dilabench.report.table:render",
+        shows_sections=True,
+        options=("details", "columns"),
+    ),
     Reporter("json", "the run record", "dilabench.report.json:render", filename="run.json"),
     Reporter(
         "markdown",
@@ -11,6 +17,7 @@ REPORTERS = (
         "dilabench.report.markdown:render",
         filename="report.md",
         shows_sections=True,
+        options=("columns",),
     ),
     Reporter(
         "html",
@@ -18,6 +25,7 @@ REPORTERS = (
         "dilabench.report.html.page:render",
         filename="report.html",
         shows_sections=True,
+        options=("columns",),
     ),
     Reporter(
         "plots",

@@ -7,6 +7,7 @@ from typing import Any
 
 from dilabench.patterns.registry import pattern_type
 from dilabench.record import Optimizations, Row, RunRecord
+from dilabench.request import NO_BUDGET
 from dilabench.workload.spec import WorkloadRequest
 
 # The suite that measures just what it is asked for.
@@ -42,6 +43,12 @@ def _where(row: Row, record: RunRecord) -> Iterator[str]:
         yield from ("--timing", str(timing))
     if record.seed:
         yield from ("--seed", str(record.seed))
+    for name in ("warmup_runs", "timing_runs"):
+        if (runs := record.config.get(name)) is not None:
+            yield from (f"--{name.replace('_', '-')}", str(runs))
+    # Alone, the row has the time that all had together: the suite's own budget may be less.
+    budget_s = record.config.get("budget_s")
+    yield from ("--budget", NO_BUDGET if budget_s is None else f"{budget_s:g}s")
 
 
 def _switches(chosen: Optimizations) -> tuple[str, ...] | None:

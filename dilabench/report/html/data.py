@@ -11,7 +11,15 @@ from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot
 from dilabench.report.findings import BarPlot, CurvePlot, Plot
 from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.winners import family
-from dilabench.report.rows import COLUMNS, DisplayRow, WorkloadTable, first_timing, implementation_text, location
+from dilabench.report.rows import (
+    ALL_COLUMNS,
+    COLUMNS,
+    DisplayRow,
+    WorkloadTable,
+    first_timing,
+    implementation_text,
+    location,
+)
 from dilabench.report.summary import check_text
 from dilabench.stats.samples.derive import tflops_per_second, tokens_per_second
 from dilabench.units import format_bytes, format_seconds
@@ -31,8 +39,9 @@ PARTS = {
 class PageData:
     """Collects rows; texts that many rows share are held once and referred to by their number."""
 
-    def __init__(self, record: RunRecord, tables: Sequence[WorkloadTable]) -> None:
+    def __init__(self, record: RunRecord, tables: Sequence[WorkloadTable], columns: Sequence[str] = COLUMNS) -> None:
         self._record = record
+        self._columns = columns
         self._texts: dict[str, int] = {}
         self._workloads: list[dict[str, Any]] = []
         self._form = _sample_form(record)
@@ -41,7 +50,7 @@ class PageData:
     def as_json(self, plots: Mapping[str, Plot]) -> str:
         """The data as JSON that may stand inside of a script element."""
         document = {
-            "columns": COLUMNS,
+            "columns": self._columns,
             "rows": self._rows,
             "workloads": self._workloads,
             "texts": list(self._texts),
@@ -61,7 +70,7 @@ class PageData:
         row = line.row
         entry: dict[str, Any] = {
             "w": self._workload(row, table),
-            "c": line.cells,
+            "c": [line.cells[ALL_COLUMNS.index(name)] for name in self._columns],
             "i": self._text(implementation_text(row.case)),
             "s": line.status,
             **({"best": 1} if line.fastest else {}),

@@ -201,8 +201,7 @@ function rowTable(data) {
       name, number: true, text: text(at[name]),
       key: keys[name] ? (row) => row[keys[name]] ?? null : (row) => keyOfText(row.c[at[name]]),
     })),
-    { name: "verified", text: text(at.verified) },
-    { name: "timer", whole: true, text: text(at.timer) },
+    ...["verified", "timer"].filter((name) => name in at).map((name) => ({ name, whole: name === "timer", text: text(at[name]) })),
   ];
   const table = document.getElementById("row-table"), body = element("tbody");
   const cells = shown.map((column) => element("th", { scope: "col", class: column.number ? "number" : null }, column.name));

@@ -9,12 +9,13 @@ from typing import Any
 
 from dilabench.atomic_file import write_text
 from dilabench.metadata import NOTES, note_text
+from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
-from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section
+from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.html.winners import winner_map
 from dilabench.report.plots.plots import subject, svg
-from dilabench.report.rows import COLUMNS, footnotes, row_name, workload_tables
+from dilabench.report.rows import COLUMNS, chosen_columns, footnotes, row_name, workload_tables
 from dilabench.report.summary import device_text, environment_rows, headline, reproduce_command, unmeasured
 from dilabench.units import format_count
 
@@ -43,51 +44,57 @@ class Drawn:
         return f"{plot.caption}: {', '.join(dict.fromkeys(part.label for part in parts))}. The tables hold the numbers."
 
 
-def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> str | None:
+def render(
+    record: RunRecord, folder: Path | None, sections: Sequence[Section] = (), *, columns: Sequence[str] = ()
+) -> str | None:
     """Write report.html into `folder` and print nothing; without a folder, return the text to print.
 
     Raises EnvironmentNotReady when the file cannot be written.
     """
-    text = to_text(record, sections)
+    text = to_text(record, sections, columns)
     if folder is None:
         return text
     write_text(folder / FILENAME, text)
     return None
 
 
-def to_text(record: RunRecord, sections: Sequence[Section] = ()) -> str:
+def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequence[str] = ()) -> str:
     """The whole page."""
+    names = chosen_columns(columns)
     tables = workload_tables(record)
     charts = chart_library()
     drawn = {id(plot): one for plot, one in _drawn(record, sections, scripted=charts is not None)}
-    data = PageData(record, tables)
+    data = PageData(record, tables, names)
     return page(
         "report.html.j2",
         record=record,
-        answer=headline(record, tables),
+        answers=[section for section in sections if section.answers],
+        headline=headline(record),
         counts=Counter(row.outcome.status for row in record.rows),
         device=device_text(record),
         command=reproduce_command(record),
         asked=_asked(record),
         environment=environment_rows(record),
         winners=winner_map(tables),
-        sections=sections,
+        findings=[section for section in sections if not section.answers],
         drawn=drawn,
         notes=_notes(record),
         subject=subject(record),
         unmeasured=unmeasured(record),
-        footnotes=footnotes(tables),
+        footnotes=footnotes(tables, names),
         charts=charts,
         data=data.as_json({one.key: one.plot for one in drawn.values() if one.key}),
     )
 
 
 def notebook(record: RunRecord) -> str:
-    """What a notebook shows of a record: the result in words and the tables of the first workloads."""
+    """What a notebook shows of a record: the answer and the tables of the first workloads."""
     tables = workload_tables(record)
+    sections = sections_of(record, discover().catalogue)
     return page(
         "notebook.html.j2",
-        answer=headline(record, tables),
+        answers=[section for section in sections if section.answers],
+        headline=headline(record),
         tables=tables[:MOST_IN_NOTEBOOK],
         columns=COLUMNS,
         left_out=max(0, len(tables) - MOST_IN_NOTEBOOK),

@@ -105,8 +105,10 @@ def section(
 ) -> Section:
     """A section whose columns are figures but for what names a row."""
     numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
-    lines = tuple(map(tuple, rows))
-    return Section(title=title, sentence=sentence, columns=columns, rows=lines, numeric=numeric, plots=plots)
+    cells = tuple(map(tuple, rows))
+    return Section(
+        title=title, sentence=sentence, columns=columns, rows=cells, numeric=numeric, plots=plots, headed=True
+    )
 
 
 def efficiency_text(one: Comparison) -> str:
