@@ -34,9 +34,9 @@ def run(
     """Measure a suite, as `dilabench run` does, and return the record; progress and the verdict go to stderr.
 
     `config`: presets or TOML files. `settings`: what a TOML file's [run] and [workload] tables may hold:
-    `implementations`, `backends`, `lengths`, `budget` ("60s", "none"; else the suite's own), `device`, `seed`; `batch_size`, `dtype`, `mode` and so
-    on. The run leaves its folder under `output`; with `store` the record is kept for `history` as well. A case that
-    fails is a row of the record, not an exception.
+    `implementations`, `backends`, `lengths`, `budget` ("60s" or "none", else the suite's own), `device`, `seed`;
+    `batch_size`, `dtype`, `mode` and so on. The run leaves its folder under `output`; with `store` the record is kept for
+    `history` as well. A case that fails is a row of the record, not an exception.
 
     Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """
