@@ -35,8 +35,8 @@ def run(
 
     `config`: presets or TOML files. `settings`: what a TOML file's [run] and [workload] tables may hold:
     `implementations`, `backends`, `lengths`, `budget` ("60s" or "none", else the suite's own), `device`, `seed`;
-    `batch_size`, `dtype`, `mode` and so on. The run leaves its folder under `output`; with `store` the record is kept for
-    `history` as well. A case that fails is a row of the record, not an exception.
+    `batch_size`, `dtype`, `mode` and so on. The run leaves its folder under `output`; with `store` the record is kept
+    for `history` as well. A case that fails is a row of the record, not an exception.
 
     Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """

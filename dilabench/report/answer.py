@@ -45,16 +45,8 @@ class AnswerRow:
 
     @property
     def winner(self) -> str:
-        """'fused', 'fused (unproven)', 'only fused', 'tie: fused, strided' or 'no time: budget'."""
-        ranking = self.ranking
-        if ranking is None:
-            return f"no time: {self.why_none}"
-        name = row_name(ranking.fastest)
-        if len(ranking.speedups) == 1:
-            return f"only {name}"
-        if ranking.too_few_rounds:
-            return f"{name} ({UNPROVEN})"
-        return name if ranking.proven else f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
+        """As `winner_text`, or 'no time: budget'."""
+        return f"no time: {self.why_none}" if self.ranking is None else winner_text(self.ranking)
 
     @property
     def fastest(self) -> Row | None:
@@ -98,6 +90,16 @@ class Answer:
         names = tuple(name for name in columns if name not in dull)
         cells = tuple(zip(*(columns[name] for name in names), strict=True))
         return names, cells, frozenset({self.axis, "batch", "time", "vs dense", "memory"})
+
+
+def winner_text(ranking: Ranking) -> str:
+    """'fused', 'fused (unproven)', 'only fused' or 'tie: fused, strided'."""
+    name = row_name(ranking.fastest)
+    if len(ranking.speedups) == 1:
+        return f"only {name}"
+    if ranking.too_few_rounds:
+        return f"{name} ({UNPROVEN})"
+    return name if ranking.proven else f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
 
 
 def answer(record: RunRecord, axis: Axis) -> Answer:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dilabench.record import Measured
 from dilabench.report import figures
+from dilabench.report.answer import winner_text
 from dilabench.report.rows import Section, WorkloadTable, location, row_name
 from dilabench.units import format_count
 
@@ -15,18 +16,14 @@ class Field:
     """What is known of one length: the fastest, or why nobody is.
 
     state: 'won' by one that is proven to be fastest; 'tied' where nobody is; 'single' where there was one row;
-    'skipped' or 'failed' where nothing was measured. `reasons` are those of the rows without a time.
+    'skipped' or 'failed' where nothing was measured. `word` is what the answer says of it, `reasons` are those of the
+    rows without a time.
     """
 
     state: str
-    names: tuple[str, ...] = ()
+    word: str
     time: str = ""
     reasons: tuple[str, ...] = ()
-
-    @property
-    def word(self) -> str:
-        """What the field says before its reasons."""
-        return "tie: " + ", ".join(self.names) if self.state == "tied" else ", ".join(self.names) or self.state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +75,8 @@ def _field(section: Section) -> Field:
         states = {line.status for line in section.rows}
         # A row that was measured and may not be quoted is no winner either.
         state = "failed" if "failed" in states else "skipped" if "skipped" in states else "not to be quoted"
-        return Field(state=state, reasons=reasons)
+        return Field(state=state, word=state, reasons=reasons)
     winner = location(ranking.fastest)
     assert winner is not None
-    state = "tied" if ranking.tied else "won" if ranking.proven else "single"
-    names = tuple(row_name(row) for row in (ranking.fastest, *ranking.tied))
-    return Field(state=state, names=names, time=figures.latency(winner.median_ns), reasons=reasons)
+    state = "single" if len(ranking.speedups) == 1 else "won" if ranking.proven else "tied"
+    return Field(state=state, word=winner_text(ranking), time=figures.latency(winner.median_ns), reasons=reasons)

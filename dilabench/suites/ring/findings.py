@@ -14,7 +14,7 @@ from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, 
 from dilabench.suites.findings.plots_over_length import NS_PER_MS
 from dilabench.units import format_bytes
 
-TEXT_COLUMNS = ("workload", "mode", "implementation", "fastest", "next", "least memory")
+TEXT_COLUMNS = ("workload", "mode", "implementation")
 TIMES = (
     "workload",
     "mode",
