@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.atomic_file import write_text
-from dilabench.metadata import NOTES, note_text
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
 from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.html.winners import winner_map
 from dilabench.report.plots.plots import subject, svg
-from dilabench.report.rows import COLUMNS, chosen_columns, footnotes, row_name, workload_tables
-from dilabench.report.summary import device_text, environment_rows, headline, reproduce_command, unmeasured
+from dilabench.report.rows import COLUMNS, chosen_columns, footnotes, workload_tables
+from dilabench.report.summary import device_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
 from dilabench.units import format_count
 
 FILENAME = "report.html"
@@ -78,7 +77,7 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
         winners=winner_map(tables),
         findings=[section for section in sections if not section.answers],
         drawn=drawn,
-        notes=_notes(record),
+        notes=note_groups(record),
         subject=subject(record),
         unmeasured=unmeasured(record),
         footnotes=footnotes(tables, names),
@@ -152,13 +151,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
     return format_count(value) if type(value) is int and value >= 1024 else str(value)
-
-
-def _notes(record: RunRecord) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Notes by kind: the kind, what it means, and each row with what its note says."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for row in record.rows:
-        for note in getattr(row.outcome, "notes", ()):
-            where = f"{row_name(row)}, {row.case.workload.label()}"
-            found.setdefault(note.code, []).append((where, note_text(note)))
-    return [(code, NOTES[code].meaning if code in NOTES else "", rows) for code, rows in found.items()]
