@@ -1,3 +1,23 @@
-"""dilabench: which way of computing long-context attention is fastest, smallest and right, on this machine."""
+"""dilabench: which way of computing long-context attention is fastest, smallest and right, on this machine.
+
+From Python: `dilabench.run(suite, ...)`, `dilabench.load(run)` and `dilabench.compare(baseline, candidate)`, which are
+imported when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dilabench.api import compare, load, run
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "compare", "load", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"load", "run"}:
+        return getattr(importlib.import_module("dilabench.api"), name)
+    if name == "compare":
+        # A package that can be called.
+        return importlib.import_module("dilabench.compare")
+    raise AttributeError(f"module 'dilabench' has no attribute {name!r}")

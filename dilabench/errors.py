@@ -10,7 +10,7 @@ Failures of one benchmark case are data (`dilabench.record.Failed`), not excepti
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 
@@ -86,6 +86,16 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def listed(words: Sequence[str], last: str) -> str:
+    """'a', 'a or b', 'a, b or c'."""
+    return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def counted(count: int, noun: str) -> str:
+    """'1 case', '2 cases'."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def unknown_name(
     kind: str, name: str, known: Iterable[str], command: str = "dilabench list", left_out: Iterable[str] = ()
 ) -> ConfigError:
@@ -94,8 +104,8 @@ def unknown_name(
     `left_out` are plug-ins that could not be used, for the name may be one of theirs.
     """
     choices = sorted(known)
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices) or 'none'}"
+    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
+    hint = f"did you mean {listed(near, 'or')}?" if near else f"known: {', '.join(choices) or 'none'}"
     lacking = ", ".join(dict.fromkeys(map(repr, left_out)))
     missing = f"; left out, for it is broken: plug-in {lacking}" if lacking else ""
     return ConfigError(f"unknown {kind} {name!r}; {hint}{missing} (see `{command}`)")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import GpuInfo
 from dilabench.validation import content_hash
-from dilabench.workload.spec import DType
+from dilabench.workload.spec import AUTO_TOKENS, DType
 
 DeviceKind = Literal["cpu", "cuda"]
 DeviceClass = Literal["cpu", "older", "sm80", "sm90"]
@@ -44,6 +44,11 @@ class Machine:
         if self.compute_capability >= 80:
             return "bfloat16"
         return "float16" if self.compute_capability >= 70 else "float32"
+
+    @property
+    def auto_tokens(self) -> int:
+        """Tokens of a call whose batch is `auto`: enough to fill a GPU; a CPU has one sequence at a time to do."""
+        return AUTO_TOKENS if self.device == "cuda" else 1
 
 
 def detect(device: str = "auto") -> Machine:

@@ -13,7 +13,7 @@ from dilabench.errors import PluginError
 from dilabench.record import Measured, Note, Outcome, PlannedCase
 from dilabench.units import format_bytes, format_seconds
 
-Unit = Literal["", "count", "bytes", "ns", "share", "percent", "times", "FLOP/s", "bytes/s", "°C"]
+Unit = Literal["", "count", "bytes", "ns", "share", "percent", "times", "FLOP/s", "bytes/s", "°C", "processors"]
 ValueT = TypeVar("ValueT")
 
 _PLUGIN_KEY = re.compile(r"[\w.-]+:\S")
@@ -28,6 +28,7 @@ _FORMATS: Mapping[Unit, Callable[[float], str]] = {
     "FLOP/s": lambda value: f"{value:.3g} FLOP/s",
     "bytes/s": lambda value: f"{value:.3g} bytes/s",
     "°C": lambda value: f"{value:g} °C",
+    "processors": lambda value: f"{value:.3g} processors",
 }
 
 
@@ -72,13 +73,15 @@ class Counter:
 class NoteKind:
     """A kind of note; `unit` is that of what was observed and of its threshold.
 
-    `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted.
+    `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted. `passing`: it is
+    about what else the machine does at the moment, which a run that starts warns of.
     """
 
     key: str
     meaning: str
     unit: Unit = ""
     disqualifies: bool = False
+    passing: bool = False
 
     def note(
         self, message: str, *, observed: float | None = None, threshold: float | None = None, hint: str | None = None
@@ -121,6 +124,9 @@ STREAM_WALL_NS = Counter("stream_wall_ns", "time that the pieces took, inputs an
 SENT_BYTES = Counter("sent_bytes", "sent to other ranks in one call, by the rank that sends most", "bytes")
 RECEIVED_BYTES = Counter("received_bytes", "received from other ranks in one call, by the rank with most", "bytes")
 
+# Among a record's ceilings.
+COPY_KEY = "copy_bytes_per_s"
+
 # What travels between ranks. Each has two counters of its own beside the sums, 'sent_keys_bytes' and so on.
 TRAFFIC: Mapping[str, str] = {
     "keys": "K and V",
@@ -160,19 +166,24 @@ GROWS_TOO_SLOWLY = NoteKind(
 UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
 
 # What `dilabench doctor` says of a machine; no row carries these.
-GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count")
-GPU_BUSY = NoteKind("gpu_busy", "the GPU is busy", "percent")
+GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count", passing=True)
+GPU_BUSY = NoteKind("gpu_busy", "the GPU is busy", "percent", passing=True)
 GPU_HOT = NoteKind("gpu_hot", "the GPU is hot before anything has run", "°C")
 GPU_PERSISTENCE_OFF = NoteKind("gpu_persistence_off", "the driver may unload between processes")
-LOAD = NoteKind("load", "other programs use the processor; load of the last minute")
+LOAD = NoteKind("load", "other programs use the processor; load of the last minute", "processors", passing=True)
 BATTERY = NoteKind("battery", "the machine runs on battery")
 GOVERNOR = NoteKind("governor", "clocks follow the load")
 TURBO = NoteKind("turbo", "clocks depend on temperature")
-CPU_QUOTA = NoteKind("cpu_quota", "the control group allows fewer processors than there are")
+CPU_QUOTA = NoteKind("cpu_quota", "the control group allows fewer processors than there are", "processors")
 AFFINITY = NoteKind("affinity", "the process may move between processors")
 THREAD_VARIABLES = NoteKind("thread_variables", "the environment sets the number of threads")
 LOW_MEMORY = NoteKind("low_memory", "little memory is free", "bytes")
 SWAP = NoteKind("swap", "memory has been swapped out", "bytes")
+
+
+def matmul_key(dtype: str) -> str:
+    """The key, among a record's ceilings, of the FLOP/s of a matrix product in a dtype."""
+    return f"matmul_{dtype}_flops_per_s"
 
 
 def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:

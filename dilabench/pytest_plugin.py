@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, counted
 from dilabench.units import format_seconds, parse_duration, parse_fraction
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class Benchmark:
         """Time `function(*args, **kwargs)`."""
         turns = self._interleaved([lambda: function(*args, **kwargs)])
         timed = Timed(_name(function), tuple(sample for (turn,) in turns for sample in turn))
-        self.tell(f"{timed.name}: {format_seconds(timed.location.median_ns * 1e-9)} ({len(timed.samples_ns)} samples)")
+        count = counted(len(timed.samples_ns), "sample")
+        self.tell(f"{timed.name}: {format_seconds(timed.location.median_ns * 1e-9)} ({count})")
         return timed
 
     def compare(self, baseline: Function, candidate: Function, *args: Any, **kwargs: Any) -> JudgedPair:

@@ -4,12 +4,18 @@ Raw integers only (nanoseconds, bytes); everything else is derived in `dilabench
 The JSON form of RunRecord is the one file format; its JSON Schema is docs/reference/run-record.schema.json.
 """
 
-from typing import Annotated, Any, Literal
+import importlib
+from itertools import chain
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
+
+if TYPE_CHECKING:
+    import pandas
 
 SCHEMA_VERSION = "1.1"
 
@@ -180,7 +186,7 @@ class Timing(Model):
     @property
     def samples_ns(self) -> tuple[int, ...]:
         """The samples of all slots, in the order taken."""
-        return tuple(sample for slot in self.slots for sample in slot.samples_ns)
+        return tuple(chain.from_iterable(slot.samples_ns for slot in self.slots))
 
 
 class Diagnostic(Model):
@@ -349,3 +355,17 @@ class RunRecord(RunHeader):
     finished_at: str | None = None
     rows: tuple[Row, ...] = ()
     projections: tuple[dict[str, Any], ...] = ()
+
+    def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
+        """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
+        found: pandas.DataFrame = _rendering("tidy").frame(self, samples)
+        return found
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return str(_rendering("html.page").notebook(self))
+
+
+def _rendering(name: str) -> ModuleType:
+    """A module of renderings, by name: they lie above the record, which needs none of them to be one."""
+    return importlib.import_module(f"dilabench.report.{name}")

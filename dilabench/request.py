@@ -18,6 +18,7 @@ COMMAND_LINE_ONLY = {"suite", "overrides"}
 COMMAND_LINE_ONLY_HINT = "name the suite on the command line and put workload fields under [workload]"
 AUTO = "auto"
 ALL = "all"
+NO_BUDGET = "none"
 
 
 class RunRequest(Model):
@@ -35,6 +36,8 @@ class RunRequest(Model):
     lengths: tuple[int, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timing: str = "warmup"
+    warmup_runs: int | None = Field(default=None, ge=0, le=10**6)
+    timing_runs: int | None = Field(default=None, ge=1, le=10**6)
     nproc: int = Field(default=1, ge=1, le=4096)
     budget_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -60,7 +63,12 @@ class RunRequest(Model):
     @field_validator("budget_s", mode="before")
     @classmethod
     def _budget(cls, value: Any) -> Any:
-        return parse_duration(value) if isinstance(value, str) else value
+        return read_budget(value) if isinstance(value, str) else value
+
+
+def read_budget(text: str) -> float | None:
+    """A duration in seconds; None, no limit, for 'none'."""
+    return None if text.strip() == NO_BUDGET else parse_duration(text)
 
 
 def run_request(
@@ -104,7 +112,7 @@ def run_request(
             f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
         )
     _check_names(catalogue, request)
-    if request.budget_s is None and suite in catalogue.suites:
+    if "budget_s" not in fields and suite in catalogue.suites:
         return request.model_copy(update={"budget_s": catalogue.suites.get(suite).budget_s})
     return request
 

@@ -29,8 +29,7 @@ app = typer.Typer(
     epilog="Start with `dilabench run quick`. Exit codes: 0 fine, 2 bad request, 3 environment, 4 some case failed, "
     "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 130 interrupted "
     "(Ctrl-C, SIGTERM, SIGHUP) with results saved.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
@@ -45,26 +44,29 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback has answered
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
-for _name, _command in (
-    ("run", run),
-    ("plan", plan),
-    ("verify", verify),
-    ("list", list_names),
-    ("describe", describe),
-    ("doctor", doctor),
-    ("report", report),
-    ("compare", compare),
-    ("check", check),
-    ("history", history),
-    ("calibrate", calibrate),
-    ("tune", tune),
+# Beside each command what `--help` says of it in one line of 80 columns; its own page has the whole of it.
+for _name, _command, _summary in (
+    ("run", run, "Measure a suite: verify, time, report."),
+    ("plan", plan, "What fits into memory; nothing is run."),
+    ("verify", verify, "Check outputs and gradients; nothing is timed."),
+    ("list", list_names, "What there is, and why something cannot be used here."),
+    ("describe", describe, "Everything known about one name."),
+    ("doctor", doctor, "The machine, the packages, and what makes times noisy."),
+    ("report", report, "Show a stored run again."),
+    ("compare", compare, "Slower, faster or the same: two runs, or rows of one."),
+    ("check", check, "Measure again and fail on what is slower than a baseline."),
+    ("history", history, "Stored runs, and how a case developed over them."),
+    ("calibrate", calibrate, "Find out how noisy this machine is between sessions."),
+    ("tune", tune, "Measure what is fastest here, for `-i auto`."),
 ):
-    app.command(_name)(guarded(_command, prints=_name not in MEASURING))
-app.add_typer(baseline_app, name="baseline")
+    app.command(_name, short_help=_summary)(guarded(_command, prints=_name not in MEASURING))
+app.add_typer(baseline_app, name="baseline", short_help="Name runs to compare with; list and remove names.")

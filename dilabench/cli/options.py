@@ -49,6 +49,11 @@ RelativeTo = Annotated[
     str | None,
     typer.Option("--relative-to", metavar="IMPL", help="An implementation whose code did not change: noise cancels."),
 ]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option("--columns", metavar="NAME,...", help="Columns of the tables, mean and std among them. Repeatable."),
+]
+Details = Annotated[bool, typer.Option("--details", "-v", help="Every table, note and reason, however many.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -81,6 +86,15 @@ def workload_fields(
 def names(*options: Sequence[str] | None) -> list[str]:
     """The names of repeatable options, each of which may also hold several with commas between them."""
     return [part for option in options for text in option or () for part in _split(text)]
+
+
+def column_names(options: Sequence[str] | None) -> list[str]:
+    """The columns asked for, checked; their names hold blanks, so that only commas part them. Raises ConfigError."""
+    from dilabench.report.rows import chosen_columns
+
+    wanted = [name.strip() for text in options or () for name in text.split(",") if name.strip()]
+    chosen_columns(wanted)
+    return wanted
 
 
 def _split(text: str) -> Iterable[str]:

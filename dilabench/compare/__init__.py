@@ -12,5 +12,20 @@
 `selection`       `-k`: the cases that a text names
 ================  ===========================================================================================
 
-Nothing here reads files or imports torch.
+Nothing here reads files or imports torch. The package can be called: `dilabench.compare(baseline, candidate)` is
+`dilabench.api.compare`, whichever of package and function the name meant first.
 """
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Callable(ModuleType):
+    def __call__(self, *runs: Any, **settings: Any) -> Any:
+        # By name: the function lies above everything here.
+        return importlib.import_module("dilabench.api").compare(*runs, **settings)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,16 +1,22 @@
 """From slots to rounds: which slots of two cases were measured in the same round."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dilabench.record import Measured, Row, Slot, Timing
 from dilabench.stats.decisions.paired import PairedRounds
+from dilabench.stats.samples.blocks import locate_sessions
+from dilabench.stats.samples.location import Location
 
 # Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 MAX_FAULTY_SHARE = 0.2
 
 SessionSlots = list[tuple[int, ...]]
+
+# By the identity of timings that are alive: comparing thousands of samples would take longer than locating them.
+_LOCATIONS: dict[int, tuple[weakref.ref[Timing], Location]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,16 @@ def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
             by_session.setdefault(slot.session, []).append(slot.samples_ns)
         sessions += by_session.values()
     return sessions
+
+
+def location_of(timing: Timing) -> Location:
+    """Median and interval of a timing's samples; found once, because tables, rankings and plots all ask for it."""
+    key = id(timing)
+    known = _LOCATIONS.get(key)
+    if known is None or known[0]() is not timing:
+        known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), locate_sessions(sessions_of([timing]))
+        _LOCATIONS[key] = known
+    return known[1]
 
 
 def is_throttled(timings: Sequence[Timing]) -> bool:

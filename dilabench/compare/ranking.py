@@ -7,7 +7,7 @@ so that drift and load cancel; where they shared none, from their medians, which
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.pairing import common_timings, pair, sessions_of
+from dilabench.compare.pairing import common_timings, location_of, pair
 from dilabench.metadata import NOTES
 from dilabench.record import Measured, Row
 from dilabench.stats.decisions.verdicts import Cause, Code
@@ -36,7 +36,7 @@ class Ranking:
 
 def is_quotable(row: Row) -> bool:
     """Whether its time stands for what it claims to: measured, and no note says that it cannot be true."""
-    if not isinstance(row.outcome, Measured) or _median_ns(row) is None:
+    if not isinstance(row.outcome, Measured) or not any(timing.samples_ns for timing in row.outcome.timings):
         return False
     return not any(kind.disqualifies for note in row.outcome.notes if (kind := NOTES.get(note.code)))
 
@@ -95,9 +95,7 @@ def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple
 
 
 def _median_ns(row: Row) -> float | None:
-    from dilabench.stats.samples.blocks import locate_sessions
-
     if not isinstance(row.outcome, Measured):
         return None
     timing = next((one for one in row.outcome.timings if one.samples_ns), None)
-    return None if timing is None else locate_sessions(sessions_of([timing])).median_ns
+    return None if timing is None else location_of(timing).median_ns

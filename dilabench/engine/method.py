@@ -12,6 +12,8 @@ from dilabench.validation import Model
 METHODS = ("simple", "warmup", "profiler")
 # Fewer turns than this say nothing about the parts of a call over ranks.
 MIN_TURNS = 3
+# Where the number of samples is given, only the budget ends them earlier.
+UNLIMITED_S = 1e9
 SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
 WARM_UP = {"cpu": WarmUpLimits(min_s=0.0, max_s=0.5), "cuda": WarmUpLimits(min_s=0.3, max_s=5.0)}
 
@@ -47,8 +49,17 @@ def default_timer(device: DeviceKind, catalogue: Catalogue) -> Timer:
     return found
 
 
-def choose_method(timing: str, device: DeviceKind, catalogue: Catalogue) -> Method:
+def choose_method(
+    timing: str,
+    device: DeviceKind,
+    catalogue: Catalogue,
+    *,
+    warmup_runs: int | None = None,
+    timing_runs: int | None = None,
+) -> Method:
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
+
+    `warmup_runs`: exactly so many calls before the first sample; `timing_runs`: exactly so many samples, one a round.
 
     Raises ConfigError for an unknown name or a timer that this device does not have.
     """
@@ -61,10 +72,23 @@ def choose_method(timing: str, device: DeviceKind, catalogue: Catalogue) -> Meth
         raise ConfigError(
             f"timer {name!r} works on {', '.join(sorted(timer.devices))}, not on {device}; use --timing warmup"
         )
+    method = _method_of(timing, timer, timer is default, device, catalogue)
+    if warmup_runs is not None:
+        limits = method.warm_up.model_copy(update={"runs": warmup_runs})
+        method = method.model_copy(update={"warm_up": limits})
+    if timing_runs is not None:
+        counted = dict.fromkeys(("min_rounds", "max_rounds"), timing_runs)
+        few = min(method.min_samples, timing_runs)
+        changes = {**counted, "max_slot_samples": 1, "min_samples": few, "sampling_s": UNLIMITED_S}
+        method = method.model_copy(update=changes)
+    return method
+
+
+def _method_of(timing: str, timer: Timer, is_default: bool, device: DeviceKind, catalogue: Catalogue) -> Method:
     again = next((one for one in catalogue.timers if one.for_launch_bound and device in one.devices), None)
     method = Method(
         timer=TimerSpec.of(timer),
-        graph_timer=TimerSpec.of(again) if again and timer is default else None,
+        graph_timer=TimerSpec.of(again) if again and is_default else None,
         warm_up=WARM_UP[device],
         precision=DEFAULT_PRECISION[device],
         sampling_s=SAMPLING_S[device],

@@ -9,6 +9,9 @@ from dilabench.workload.spec import Workload
 class Progress:
     """Called by the runner between measurements, never inside one. Methods do nothing here, and must return quickly."""
 
+    def device_held(self) -> None:
+        """No other run holds the device any more; from now on the budget runs."""
+
     def run_started(self, total: int) -> None:
         """`total` cases will end in a row; called again when a follow-up adds more."""
 

@@ -73,10 +73,15 @@ def run(
     `launcher`: where ranks run, this machine by default.
     Ctrl-C ends the run with status 'interrupted' and the rows so far.
 
-    Called from a script of your own, that script needs the guard `if __name__ == "__main__"`, because worker processes
-    import it. Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
+    Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
     """
-    method = choose_method(request.timing, machine.device, catalogue)
+    method = choose_method(
+        request.timing,
+        machine.device,
+        catalogue,
+        warmup_runs=request.warmup_runs,
+        timing_runs=request.timing_runs,
+    )
     waiting = _waiting(planned, completed)
     driver = Driver(
         catalogue=catalogue,
@@ -137,6 +142,7 @@ class _Run:
                     # Waiting for another run to release the device does not count against the budget.
                     remove_left_over()
                     self.driver.budget.start()
+                    self.progress.device_held()
                     header = self._described(header)
                     self.sink.start(header)
                     started = True

@@ -15,10 +15,14 @@ KEPT_SAMPLES = 1000
 
 
 class WarmUpLimits(Model):
-    """Shortest and longest warm-up. A call too long for a window in the longest is warm after its first call."""
+    """Shortest and longest warm-up. A call too long for a window in the longest is warm after its first call.
+
+    `runs`: exactly so many calls instead, however long they take.
+    """
 
     min_s: float
     max_s: float
+    runs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ def warm_up(
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmUpResult:
     """Take windows of samples until their lower quartile changed by less than 1 % twice in a row, within the limits."""
+    if limits.runs is not None:
+        return WarmUpResult(tuple(take(limits.runs)) if limits.runs else (), settled=True)
     window = max(MIN_WINDOW, min(MAX_WINDOW, WINDOW_NS // max(1, call_ns)))
     samples: list[int] = []
     started, previous, calm = clock(), 0.0, 0

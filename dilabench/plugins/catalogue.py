@@ -114,8 +114,7 @@ class Catalogue:
         """Why a case cannot run on this machine; empty when nothing known speaks against it."""
         implementation = self.implementations.get(case.implementation)
         device = machine.device
-        reasons = [*unmet(implementation.requires, machine)]
-        reasons += self.unsupported(implementation, case.workload, device, case.world_size)
+        reasons = self._reasons_here(implementation, case.workload, machine, case.world_size)
         if device == "cuda" and case.world_size > len(machine.gpus):
             reasons.append(f"{case.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
         if case.backend is not None:
@@ -127,8 +126,7 @@ class Catalogue:
         assert case.backend is not None
         backend = self.backends.get(case.backend)
         dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
-        reasons = [*unmet(backend.requires, machine)]
-        reasons += self.unsupported(backend, dense, machine.device)
+        reasons = self._reasons_here(backend, dense, machine)
         if case.implementation in self.implementations:
             only = self.implementations.get(case.implementation).backends
             if only and backend.name not in only:
@@ -136,6 +134,20 @@ class Catalogue:
         if case.workload.mode != "forward" and backend.backward_target is None:
             reasons.append(f"mode {case.workload.mode} needs a backward pass, which it lacks")
         return tuple(reasons)
+
+    def _reasons_here(
+        self, one: Implementation | Backend, workload: Workload, machine: Machine, world_size: int = 1
+    ) -> list[str]:
+        """What it requires and this machine lacks, and what the workload asks beyond what it computes.
+
+        Where a missing device has been named already, the workload is held to what it computes on that device: the
+        same cause would otherwise be given once more for the device, and again for its dtypes there.
+        """
+        lacking = unmet(one.requires, machine)
+        device: str = machine.device
+        if lacking and device not in one.supports.devices:
+            device = min(one.supports.devices)
+        return [*lacking, *self.unsupported(one, workload, device, world_size)]
 
     def unsupported(
         self, one: Implementation | Backend, workload: Workload, device: str, world_size: int = 1

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from dilabench.errors import PluginError
 from dilabench.machine import DeviceClass
 from dilabench.patterns.dense import DENSE
+from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import defined, shown
 from dilabench.record import Role, Takes
 from dilabench.workload.cuts import why_not_apart
@@ -209,7 +210,7 @@ class Suite:
     in the record apart from the rows, and no table of measurements shows it.
     `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
     suite `all` asks the highest first, and last of all the one that `takes_the_rest` of the time. `tunes`: its cases
-    are those that `dilabench tune` chooses among.
+    are those that `dilabench tune` chooses among. `axis`: what its answer is given by, a line for each value.
     """
 
     name: str
@@ -218,7 +219,7 @@ class Suite:
     follow_up: str | None = None
     analysis: str | None = None
     projections: str | None = None
-    budget_s: float | None = None
+    budget_s: float | None = 120.0
     timing: str = "warmup"
     aliases: tuple[str, ...] = ()
     reads_catalogue: bool = False
@@ -226,6 +227,7 @@ class Suite:
     priority: int = 0
     takes_the_rest: bool = False
     tunes: bool = False
+    axis: Axis = LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,9 @@ class Reporter:
 
     It returns the text to print; it may also write `filename` (and what belongs to it) into `folder` when not None.
     With `shows_sections` it is called as `render(record, folder, sections)`, with what the suite's analysis found. One
-    with `prints=False` has files only: `report` gives it the run's own folder when none is named.
+    with `prints=False` has files only: `report` gives it the run's own folder when none is named. `samples` names the
+    reporter that shows single samples where this one shows cases (`--samples`). `options`: the keywords that it takes
+    from the command line: `details=True` (nothing folded), `columns` (names in that order).
     """
 
     name: str
@@ -243,6 +247,8 @@ class Reporter:
     filename: str | None = None
     shows_sections: bool = False
     prints: bool = True
+    samples: str | None = None
+    options: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
 
 

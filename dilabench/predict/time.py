@@ -1,13 +1,14 @@
 """How long a run might take, from what was measured or from FLOPs: a prediction to decide by, never a result."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
 
 from dilabench.machine import Machine
 from dilabench.record import Case, Measured, Row, RunRecord
+from dilabench.units import format_seconds
 from dilabench.workload.work import flops
 
 # Rates that good attention kernels reach in half precision, by compute capability; per core in float32 on a CPU.
@@ -17,6 +18,8 @@ CORE_FLOPS_PER_S = 20e9
 SLOWDOWN = {"float64": 16.0, "float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
 # Starting a worker, building, verifying: what a case takes before its first sample.
 OVERHEAD_S = 5.0
+# The same in a worker that has had other cases.
+CASE_OVERHEAD_S = 1.0
 CALLS_PER_CASE = 10
 ROUND_TO_S = 10
 
@@ -42,6 +45,29 @@ def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
 def sufficient_budget_s(case: Case, machine: Machine, cores: int) -> float:
     """A budget with which at least this case should get its samples, in seconds."""
     return OVERHEAD_S + CALLS_PER_CASE * plan_time(case, machine, cores).seconds
+
+
+def expected_seconds(cases: Sequence[Case], machine: Machine, cores: int) -> float:
+    """What all cases should take together, builds and verification included."""
+    calls_s = sum(CALLS_PER_CASE * plan_time(case, machine, cores).seconds for case in cases)
+    return OVERHEAD_S + CASE_OVERHEAD_S * len(cases) + calls_s
+
+
+def expected_time(cases: Sequence[Case], machine: Machine, cores: int, budget_s: float | None) -> str:
+    """What is expected before anything runs, against the budget, in words."""
+    seconds = expected_seconds(cases, machine, cores)
+    text = f"about {format_seconds(seconds)} expected, verification included"
+    if budget_s is None:
+        return f"{text}, no limit"
+    if seconds <= budget_s:
+        return f"{text}, at most {format_seconds(budget_s)}"
+    return f"{text}; the budget is {format_seconds(budget_s)}, and what it leaves out is said at the end"
+
+
+def slow_dtypes(cases: Iterable[Case], machine: Machine) -> str | None:
+    """What to say of dtypes that most processors convert at every step; None on a GPU, and where none is asked for."""
+    halves = sorted({case.workload.dtype for case in cases} & {"float16", "bfloat16"})
+    return f"most processors are slow at {' and '.join(halves)}" if halves and machine.device == "cpu" else None
 
 
 def budget_option(seconds: float) -> str:

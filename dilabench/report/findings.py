@@ -5,7 +5,8 @@ is rendered, works on the raw samples, and its result is not stored.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dilabench.errors import ConfigError, PluginError, printable
+from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
+
+INTERVALS = ", with 95 % intervals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,11 @@ class CurvePlot:
     curves: tuple[Curve, ...]
     x_label: str = "sequence length (tokens)"
 
+    @property
+    def caption(self) -> str:
+        """The title, and what whiskers are where there are any."""
+        return self.title + INTERVALS * any(point.low is not None for curve in self.curves for point in curve.points)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
@@ -63,7 +72,7 @@ class Bars:
 class BarPlot:
     """Groups of horizontal bars. With `reference`, bars begin there: what lies left of it is a loss.
 
-    `log` puts the values on a logarithmic axis.
+    Their axis is linear: the lengths of bars on a logarithmic one would mean nothing.
     """
 
     name: str
@@ -72,7 +81,11 @@ class BarPlot:
     categories: tuple[str, ...]
     bars: tuple[Bars, ...]
     reference: float | None = None
-    log: bool = False
+
+    @property
+    def caption(self) -> str:
+        """The title, and what whiskers are where there are any."""
+        return self.title + INTERVALS * any(low is not None for bars in self.bars for low in bars.low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +102,11 @@ class MaskPlot:
     block_size: int
     cells: tuple[tuple[float | None, ...], ...]
 
+    @property
+    def caption(self) -> str:
+        """The title."""
+        return self.title
+
 
 Plot = CurvePlot | BarPlot | MaskPlot
 
@@ -97,7 +115,9 @@ Plot = CurvePlot | BarPlot | MaskPlot
 class Section:
     """One finding: the sentence that a reader needs, the figures behind it, and plots.
 
-    `rows` hold a text per column; columns in `numeric` are set to the right.
+    `rows` hold a text per column; columns in `numeric` are set to the right. `answers`: it is the answer to the suite's
+    question, which reports begin and end with; without one, that is who is fastest along the suite's axis. `headed`:
+    the first column is the heading of the rows below it, and the terminal gives it a line of its own.
     """
 
     title: str
@@ -106,14 +126,19 @@ class Section:
     rows: tuple[tuple[str, ...], ...] = ()
     numeric: frozenset[str] = frozenset()
     plots: tuple[Plot, ...] = ()
+    answers: bool = False
+    headed: bool = False
 
+
+# How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
+_ESCAPED = re.compile(r"\\[bfru]")
 
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.suites.findings.masks:analyse",)
 
 
 def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """What the record's suite has to say about it, if it is installed and says anything, and what any record shows.
+    """The answer, what else the record's suite has to say if it is installed, and what any record shows.
 
     An analysis that fails is named in a section instead, and among the catalogue's problems.
     """
@@ -135,7 +160,18 @@ def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             blamed = error if isinstance(error, PluginError) else PluginError(str(error), plugin)
             catalogue.blame(blamed)
             found.append(Section(title="Analysis failed", sentence=printable(str(blamed))))
-    return tuple(found)
+    if not any(section.answers for section in found):
+        found += _answer(record, suite.axis if suite else LENGTH)
+    return tuple(sorted(found, key=lambda section: not section.answers))
+
+
+def _answer(record: RunRecord, axis: Axis) -> Iterator[Section]:
+    # Its statistics need numpy, which --help should not wait for.
+    from dilabench.report.answer import TITLE, answer
+
+    found = answer(record, axis)
+    columns, rows, numeric = found.table()
+    yield Section(title=TITLE, sentence=found.sentence, columns=columns, rows=rows, numeric=numeric, answers=True)
 
 
 def _checked(target: str, sections: Any) -> tuple[Section, ...]:
@@ -162,9 +198,14 @@ def _adapter() -> TypeAdapter[Section]:
 
 
 def render(
-    reporter: Reporter, record: RunRecord, folder: Path | None, sections: Sequence[Section], catalogue: Catalogue
+    reporter: Reporter,
+    record: RunRecord,
+    folder: Path | None,
+    sections: Sequence[Section],
+    catalogue: Catalogue,
+    options: Mapping[str, Any] = {},
 ) -> str | None:
-    """Have a reporter render the record, with its sections where the reporter shows such.
+    """Have a reporter render the record, with its sections where the reporter shows such, and the options it takes.
 
     Raises PluginError when it fails or returns what is no text.
     """
@@ -173,12 +214,16 @@ def render(
     with guarded(plugin, what):
         target = load_target(reporter.target)
         facts = (_printable(record), folder, *((sections,) if reporter.shows_sections else ()))
-        text: str | None = answered(plugin, what, target, *facts, kind=(str, type(None)))
+        taken = {name: value for name, value in options.items() if name in reporter.options}
+        text: str | None = answered(plugin, what, functools.partial(target, **taken), *facts, kind=(str, type(None)))
         return text
 
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
+    text = record.model_dump_json()
+    if not _ESCAPED.search(text) and printable(text) == text:
+        return record
     document = record.model_dump(mode="json")
     safe = _walked(document)
     return record if safe == document else RunRecord.model_validate(safe)

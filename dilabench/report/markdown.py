@@ -1,4 +1,4 @@
-"""A report to read and share: the verdict first, then the machine, the tables, what went wrong, and the command."""
+"""A report to read and share: the answer first, findings, tables, what went wrong, the machine and the command."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,34 +7,52 @@ from dilabench.atomic_file import write_text
 from dilabench.record import RunRecord
 from dilabench.report.findings import Section as Finding
 from dilabench.report.plots.plots import FOLDER
-from dilabench.report.rows import COLUMNS, TEXT_COLUMNS, Section, footnotes, workload_tables
-from dilabench.report.summary import Unmeasured, environment_rows, headline, notes, reproduce_command, unmeasured
+from dilabench.report.rows import (
+    ALL_COLUMNS,
+    TEXT_COLUMNS,
+    DisplayRow,
+    Section,
+    chosen_columns,
+    footnotes,
+    workload_tables,
+)
+from dilabench.report.summary import (
+    NoteGroup,
+    Unmeasured,
+    environment_rows,
+    headline,
+    note_groups,
+    reproduce_command,
+    unmeasured,
+)
 
 FILENAME = "report.md"
 
 
-def render(record: RunRecord, folder: Path | None, sections: Sequence[Finding] = ()) -> str | None:
+def render(
+    record: RunRecord, folder: Path | None, sections: Sequence[Finding] = (), *, columns: Sequence[str] = ()
+) -> str | None:
     """Write report.md into `folder` and print nothing; without a folder, return the text to print.
 
     Plots that lie in the folder are embedded. Raises EnvironmentNotReady when the file cannot be written.
     """
-    text = to_text(record, sections, folder)
+    text = to_text(record, sections, folder, columns)
     if folder is None:
         return text
     write_text(folder / FILENAME, text)
     return None
 
 
-def to_text(record: RunRecord, sections: Sequence[Finding] = (), folder: Path | None = None) -> str:
+def to_text(
+    record: RunRecord, sections: Sequence[Finding] = (), folder: Path | None = None, columns: Sequence[str] = ()
+) -> str:
     """The whole report as GitHub-flavoured Markdown."""
-    return "\n".join(_lines(record, sections, folder)) + "\n"
+    return "\n".join(_lines(record, sections, folder, chosen_columns(columns))) + "\n"
 
 
-def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None) -> Iterator[str]:
+def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None, names: Sequence[str]) -> Iterator[str]:
     yield f"# dilabench {record.suite}"
     yield from ("", _escaped(headline(record)))
-    yield from ("", "## Environment", "")
-    yield from _table(("what", "value"), ("---", "---"), environment_rows(record))
     for finding in sections:
         yield from _finding(finding, folder)
     yield from ("", "## Results")
@@ -45,8 +63,8 @@ def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None) 
             if section.title is not None:
                 yield from ("", f"{_escaped(section.title)}:")
             yield ""
-            yield from _section(section)
-    for meaning in footnotes(tables):
+            yield from _section(section, names)
+    for meaning in footnotes(tables, names):
         yield from ("", _escaped(meaning))
     entries = unmeasured(record)
     for status, heading in (("failed", "Failures"), ("skipped", "Skipped")):
@@ -55,9 +73,12 @@ def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None) 
             yield from ("", f"## {heading}", "")
             for entry in chosen:
                 yield from _unmeasured(entry)
-    if warnings := notes(record):
-        yield from ("", "## Notes", "")
-        yield from (f"- {_escaped(text)}" for text in warnings)
+    if groups := note_groups(record):
+        yield from ("", "## Notes")
+        for group in groups:
+            yield from _notes(group)
+    yield from ("", "## Environment", "")
+    yield from _table(("what", "value"), ("---", "---"), environment_rows(record))
     yield from ("", "## Reproduce", "", "```", reproduce_command(record), "```", "")
     yield f"Run `{record.run_id}`, dilabench {record.tool_version}, record schema {record.schema_version}."
 
@@ -71,13 +92,27 @@ def _finding(finding: Finding, folder: Path | None) -> Iterator[str]:
     for plot in finding.plots:
         picture = f"{FOLDER}/{plot.name}.png"
         if folder is not None and (folder / picture).exists():
-            yield from ("", f"![{_escaped(plot.title)}]({picture})")
+            yield from ("", f"![{_escaped(plot.caption)}]({picture})")
 
 
-def _section(section: Section) -> Iterator[str]:
-    rules = ["---" if name in TEXT_COLUMNS else "---:" for name in COLUMNS]
-    rows = [[f"**{cell}**" if row.fastest else cell for cell in map(_escaped, row.cells)] for row in section.rows]
-    return _table(COLUMNS, rules, rows, escape=False)
+def _notes(group: NoteGroup) -> Iterator[str]:
+    """One line for the notes of a kind; those of several rows stand folded below it."""
+    yield from ("", f"- {_escaped(group.brief)}")
+    if len(group.texts) > 1:
+        yield from ("", "  <details><summary>all rows</summary>", "")
+        yield from (f"  - {_escaped(text)}" for text in group.texts)
+        yield from ("", "  </details>")
+
+
+def _section(section: Section, names: Sequence[str]) -> Iterator[str]:
+    rules = ["---" if name in TEXT_COLUMNS else "---:" for name in names]
+    rows = [[_cell(row, name) for name in names] for row in section.rows]
+    return _table(names, rules, rows, escape=False)
+
+
+def _cell(row: DisplayRow, name: str) -> str:
+    text = _escaped(row.cells[ALL_COLUMNS.index(name)])
+    return f"**{text}**" if row.fastest else text
 
 
 def _table(

@@ -4,14 +4,16 @@ A table holds the rows of one effective workload. Inside it a section holds rows
 a speed-up exists only inside a section, against the plain method or else the section's first measured row.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.pairing import sessions_of
+import numpy as np
+
+from dilabench.compare.pairing import location_of
 from dilabench.compare.ranking import Ranking, is_quotable, rank
+from dilabench.errors import unknown_name
 from dilabench.record import Case, Failed, Measured, Row, RunRecord, Timing
 from dilabench.report import figures
-from dilabench.stats.samples.blocks import locate_sessions
 from dilabench.stats.samples.derive import tflops_per_second, tokens_per_second
 from dilabench.stats.samples.location import Location
 from dilabench.units import format_bytes, format_count
@@ -29,6 +31,10 @@ COLUMNS = (
     "speed-up",
     "verified",
 )
+# Shown only where they are asked for.
+MORE_COLUMNS = ("mean", "std")
+ALL_COLUMNS = COLUMNS + MORE_COLUMNS
+NAMING_COLUMNS = ("implementation", "backend")
 TEXT_COLUMNS = ("implementation", "backend", "timer", "verified")
 DOUBTFUL = "‡"
 FOOTNOTES = {
@@ -44,6 +50,7 @@ FOOTNOTES = {
 class DisplayRow:
     """One line of a table: a text per column; `status` is the outcome's, `fastest` marks the best of a section."""
 
+    row: Row
     cells: tuple[str, ...]
     status: str
     fastest: bool = False
@@ -63,10 +70,10 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadTable:
-    """The rows of one effective workload of `tokens` tokens."""
+    """The rows of one effective workload: `members` as they are in the record, `sections` as they are shown."""
 
     title: str
-    tokens: int
+    members: tuple[Row, ...]
     sections: tuple[Section, ...]
 
     @property
@@ -75,12 +82,23 @@ class WorkloadTable:
         return tuple(row for section in self.sections for row in section.rows)
 
 
+# The tables of the record that was asked for last: the answer and the reporters look at the same one.
+_last: list[tuple[RunRecord, tuple["WorkloadTable", ...]]] = []
+
+
 def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     """One table per effective workload and world size, in the order of the record.
 
     A yardstick (a row with that role) computes another function of the same shape; it stands in the
     table of that shape, in a section of its own and without a speed-up.
     """
+    # By identity: to hash or compare a record takes longer than to make its tables.
+    if not _last or _last[0][0] is not record:
+        _last[:] = [(record, _tables(record))]
+    return _last[0][1]
+
+
+def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     groups: dict[str, list[Row]] = {}
     yardsticks: list[Row] = []
     for row in record.rows:
@@ -95,9 +113,23 @@ def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     return tuple(_table(rows, record.device) for rows in groups.values())
 
 
-def footnotes(tables: Iterable[WorkloadTable]) -> tuple[str, ...]:
-    """The meaning of the marks that the tables use."""
-    texts = [cell for table in tables for row in table.rows for cell in row.cells]
+def chosen_columns(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The columns to show: the usual ones, or the `wanted` after those that name a row. Raises ConfigError."""
+    for name in wanted:
+        if name not in ALL_COLUMNS:
+            raise unknown_name("column", name, ALL_COLUMNS)
+    return tuple(dict.fromkeys((*NAMING_COLUMNS, *wanted))) if wanted else COLUMNS
+
+
+def footnotes(tables: Iterable[WorkloadTable], names: Collection[str] = COLUMNS) -> tuple[str, ...]:
+    """The meaning of the marks that these columns of the tables use."""
+    texts = [
+        cell
+        for table in tables
+        for row in table.rows
+        for name, cell in zip(ALL_COLUMNS, row.cells, strict=True)
+        if name in names
+    ]
     return tuple(f"{mark} {meaning}" for mark, meaning in FOOTNOTES.items() if any(mark in text for text in texts))
 
 
@@ -151,7 +183,7 @@ def first_timing(row: Row) -> Timing | None:
 def location(row: Row) -> Location | None:
     """Median and interval of the timing that is shown; None when the row was not measured."""
     timing = first_timing(row)
-    return None if timing is None else locate_sessions(sessions_of([timing]))
+    return None if timing is None else location_of(timing)
 
 
 def _shape(case: Case) -> str:
@@ -166,7 +198,7 @@ def _table(rows: Sequence[Row], device: str) -> WorkloadTable:
         sections.setdefault(_section_title(row), []).append(row)
     return WorkloadTable(
         title=workload_title(case),
-        tokens=case.workload.tokens,
+        members=tuple(rows),
         sections=tuple(_section(title, members, device) for title, members in sections.items()),
     )
 
@@ -182,6 +214,7 @@ def _section(title: str | None, rows: Sequence[Row], device: str) -> Section:
     ranking = None if rows[0].planned.role == "yardstick" else rank(rows, device)
     shown = [
         DisplayRow(
+            row=row,
             cells=_cells(row, ranking),
             status=row.outcome.status,
             fastest=ranking is not None and ranking.proven and row is ranking.fastest,
@@ -197,7 +230,7 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
     if timing is None or found is None:
         ending = "FAILED" if isinstance(row.outcome, Failed) else row.outcome.status
         cells = (*names, figures.ABSENT, ending)
-        return cells + (figures.ABSENT,) * (len(COLUMNS) - len(cells))
+        return cells + (figures.ABSENT,) * (len(ALL_COLUMNS) - len(cells))
     assert isinstance(row.outcome, Measured)
     workload, memory = row.case.workload, row.outcome.memory
     return (
@@ -211,11 +244,14 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
         figures.ratio(ranking.speedups[row.case.case_id])
         if ranking and row.case.case_id in ranking.speedups
         else figures.ABSENT,
-        _verified(row.outcome),
+        verified_text(row.outcome),
+        figures.latency(float(np.mean(timing.samples_ns))),
+        figures.latency(float(np.std(timing.samples_ns))),
     )
 
 
-def _verified(outcome: Measured) -> str:
+def verified_text(outcome: Measured) -> str:
+    """How far a row was checked: every output row, those compared with a built-in, or the number sampled."""
     if not outcome.verification.passed:
         return "no"
     verification = outcome.verification

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.metadata import note_text
-from dilabench.record import Check, Environment, Failed, FailureCode, Row, RunRecord, Skipped
-from dilabench.report import figures
-from dilabench.report.rows import location, row_name, workload_tables
+from dilabench.errors import counted
+from dilabench.metadata import NOTES, note_text
+from dilabench.record import Check, Environment, Failed, FailureCode, Note, RunRecord, Skipped
+from dilabench.report.rows import row_name
 from dilabench.units import format_bytes
 
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
@@ -17,10 +17,15 @@ UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmeasured:
-    """Rows that have no time for one reason, named with their workloads. `status` is 'skipped' or 'failed'."""
+    """Rows that have no time for one reason, named with their workloads. `status` is 'skipped' or 'failed'.
+
+    `code`: what kind of reason it is; `count`: how many rows have it.
+    """
 
     status: str
+    code: str
     rows: str
+    count: int = 0
     stage: str | None
     why: str
     checks: tuple[str, ...] = ()
@@ -28,10 +33,10 @@ class Unmeasured:
 
 
 def headline(record: RunRecord) -> str:
-    """The result in one or two sentences: how many rows ended how, and which was fastest at the largest workload."""
+    """How many rows ended how, in one sentence."""
     statuses = Counter(row.outcome.status for row in record.rows)
     wrong = sum(isinstance(row.outcome, Failed) and row.outcome.code in UNVERIFIED for row in record.rows)
-    parts = [f"{statuses['measured']} of {len(record.rows)} rows verified and measured"]
+    parts = [f"{statuses['measured']} of {counted(len(record.rows), 'row')} verified and measured"]
     if statuses["skipped"]:
         parts.append(f"{statuses['skipped']} skipped")
     late = sum(isinstance(row.outcome, Failed) and row.outcome.code == "verification_timeout" for row in record.rows)
@@ -40,7 +45,7 @@ def headline(record: RunRecord) -> str:
         unproven += [f"{late} could not be verified in time"] * bool(late)
         parts.append(f"{statuses['failed']} FAILED" + (f" ({', '.join(unproven)})" if unproven else ""))
     ended = "" if record.status == "complete" else f" The run was {record.status}; these are the results so far."
-    return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}{_fastest(record)}"
+    return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}"
 
 
 def device_text(record: RunRecord) -> str:
@@ -52,31 +57,6 @@ def device_text(record: RunRecord) -> str:
     return f"{environment.cpu.model} ({environment.cpu.threads} threads)"
 
 
-def _fastest(record: RunRecord) -> str:
-    """Names the fastest row of the largest workload where it is proven to be that, else those that may be."""
-    own = [table for table in workload_tables(record) if table.sections[0].title is None]
-    # Along a range every length may have as many tokens: then the last one is the longest.
-    table = max(reversed(own), key=lambda table: table.tokens, default=None)
-    ranking = table.sections[0].ranking if table else None
-    if ranking is None or len(ranking.speedups) < 2:
-        return ""
-    at = ranking.fastest.case.workload.label()
-    if ranking.too_few_rounds:
-        return f" Smallest median at {at}: {_with_time(ranking.fastest)}; too few rounds were taken to prove more."
-    if not ranking.proven:
-        names = " and ".join(_with_time(row) for row in (ranking.fastest, *ranking.tied))
-        return f" At {at} there is no proven difference between {names}."
-    gain = figures.ratio(ranking.speedups[ranking.fastest.case.case_id])
-    against = "" if ranking.fastest is ranking.baseline else f", {gain} the speed of {row_name(ranking.baseline)}"
-    return f" Fastest at {at}: {_with_time(ranking.fastest)}{against}."
-
-
-def _with_time(row: Row) -> str:
-    found = location(row)
-    assert found is not None
-    return f"{row_name(row)} ({figures.latency(found.median_ns)})"
-
-
 def unmeasured(record: RunRecord) -> tuple[Unmeasured, ...]:
     """Failed rows first, then skipped ones; rows that share a reason are gathered."""
     found: dict[Unmeasured, dict[str, list[str]]] = {}
@@ -85,7 +65,11 @@ def unmeasured(record: RunRecord) -> tuple[Unmeasured, ...]:
             workloads = found.setdefault(_reason(row.outcome), {}).setdefault(row_name(row), [])
             workloads.append(row.case.workload.label())
     entries = [
-        replace(reason, rows=", ".join(f"{name} ({_gathered(labels)})" for name, labels in names.items()))
+        replace(
+            reason,
+            rows=", ".join(f"{name} ({_gathered(labels)})" for name, labels in names.items()),
+            count=sum(map(len, names.values())),
+        )
         for reason, names in found.items()
     ]
     return tuple(sorted(entries, key=lambda entry: entry.status != "failed"))
@@ -94,10 +78,11 @@ def unmeasured(record: RunRecord) -> tuple[Unmeasured, ...]:
 def _reason(outcome: Skipped | Failed) -> Unmeasured:
     """Why there is no time, without the rows."""
     if isinstance(outcome, Skipped):
-        return Unmeasured(status="skipped", rows="", stage=None, why=outcome.why)
+        return Unmeasured(status="skipped", code=outcome.code, rows="", stage=None, why=outcome.why)
     broken = [check for check in outcome.verification.checks if not check.passed] if outcome.verification else []
     return Unmeasured(
         status="failed",
+        code=outcome.code,
         rows="",
         stage=outcome.stage,
         why=outcome.why,
@@ -127,13 +112,45 @@ def check_text(check: Check) -> str:
     return f"{check.name}: {'; '.join(words) or 'failed'}"
 
 
-def notes(record: RunRecord) -> tuple[str, ...]:
-    """The warnings on measured rows, each with what was seen, the limit and what to do."""
-    texts = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteGroup:
+    """The notes of one kind: what the kind means, the texts of all of its rows, and what to do.
+
+    `brief`: one line for all of them. `severe`: the times of these rows cannot be true.
+    """
+
+    kind: str
+    meaning: str
+    texts: tuple[str, ...]
+    hint: str | None
+    severe: bool
+
+    @property
+    def brief(self) -> str:
+        """The note itself where it is alone, else what the kind means and the number of rows."""
+        if len(self.texts) == 1:
+            return self.texts[0]
+        return f"{self.kind} ({len(self.texts)} rows): {self.meaning}" + (f"; {self.hint}" if self.hint else "")
+
+
+def note_groups(record: RunRecord) -> tuple[NoteGroup, ...]:
+    """The warnings on measured rows by kind, the severe ones first, then by number."""
+    found: dict[str, list[tuple[Note, str]]] = {}
     for row in record.rows:
         for note in getattr(row.outcome, "notes", ()):
-            texts.append(f"{row_name(row)}, {row.case.workload.label()}: {note_text(note)}")
-    return tuple(texts)
+            text = f"{row_name(row)}, {row.case.workload.label()}: {note_text(note)}"
+            found.setdefault(note.code, []).append((note, text))
+    groups = [
+        NoteGroup(
+            kind=code.replace("_", "-"),
+            meaning=NOTES[code].meaning if code in NOTES else notes[0][0].message,
+            texts=tuple(text for _, text in notes),
+            hint=hints.pop() if len(hints := {note.hint for note, _ in notes}) == 1 else None,
+            severe=code in NOTES and NOTES[code].disqualifies,
+        )
+        for code, notes in found.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: (not group.severe, -len(group.texts))))
 
 
 def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:

@@ -134,7 +134,7 @@ class Planner:
         `role` is what its rows are among the others, where that is not what it is in general; `changes` are fields of
         Optimizations that differ from the request's.
         """
-        workload = workload_request.resolve(self.machine.auto_dtype)
+        workload = workload_request.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
         labels = dict(labels or {})
         chosen_backend: str | None = None
         if implementation is FASTEST:
@@ -258,4 +258,5 @@ def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
     known = sorted(known)
     for name in request.options:
         if name not in known:
-            raise ConfigError(f"suite {request.suite!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
+            way_on = f"it has {', '.join(known)}" if known else "it has no options of its own, leave it out"
+            raise ConfigError(f"suite {request.suite!r} has no option {name!r}; {way_on}")

@@ -265,8 +265,8 @@ class WorkloadRequest(Model):
         fields = pattern_type(self.pattern).request_model().model_fields
         return (self.model_extra or {}).get(name, fields[name].get_default())
 
-    def resolve(self, auto_dtype: DType) -> Workload:
-        """The effective workload on a device whose `auto` dtype is the given one.
+    def resolve(self, auto_dtype: DType, auto_tokens: int = AUTO_TOKENS) -> Workload:
+        """The effective workload on a device whose `auto` dtype, and tokens of a call with batch `auto`, are these.
 
         Raises ConfigError when the shape is impossible.
         """
@@ -278,7 +278,7 @@ class WorkloadRequest(Model):
         if self.layout == "packed" and self.cu_seqlens is None:
             fields["cu_seqlens"] = tuple(self.seq_len * eighths // 8 for eighths in PACKED_EIGHTHS)
         if self.batch_size == "auto":
-            fields["batch_size"] = 1 if self.layout == "packed" else max(1, AUTO_TOKENS // self.seq_len)
+            fields["batch_size"] = 1 if self.layout == "packed" else max(1, auto_tokens // self.seq_len)
         if self.dtype == "auto":
             fields["dtype"] = auto_dtype
         return validated(Workload, fields)

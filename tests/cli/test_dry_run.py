@@ -8,7 +8,8 @@ def test_a_block_mask_is_told_in_full(cli):
     assert "block_sparse strided, block 64, density 20.0% asked, 20.1% reached" in " ".join(result.stdout.split())
 
 
-def test_what_a_mask_lies_over_is_told_too(cli):
+def test_what_a_mask_lies_over_is_told_too(cli, monkeypatch):
+    monkeypatch.setenv("TERMINAL_WIDTH", "300")
     options = ("--set", "pattern=block_sparse", "--set", "mask=random", "--set", "per_head=true")
     branches = ("--set", "segment_lengths=1K,2K", "--set", "dilation_rates=1,2")
     result = cli("run", "implementations", "-i", "block-sparse", *options, *branches, "--seq-length", "4K", "--dry-run")

@@ -41,7 +41,10 @@ WRONG = [
     ("run quick --budget soon", "duration 'soon' is not a positive time; write for example 30s"),
     ("run quick --budget 0s", "duration '0s' is not a positive time"),
     ("run quick --timing warmupp", "unknown timing 'warmupp'; did you mean warmup"),
-    ("run quick --max-seq-length 1M", "suite 'quick' has no option 'max_seq_length'; it has none"),
+    (
+        "run quick --max-seq-length 1M",
+        "has no option 'max_seq_length'; it has no options of its own, leave it out",
+    ),
     ("run quick --max-seq-length x", "max_seq_length 'x' is not a number"),
     ("run quick --nproc 0", "nproc 0 should be greater than or equal to 1"),
     ("run quick -f markdwn", "unknown reporter 'markdwn'; did you mean markdown"),

@@ -50,3 +50,12 @@ def test_files_of_a_stored_run_need_a_place(cli, archive, tmp_path):
     assert len(list(archive.folder.iterdir())) == 2
     assert cli("report", "latest", "-f", "markdown", "-o", "out").exit_code == 0
     assert (tmp_path / "out" / "report.md").exists()
+
+
+@pytest.mark.usefixtures("archive")
+def test_samples_have_a_line_each_where_a_format_has_that(cli):
+    assert len(cli("report", "aa", "-f", "csv").stdout.strip().splitlines()) == 2
+    assert len(cli("report", "aa", "-f", "csv", "--samples").stdout.strip().splitlines()) == 101
+    refused = cli("report", "aa", "-f", "markdown", "--samples")
+    assert refused.exit_code == 2
+    assert "'markdown' has no form with a line per sample; these have: csv, parquet" in refused.stderr

@@ -76,10 +76,11 @@ def engine(catalogue, dense_case):
     def go(*names, planned=None, sink=None, timing="simple", progress=None, origin="builtin", seed=0, **options):
         budget_s = options.pop("budget_s", None)
         fields = options.pop("workload", {})
+        runs = {name: options.pop(name, None) for name in ("warmup_runs", "timing_runs")}
         for name in names:
             register(name, origin)
         planned = planned or [dense_case(name, **fields) for name in names]
-        request = RunRequest(suite="test", timing=timing, budget_s=budget_s, seed=seed)
+        request = RunRequest(suite="test", timing=timing, budget_s=budget_s, seed=seed, **runs)
         header = RunHeader(tool_version="0", run_id="test", suite="test", started_at="now", environment=snapshot(CPU))
         options.setdefault("patience_s", 60.0)
         machine = options.pop("machine", CPU)

@@ -6,12 +6,12 @@ import pytest
 
 from dilabench.engine.budget import Budget, steady
 from dilabench.engine.device.clocks import NvmlClocks, throttle_reasons
-from dilabench.engine.device.peaks import COPY_KEY, matmul_key
 from dilabench.engine.lower_bounds import least_flops
 from dilabench.engine.plausibility import interference, suspicions, unproven_backend
 from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
 from dilabench.engine.worker.protocol import case_spec, worker_key
+from dilabench.metadata import COPY_KEY, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification

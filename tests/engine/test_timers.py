@@ -253,3 +253,10 @@ def test_a_capture_that_works_gives_the_stream_back(monkeypatch):
     graph.Graph(call)
     assert call.calls == graph.WARM_CALLS + 1
     assert fake.current is own
+
+
+def test_runs_are_counted_where_numbers_are_given(engine):
+    record = engine("honest", timing="warmup", warmup_runs=4, timing_runs=7)
+    (timing,) = record.rows[0].outcome.timings
+    assert (len(timing.warmup_ns), len(timing.samples_ns)) == (4, 7)
+    assert [len(slot.samples_ns) for slot in timing.slots] == [1] * 7

@@ -244,7 +244,7 @@ def test_an_analysis_that_fails_is_a_section_that_says_so(
 ) -> None:
     found = found_with("suites", Suite("mine", "for a test", "m:f", analysis=target(function)))
     record = make_record([make_row()], suite="mine")
-    (section,) = sections_of(record, found.catalogue)
+    _, section = sections_of(record, found.catalogue)
     assert section.title == "Analysis failed"
     assert "Plug-in 'theirs'" in section.sentence or "plug-in 'theirs'" in section.sentence
     assert reason in section.sentence

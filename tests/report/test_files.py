@@ -37,13 +37,18 @@ def test_lists_of_numbers_stay_text_inside_strings(record: RunRecord) -> None:
     assert RunRecord.model_validate_json(json.to_text(tricky)).suite == "[\n  1,\n  2\n]"
 
 
-def test_piped_table_has_a_fixed_width_and_no_colours(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("columns", "width"), [("90", 90), (None, table.PIPED_WIDTH), ("wide", table.PIPED_WIDTH)])
+def test_a_piped_table_is_as_wide_as_columns_says_and_has_no_colours(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch, columns: str | None, width: int
+) -> None:
     monkeypatch.delenv("TERMINAL_WIDTH", raising=False)
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("FORCE_COLOR", "1")
     text = table.render(record, None) or ""
     assert "\x1b" not in text
-    assert text == table.to_text(record, width=table.PIPED_WIDTH)
+    assert text == table.to_text(record, width=width)
 
 
 def test_colours_are_there_when_asked_for(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Plots: every section's, as PNG and SVG, with units on the axes; colours that everybody can tell apart."""
 
+import itertools
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
@@ -100,7 +102,6 @@ def test_a_mask_is_drawn_block_by_block() -> None:
     figure = draw_mask(mask)
     (axes,) = figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("keys (blocks of 64 tokens)", "queries (blocks of 64 tokens)")
-    assert axes.get_title(loc="left") == "random"
     (image,) = axes.images
     assert image.get_extent() == [0, 2, 2, 0]
     colours = image.cmap(image.norm(image.get_array()))
@@ -128,7 +129,7 @@ def test_markdown_embeds_plots_that_are_there(record: RunRecord, tmp_path: Path)
     markdown.render(record, tmp_path, [SECTION])
     text = (tmp_path / "report.md").read_text()
     assert text.index("rows verified and measured") < text.index("## Finding") < text.index("## Results")
-    assert "![Latency](plots/latency.png)" in text
+    assert "![Latency, with 95 % intervals](plots/latency.png)" in text
     assert r"The \*pool\* costs." in text
     assert r"| a\|b | 0.5 |" in text
     assert "plots/" not in markdown.to_text(record, [SECTION])
@@ -148,4 +149,43 @@ def test_an_old_record_is_redrawn_by_its_suite(record: RunRecord, tmp_path: Path
     render(catalogue.reporters.get("plots"), record, tmp_path, sections, catalogue)
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {plot.name for plot in plots.plots_of(sections)}
     unknown = record.model_copy(update={"suite": "of a plug-in that is gone"})
-    assert sections_of(unknown, catalogue) == ()
+    assert [section.answers for section in sections_of(unknown, catalogue)] == [True]
+
+
+def test_a_headed_finding_says_its_first_column_once_above_the_rows(record: RunRecord) -> None:
+    rows = (("1x8K causal", "ring", "1 ms"), ("1x8K causal", "ulysses", "2 ms"), ("1x16K causal", "ring", "3 ms"))
+    columns = ("workload", "implementation", "time")
+    section = Section(title="T", sentence="S.", columns=columns, rows=rows, numeric=frozenset({"time"}), headed=True)
+    text = table.to_text(record, width=80, sections=[section])
+    assert (text.count("1x8K causal\n"), text.count("1x16K causal\n")) == (1, 1)
+    assert "workload" not in text
+    assert "\nulysses         2 ms\n" in text
+
+
+def test_ticks_of_lengths_have_room_and_the_longest_has_one() -> None:
+    lengths = (512, 1024, 2048, 49152, 50000, 65536, 98304, 100000, 131072, 200000, 786432)
+    curve = Curve(label="a", points=tuple(Point(length, 1.0 + length) for length in lengths))
+    axes = draw_curves(CurvePlot(name="x", title="x", y_label="ms", curves=(curve,))).axes[0]
+    shown = list(axes.get_xticks())
+    assert shown[-1] == 786432
+    assert all(after / before > 2 for before, after in itertools.pairwise(shown))
+
+
+def test_whiskers_are_drawn_and_named_only_where_there_are_intervals() -> None:
+    def drawn(*points: Point) -> tuple[int, str]:
+        plot = CurvePlot(name="x", title="x", y_label="ms", curves=(Curve(label="a", points=points),))
+        (container,) = draw_curves(plot).axes[0].containers
+        segments = container.lines[2][0].get_segments() if container.lines[2] else []
+        return sum(len(segment) > 0 and not np.isnan(segment).any() for segment in segments), plot.caption
+
+    assert drawn(Point(1, 2, 1, 3), Point(2, 3)) == (1, "x, with 95 % intervals")
+    assert drawn(Point(1, 2), Point(2, 3)) == (0, "x")
+
+
+def test_a_plot_says_which_machine_dtype_and_shape_it_is_of(record: RunRecord) -> None:
+    some = record.model_copy(update={"rows": record.rows[:3]})
+    assert plots.subject(some).startswith("Example CPU @ 2.60GHz (2 threads) · H")
+    assert "fp32" in plots.subject(some)
+    # What rows do not share is not said of all of them.
+    assert "H" not in plots.subject(record).partition("·")[2]
+    assert ET.fromstring(plots.svg(CURVES, record)).tag.endswith("svg")

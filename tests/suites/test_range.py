@@ -27,7 +27,7 @@ def plan(catalogue, machine=CPU, **fields):
 def test_without_lengths_it_is_the_production_range(catalogue):
     planned = plan(catalogue, run={"implementations": ["gather"]})
     assert tuple(p.case.workload.seq_len for p in planned) == RANGES["production"]
-    assert [p.case.workload.batch_size for p in planned] == [16, 8, 4, 2, 1, 1]
+    assert [p.case.workload.batch_size for p in planned] == [1] * 6
     assert all(p.requested_workload.batch_size == "auto" for p in planned)
 
 
@@ -87,3 +87,8 @@ def test_lengths_out_of_order_are_refused_with_the_right_order(catalogue):
 def test_repeated_lengths_are_refused(catalogue):
     with pytest.raises(ConfigError, match="repeats 2048"):
         plan(catalogue, run={"lengths": [2048, 2048]})
+
+
+def test_a_gpu_gets_calls_of_as_many_tokens_at_each_length(catalogue):
+    planned = expand(catalogue, HOPPER, run_request(catalogue, suite="range", run={"implementations": ["gather"]}))
+    assert {one.case.workload.seq_len: one.case.workload.batch_size for one in planned}[1024] == 16

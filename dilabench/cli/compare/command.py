@@ -1,14 +1,37 @@
 """`dilabench compare`: two records, or the rows of one."""
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.options import AsJson, RelativeTo
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from dilabench.compare.comparison import Comparison
+    from dilabench.record import RunRecord
+
+
+GRAVEST_FIRST = (
+    ExitCode.WRONG_OUTPUT,
+    ExitCode.CASE_FAILED,
+    ExitCode.REGRESSION,
+    ExitCode.INCONCLUSIVE,
+    ExitCode.NOTHING_MEASURED,
+)
+
+
+class Format(StrEnum):
+    """How a comparison is shown."""
+
+    TABLE = "table"
+    JSON = "json"
+    HTML = "html"
 
 
 class By(StrEnum):
@@ -30,9 +53,17 @@ def compare(
     only: Only = None,
     relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
+    form: Annotated[
+        Format, typer.Option("--format", "-f", help="html: a page, also of more than two runs.")
+    ] = Format.TABLE,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two records, or with --by the rows of one (or of several runs of it, each adding a session).
+
+    With -f html, any number of runs, each compared with the first.
 
     Exit codes: 0 fine, 4 a case that was measured fails now, 5 wrong output, 6 slower or larger than BASE, 7 undecided
     (with --fail-on inconclusive), 8 nothing to compare.
@@ -44,8 +75,15 @@ def compare(
     from dilabench.compare.within import compare_within
     from dilabench.store.lookup import Store
 
-    if by is None and len(runs) != 2:
-        raise ConfigError(f"{len(runs)} runs are given; name two, BASE and NEW, or compare the rows of one by --by")
+    if by is None and len(runs) != 2 and (form is not Format.HTML or len(runs) < 2):
+        ways = "compare the rows of one by --by, or more than two with -f html"
+        raise ConfigError(f"{len(runs)} runs are given; name two, BASE and NEW, or {ways}")
+    if by is not None and form is Format.HTML:
+        raise ConfigError(
+            "-f html compares runs; the rows of one, which --by compares, are in `dilabench report -f html`"
+        )
+    if output is not None and form is not Format.HTML:
+        raise ConfigError(f"-o {output} is where -f html writes its page; add -f html, or redirect what is printed")
     if by is None and base is not None:
         raise ConfigError(f"--base {base} says which rows to compare with and needs --by")
     if by is not None and relative_to is not None:
@@ -59,15 +97,49 @@ def compare(
     policy, select = policy_for(records, threshold, calibration), selection(only or ())
     wanted = set(fail_on or ())
     if by is None:
-        baseline, candidate = sides
-        refuse_other_machine(baseline, candidate, ConfigError)
-        comparison = compare_across(baseline, candidate, policy=policy, select=select, reference=relative_to)
+        baseline, *candidates = sides
+        for candidate in candidates:
+            refuse_other_machine(baseline, candidate, ConfigError)
+        comparisons = [
+            compare_across(baseline, candidate, policy=policy, select=select, reference=relative_to)
+            for candidate in candidates
+        ]
+        comparison = comparisons[0]
         wanted |= {FailOn.SLOWER, FailOn.LARGER}
+        if form is Format.HTML:
+            raise typer.Exit(_page(sides, comparisons, wanted, output))
     else:
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)
     code = exit_code(comparison, wanted)
-    if as_json:
+    if as_json or form is Format.JSON:
         say(verdict_view.as_json(comparison, code, calibration))
     else:
         verdict_view.show(comparison, code, calibration)
     raise typer.Exit(code)
+
+
+def _page(
+    sides: "Sequence[Sequence[RunRecord]]",
+    comparisons: "Sequence[Comparison]",
+    wanted: set[FailOn],
+    output: Path | None,
+) -> ExitCode:
+    """Show the page of one baseline and its candidates; the exit code is that of the gravest comparison."""
+    from dilabench.atomic_file import write_text
+    from dilabench.cli.compare.verdict_view import final_line
+    from dilabench.compare.gate import exit_code
+    from dilabench.report.html import comparison
+
+    codes = [exit_code(one, wanted) for one in comparisons]
+    lines = [final_line(one, code) for one, code in zip(comparisons, codes, strict=True)]
+    named = [f"{side[-1].run_id}: {line}" for side, line in zip(sides[1:], lines, strict=True)]
+    records = [side[-1] for side in sides]
+    text = comparison.to_text(records[0], records[1:], comparisons, "; ".join(named))
+    if output is None:
+        say(text)
+    else:
+        write_text(output / comparison.FILENAME, text)
+        say(str(output / comparison.FILENAME), err=True)
+        for line in named:
+            say(line)
+    return next((code for code in GRAVEST_FIRST if code in codes), ExitCode.OK)

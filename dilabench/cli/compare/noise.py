@@ -14,6 +14,7 @@ from dilabench.metadata import (
     GPU_SHARED,
     LOAD,
     LOW_MEMORY,
+    NOTES,
     SWAP,
     THREAD_VARIABLES,
     TURBO,
@@ -25,6 +26,11 @@ LOW_MEMORY_BYTES = 2 * 2**30
 HOT_GPU_C = 80
 SWAP_USED_BYTES = 2**28
 BUSY_GPU_PERCENT = 5
+
+
+def busy(reading: Reading) -> tuple[Note, ...]:
+    """Those of the notes that something else works on this machine now."""
+    return tuple(note for note in notes(reading) if NOTES[note.code].passing)
 
 
 def notes(reading: Reading) -> tuple[Note, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.sequential import CaseIds
+from dilabench.errors import counted
 from dilabench.predict.time import budget_option, case_seconds
 from dilabench.record import PlannedCase, RunRecord
 from dilabench.stats.decisions.history import LOOK_SESSIONS
@@ -53,7 +54,7 @@ class SessionBudget:
         """What SAME is expected to take, from the baseline compared with itself."""
         ids = {one.case.case_id for one in self.cases}
         session_s = self.session_s(ids)
-        text = f"a session of {len(self.cases)} cases takes about {format_seconds(session_s)} here"
+        text = f"a session of {counted(len(self.cases), 'case')} takes about {format_seconds(session_s)} here"
         needed = [pair.verdict.numbers.sessions_needed for pair in itself.pairs]
         known = [one for one in needed if one is not None]
         if known:

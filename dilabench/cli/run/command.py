@@ -21,10 +21,10 @@ from dilabench.patterns.registry import kind_with_fields
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import Found
 from dilabench.record import Row, RunHeader
-from dilabench.request import RunRequest, run_request
+from dilabench.request import RunRequest, read_budget, run_request
 from dilabench.store.run_files import RunFolder, completed_rows
 from dilabench.suites.planner import Planner, expand
-from dilabench.units import parse_count, parse_duration
+from dilabench.units import parse_count
 from dilabench.workload.ranges import CUSTOM, range_lengths
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def run(
     form: own.Form = None,
     sharding: own.Sharding = None,
     timing: own.Timing = None,
+    warmup_runs: own.WarmupRuns = None,
+    timing_runs: own.TimingRuns = None,
     pattern_cache: own.PatternCache = None,
     memory_pool: own.MemoryPool = None,
     cuda_graph: own.CudaGraph = None,
@@ -78,9 +80,13 @@ def run(
     output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
     keep: own.KeepInStore = True,
+    columns: shared.Columns = None,
+    details: shared.Details = False,
+    as_json: shared.AsJson = False,
+    list_configs: own.ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
-    """Measure a suite: verify each case, time it, and leave run.json and report.md in a folder of its own."""
+    """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder."""
     found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
@@ -100,15 +106,18 @@ def run(
             sharding=sharding,
         ),
         timing=timing,
+        warmup_runs=warmup_runs,
+        timing_runs=timing_runs,
         pattern_cache_entries=None if pattern_cache is None else PATTERN_CACHE_ENTRIES * pattern_cache,
         buffer_pool_bytes=None if memory_pool is None else POOL_BYTES * memory_pool,
         cuda_graph=cuda_graph,
         compile=compile_calls,
         nproc=nproc,
         device=device,
-        budget_s=budget and parse_duration(budget),
         seed=seed,
     )
+    if budget is not None:
+        settings["budget_s"] = read_budget(budget)
     asked = Asked(
         suite=suite,
         configs=config or [],
@@ -119,8 +128,11 @@ def run(
         # A record may be copied to a file besides; the run itself goes on where it is.
         folder=None if output == DEFAULT_FOLDER or output.suffix == ".json" else output,
     )
-    reporters = names(formats) or [TABLE]
-    raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, nodes)))
+    reporters = names(formats) or ["json" if as_json else TABLE]
+    shown = {"details": details, "columns": shared.column_names(columns)}
+    raise typer.Exit(
+        on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, shown, nodes))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +162,9 @@ class Asked:
         elsewhere = given(config=self.configs, set=self.assignments, output=self.folder)
         fixed = {**self.workload, **self.settings, **elsewhere}
         request, header = recorded_request(self.resume, self.suite, fixed.keys() - {"budget_s"})
-        return request.model_copy(update=given(budget_s=self.settings.get("budget_s"))), header
+        return request.model_copy(
+            update={name: value for name, value in self.settings.items() if name == "budget_s"}
+        ), header
 
 
 def _carry_out(
@@ -161,6 +175,7 @@ def _carry_out(
     dry_run: bool,
     plan: bool,
     keep: bool,
+    shown: dict[str, Any],
     nodes: "Nodes | None",
 ) -> ExitCode:
     catalogue = found.catalogue
@@ -200,6 +215,7 @@ def _carry_out(
         formats=reporters,
         completed=completed,
         keep=keep,
+        options=shown,
         launcher=nodes,
     )
     code = execution.run()

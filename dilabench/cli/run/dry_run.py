@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dilabench.cli.terminal import print_table, say
+from dilabench.errors import counted
 from dilabench.record import PlannedCase
 from dilabench.units import format_bytes
 from dilabench.workload.work import flops, tensor_bytes
@@ -18,7 +19,7 @@ def show(planned: Sequence[PlannedCase]) -> None:
     skipped = sum(plan.skip is not None for plan in planned)
     total = sum(flops(plan.case.workload) for plan in planned if plan.skip is None)
     work = f"{total:.3g} FLOPs in one call of each"
-    say(f"{len(planned)} cases, {skipped} of them skipped; {work}. Nothing was run (--dry-run).")
+    say(f"{counted(len(planned), 'case')}, {skipped} of them skipped; {work}. Nothing was run (--dry-run).")
 
 
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:

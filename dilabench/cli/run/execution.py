@@ -3,28 +3,33 @@
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import dilabench
 from dilabench.atomic_file import write_text
+from dilabench.cli.compare.noise import busy
 from dilabench.cli.plugins import tell_of
+from dilabench.cli.reading import read
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.run.way_on import way_on, without_time
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import note, say
 from dilabench.compare.comparison import is_wrong
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import FollowUp
 from dilabench.engine.runner import run as run_cases
 from dilabench.engine.worker.launcher import Launcher
-from dilabench.errors import DilabenchError, ExitCode
+from dilabench.errors import DilabenchError, ExitCode, counted
 from dilabench.machine import Machine
+from dilabench.metadata import note_text
 from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Reporter
 from dilabench.plugins.manager import Found
+from dilabench.predict.time import expected_time, slow_dtypes
 from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.report.findings import render, sections_of
 from dilabench.request import RunRequest
@@ -32,7 +37,7 @@ from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder
 from dilabench.suites.planner import Planner, more_cases_of
 
-ALWAYS_WRITTEN = ("json", "plots", "markdown")
+ALWAYS_WRITTEN = ("json", "plots", "markdown", "html")
 TABLE = "table"
 
 
@@ -49,6 +54,7 @@ class Execution:
     formats: tuple[Reporter, ...]
     completed: tuple[Row, ...] = ()
     keep: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
     launcher: Launcher | None = None
 
     def run(self) -> ExitCode:
@@ -56,6 +62,10 @@ class Execution:
         known = len(self.found.problems)
         try:
             self._say(self._opening())
+            if slow := slow_dtypes([one.case for one in self.planned if one.skip is None], self.machine):
+                note(f"{slow}; --dtype float32 is faster there")
+            for one in busy(read(self.machine)):
+                note(f"{note_text(one)} (`dilabench doctor` says more)")
             record = self._measure()
         finally:
             self.folder.discard_if_empty()
@@ -75,7 +85,7 @@ class Execution:
     def _measure(self) -> RunRecord:
         catalogue = self.found.catalogue
         self.folder.keep_masks(plan.case.workload for plan in self.planned if plan.skip is None)
-        with progress_shown() as progress:
+        with progress_shown(self.request.budget_s) as progress:
             record = run_cases(
                 self.planned,
                 self.request,
@@ -105,11 +115,12 @@ class Execution:
         sections = sections_of(record, catalogue)
         for reporter in written:
             with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
-                render(reporter, record, self.folder.path, sections, catalogue)
+                render(reporter, record, self.folder.path, sections, catalogue, self.options)
         for reporter in self.formats:
             text = None
             with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
-                text = render(reporter, record, None, sections, catalogue) if reporter.prints else None
+                if reporter.prints:
+                    text = render(reporter, record, None, sections, catalogue, self.options)
             if text is not None:
                 say(text, styled=True)
         paths = [self.folder.path / str(one.filename) for one in written]
@@ -127,9 +138,12 @@ class Execution:
     def _opening(self) -> str:
         runs = sum(plan.skip is None for plan in self.planned)
         kept = f", {len(self.completed)} of them kept from before" if self.completed else ""
-        budget = f", at most {self.request.budget_s:g} s" if self.request.budget_s else ""
         where = self.machine.gpus[0].name if self.machine.device == "cuda" else self.header.environment.cpu.model
-        return f"dilabench {self.request.suite} on {self.machine.device} ({where}): {runs} cases{kept}{budget}"
+        done = {row.case.case_id for row in self.completed}
+        waiting = [one.case for one in self.planned if one.skip is None and one.case.case_id not in done]
+        time = expected_time(waiting, self.machine, self.header.environment.cpu.cores, self.request.budget_s)
+        cases = f"{counted(runs, 'case')}{kept}"
+        return f"dilabench {self.request.suite} on {self.machine.device} ({where}): {cases}; {time}"
 
     def _say(self, text: str) -> None:
         """Print a message: to stderr when stdout carries another format than the table."""

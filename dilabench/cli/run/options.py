@@ -66,6 +66,30 @@ Timing = Annotated[
         "--timing", "--timing-method", metavar="METHOD", help="simple, warmup (default), profiler, or a timer."
     ),
 ]
+WarmupRuns = Annotated[
+    int | None,
+    typer.Option("--warmup-runs", metavar="N", help="Calls before the first sample (default: until times settle)."),
+]
+TimingRuns = Annotated[
+    int | None,
+    typer.Option(
+        "--timing-runs", "--num-runs", metavar="N", help="Samples of each case (default: until precise enough)."
+    ),
+]
+
+
+def _list_configs(asked: bool) -> None:
+    if asked:
+        from dilabench.cli.show.list import Kind, list_names
+
+        list_names(Kind.WORKLOADS)
+        raise typer.Exit
+
+
+ListConfigs = Annotated[
+    bool,
+    typer.Option("--list-configs", callback=_list_configs, is_eager=True, help="Show what --config takes and leave."),
+]
 PatternCache = Annotated[
     bool | None,
     typer.Option("--enable-pattern-cache/--disable-pattern-cache", help="Keep index tensors (on by default)."),
@@ -77,7 +101,10 @@ MemoryPool = Annotated[
 CudaGraph = Annotated[bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Replay calls as a CUDA graph.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Wrap calls in torch.compile.")]
 Processes = Annotated[int | None, typer.Option("--nproc", metavar="N", help="Processes, one per device.")]
-Budget = Annotated[str | None, typer.Option("--budget", metavar="TIME", help="Time the whole run may take: 60s, 5m.")]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="TIME", help="Time the run may take: 60s, 5m, none (default: the suite's own)."),
+]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the cases with their work and leave.")]
 Resume = Annotated[

@@ -1,6 +1,7 @@
-"""The progress of a run on a terminal; in a pipe only why it waits."""
+"""The progress of a run: a bar on a terminal, a line now and then in a pipe or a log."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -8,65 +9,165 @@ from dilabench.cli.terminal import console, say
 from dilabench.engine.progress import Progress, Silent
 from dilabench.errors import printable
 from dilabench.record import Case, Row
+from dilabench.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+# Between two lines of a log.
+EVERY_S = 10.0
 
-class ProgressBar(Silent):
+
+class Standing:
+    """How far a run is: rows done, time left by what the rows so far took, and what is left of the budget."""
+
+    def __init__(self, budget_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget_s, self._clock = budget_s, clock
+        self._started = clock()
+        self.total: int | None = None
+        self.done = 0
+        # Rows that are skipped take no time and say nothing about the others.
+        self._took_time = 0
+
+    def start(self) -> None:
+        """Time counts from now on."""
+        self._started = self._clock()
+
+    def add(self, row: Row) -> None:
+        """A row has ended."""
+        self.done += 1
+        self._took_time += row.outcome.status != "skipped"
+
+    @property
+    def left(self) -> str:
+        """'about 40 s left, budget 90 s left', as far as that is known."""
+        elapsed = self._clock() - self._started
+        budget_left = None if self._budget_s is None else max(0.0, self._budget_s - elapsed)
+        texts = []
+        if budget_left != 0 and self._took_time and self.total is not None and self.done < self.total:
+            about = elapsed / self._took_time * (self.total - self.done)
+            about = about if budget_left is None else min(about, budget_left)
+            texts.append(f"about {format_seconds(about)} left")
+        if budget_left is not None:
+            texts.append(f"{format_seconds(budget_left)} of the budget left" if budget_left else "budget used up")
+        return ", ".join(texts)
+
+
+class Told(Silent):
+    """Keeps the standing and tells of it; subclasses say how. What failed is said at once."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+
+    def device_held(self) -> None:
+        """The budget runs from here."""
+        self._standing.start()
+
+    def run_started(self, total: int) -> None:
+        """The number of rows, known or changed."""
+        self._standing.total = total
+        self._tell("starting")
+
+    def stage_started(self, case: Case, stage: str) -> None:
+        """Names the case and what is done with it."""
+        self._tell(f"{stage} {case.implementation}, {case.workload.label()}")
+
+    def row_done(self, row: Row) -> None:
+        """One case further."""
+        self._standing.add(row)
+        if row.outcome.status == "failed":
+            self._say(f"failed: {row.case.implementation}, {row.case.workload.label()}: {row.outcome.why}")
+        self._tell(None)
+
+    def _tell(self, now: str | None) -> None:
+        """Show the standing, and what goes on `now` where that has changed."""
+        raise NotImplementedError
+
+    def _say(self, text: str) -> None:
+        raise NotImplementedError
+
+
+class ProgressBar(Told):
     """One bar over all cases, with what goes on now beside it.
 
     It is drawn between measurements only: a thread that redraws it would take time from what is measured.
     """
 
-    def __init__(self, bar: "Bar") -> None:
+    def __init__(self, standing: Standing, bar: "Bar") -> None:
+        super().__init__(standing)
         self._bar = bar
         self._task = bar.add_task("starting", total=None)
-
-    def run_started(self, total: int) -> None:
-        """The bar gets its length."""
-        self._bar.update(self._task, total=total, refresh=True)
+        self._now = ""
 
     def waiting(self, why: str) -> None:
-        """Show why nothing is measured."""
-        self._bar.update(self._task, description=printable(why), refresh=True)
+        """Show why nothing is measured, in place of what is."""
+        self._bar.update(self._task, description=printable(f"WAITING: {why}"), refresh=True)
 
-    def stage_started(self, case: Case, stage: str) -> None:
-        """Names the case and what is done with it."""
-        text = f"{stage} {case.implementation}, {case.workload.label()}"
-        self._bar.update(self._task, description=text, refresh=True)
+    def _tell(self, now: str | None) -> None:
+        standing, self._now = self._standing, now or self._now
+        text = " · ".join(filter(None, (standing.left, printable(self._now))))
+        self._bar.update(self._task, total=standing.total, completed=standing.done, description=text, refresh=True)
 
-    def row_done(self, row: Row) -> None:
-        """One case further; something that failed is said at once."""
-        if row.outcome.status == "failed":
-            self._bar.console.print(
-                printable(f"failed: {row.case.implementation}, {row.case.workload.label()}: {row.outcome.why}")
-            )
-        self._bar.update(self._task, advance=1, refresh=True)
+    def _say(self, text: str) -> None:
+        self._bar.console.print(printable(text))
 
 
-class WaitingTold(Silent):
-    """Prints once why nothing is measured, so that the log of a waiting job is not empty."""
+class ProgressLines(Told):
+    """A line at the start and then every ten seconds at most; each reason for waiting once."""
 
-    def __init__(self) -> None:
-        self._told: set[str] = set()
+    def __init__(self, standing: Standing, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(standing)
+        self._clock = clock
+        self._said_at: float | None = None
+        self._reasons: set[str] = set()
 
     def waiting(self, why: str) -> None:
         """Each reason once: it is asked again every half second."""
-        if why not in self._told:
-            self._told.add(why)
-            say(why, err=True)
+        if why not in self._reasons:
+            self._reasons.add(why)
+            self._say(f"waiting: {why}")
+
+    def _tell(self, now: str | None) -> None:
+        if now is None or (self._said_at is not None and self._clock() - self._said_at < EVERY_S):
+            return
+        self._said_at = self._clock()
+        standing = self._standing
+        rows = f"{standing.done} of {standing.total} rows" if standing.total is not None else ""
+        self._say("; ".join(filter(None, (rows, standing.left, f"now: {now}"))))
+
+    def _say(self, text: str) -> None:
+        say(text, err=True)
+
+
+class CheckedLines:
+    """Says on stderr how far `verify` is where its table has been silent for ten seconds."""
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._clock = total, clock
+        self._started = self._spoke_at = clock()
+
+    def spoke(self) -> None:
+        """The table has grown by a line."""
+        self._spoke_at = self._clock()
+
+    def checked(self, done: int, what: str) -> None:
+        """So many are done, `what` last."""
+        now = self._clock()
+        if now - self._spoke_at >= EVERY_S and done < self._total:
+            about = (now - self._started) / done * (self._total - done)
+            say(f"{done} of {self._total} checked, about {format_seconds(about)} left; last: {what}", err=True)
+            self.spoke()
 
 
 @contextmanager
-def progress_shown() -> Iterator[Progress]:
-    """A progress bar on stderr when that is a terminal, else a line for what it waits for."""
-    screen = console(to_stderr=True)
+def progress_shown(budget_s: float | None = None) -> Iterator[Progress]:
+    """A progress bar on stderr when that is a terminal, else a line now and then."""
+    screen, standing = console(to_stderr=True), Standing(budget_s)
     if not screen.is_terminal:
-        yield WaitingTold()
+        yield ProgressLines(standing)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
-        yield ProgressBar(bar)
+        yield ProgressBar(standing, bar)

@@ -10,11 +10,11 @@ from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import say
+from dilabench.errors import counted
 from dilabench.machine import detect
-from dilabench.request import ALL, run_request
+from dilabench.request import ALL, read_budget, run_request
 from dilabench.store.run_files import RunFolder
 from dilabench.suites.planner import expand
-from dilabench.units import parse_duration
 
 TunePath = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write this file instead of the one for this machine.")
@@ -45,7 +45,7 @@ def tune(
         configs=config or (),
         assignments=assignments or (),
         workload=given(mode=mode),
-        run=given(backends=[ALL], lengths=names(lengths), device=device, budget_s=budget and parse_duration(budget)),
+        run=given(backends=[ALL], lengths=names(lengths), device=device) | {"budget_s": budget and read_budget(budget)},
     )
     machine = detect(request.device)
     planned = tuple(
@@ -67,5 +67,5 @@ def tune(
     path = output or tune_path(machine)
     # A run that was interrupted before its first row leaves no folder.
     added = add_to_file(path, execution.folder.path, machine) if execution.folder.path.exists() else 0
-    say(f"{added} workloads tuned in {path}")
+    say(f"{counted(added, 'workload')} tuned in {path}")
     raise typer.Exit(code)

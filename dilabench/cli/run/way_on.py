@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like, sufficient_budget_s
 from dilabench.record import Row, RunRecord, Skipped
@@ -34,4 +35,4 @@ def way_on(record: RunRecord, machine: Machine, folder: Path) -> str | None:
         predicted_s = min(sufficient_budget_s(row.case, machine, cores) for row in missing)
         needed_s, source = max(predicted_s, 2 * elapsed_s), "for the first of them, predicted"
     way = f"`{resume} {budget_option(needed_s)}` should suffice ({format_seconds(needed_s)} {source})"
-    return f"{len(missing)} cases had no time: {way}"
+    return f"{counted(len(missing), 'case')} had no time: {way}"

@@ -1,23 +1,28 @@
 """`dilabench describe`: everything known about one name."""
 
+import json
+import os
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
+from dilabench.cli.options import AsJson
 from dilabench.cli.show.availability import limits_of, reasons_against
 from dilabench.cli.show.picture import mask_facts, pattern_picture
 from dilabench.cli.terminal import say
-from dilabench.errors import unknown_name
+from dilabench.errors import DilabenchError, unknown_name
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
 from dilabench.patterns.pattern import SequenceShape
 from dilabench.patterns.registry import PatternKind, pattern_type
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.descriptors import ANY_PATTERN, Backend, Implementation, Reporter, Timer, WorkloadPreset
+from dilabench.plugins.descriptors import ANY_PATTERN, Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
-from dilabench.request import workload_request
-from dilabench.units import format_bytes
+from dilabench.predict.time import expected_time
+from dilabench.request import run_request, workload_request
+from dilabench.suites.planner import expand
+from dilabench.units import format_bytes, format_count, format_seconds
 from dilabench.workload.ranges import ALL, RANGES, range_lengths
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs, flops, tensor_bytes
@@ -28,6 +33,7 @@ EXAMPLE_LENGTH = 48
 
 def describe(
     name: Annotated[str, typer.Argument(help="Name or alias of what `dilabench list` shows, of a range or a mask.")],
+    as_json: AsJson = False,
 ) -> None:
     """Show everything known about a name; a name that stands for several things shows all of them."""
     catalogue, machine = discover().catalogue, detect()
@@ -39,6 +45,10 @@ def describe(
     if not sheets:
         known = {other for registry in REGISTRIES for other in getattr(catalogue, registry).names}
         raise unknown_name("name", name, [*known, *RANGES, *PREFERENCES])
+    if as_json:
+        document = [{"kind": kind, "name": name, "facts": [list(fact) for fact in facts]} for kind, facts in sheets]
+        say(json.dumps(document, indent=2, ensure_ascii=False))
+        return
     for index, (kind, facts) in enumerate(sheets):
         say(("\n" if index else "") + f"{kind} {name}")
         for key, value in facts:
@@ -63,7 +73,7 @@ def _sheets(
     elif isinstance(descriptor, PatternKind):
         facts += _pattern_facts(catalogue, descriptor)
     else:
-        facts += _target_facts(descriptor, machine)
+        facts += _target_facts(descriptor, catalogue, machine)
     yield registry.kind, facts
 
 
@@ -82,7 +92,7 @@ def _pattern_facts(catalogue: Catalogue, kind: PatternKind) -> Facts:
     yield "computed by", ", ".join(able)
 
 
-def _target_facts(descriptor: object, machine: Machine) -> Facts:
+def _target_facts(descriptor: object, catalogue: Catalogue, machine: Machine) -> Facts:
     yield "target", str(getattr(descriptor, "target"))  # noqa: B009 - every descriptor but a preset has one
     if isinstance(descriptor, Backend):
         yield "backward", descriptor.backward_target or "none"
@@ -98,6 +108,8 @@ def _target_facts(descriptor: object, machine: Machine) -> Facts:
         yield "deterministic", "yes" if descriptor.deterministic else "not promised"
         if descriptor.quirks:
             yield "quirks", "; ".join(descriptor.quirks)
+    if isinstance(descriptor, Suite):
+        yield from _suite_facts(descriptor, catalogue, machine)
     if isinstance(descriptor, Reporter) and descriptor.filename:
         yield "writes", descriptor.filename
     if isinstance(descriptor, Timer):
@@ -109,11 +121,29 @@ def _target_facts(descriptor: object, machine: Machine) -> Facts:
     yield "usable here", "no: " + "; ".join(reasons) if reasons else "yes"
 
 
+def _suite_facts(suite: Suite, catalogue: Catalogue, machine: Machine) -> Facts:
+    """What `dilabench run SUITE` without options comes to on this machine."""
+    yield "answer by", suite.axis.name
+    yield "budget", "none" if suite.budget_s is None else f"{format_seconds(suite.budget_s)} (--budget sets another)"
+    if suite.options:
+        yield "own options", ", ".join(suite.options)
+    request = run_request(catalogue, suite=suite.name)
+    try:
+        planned = expand(catalogue, machine, request)
+    except DilabenchError as error:
+        yield "rows here", f"none as it stands: {error}"
+        return
+    cases = [one.case for one in planned if one.skip is None]
+    yield "rows here", f"{len(planned)}, of which {len(cases)} run here"
+    yield "lengths here", ", ".join(map(format_count, sorted({one.case.workload.seq_len for one in planned})))
+    yield "time here", expected_time(cases, machine, os.cpu_count() or 1, suite.budget_s)
+
+
 def _workload_facts(catalogue: Catalogue, preset: WorkloadPreset, machine: Machine) -> Facts:
     if preset.members:
         yield "set of", ", ".join(preset.members)
         return
-    workload = workload_request(catalogue, preset.name, {}).resolve(machine.auto_dtype)
+    workload = workload_request(catalogue, preset.name, {}).resolve(machine.auto_dtype, machine.auto_tokens)
     yield "workload", workload.label()
     yield from _field_facts(workload)
     if shown := pattern_picture(workload.pattern, workload.shapes[0]):

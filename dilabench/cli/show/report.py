@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.options import StrictPlugins, names
+from dilabench.cli.options import AsJson, Columns, Details, StrictPlugins, column_names, names
 from dilabench.cli.plugins import discovered, tell_of
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, ExitCode
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.report.findings import render, sections_of
 
@@ -21,24 +22,31 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write files there instead of printing.")
     ] = None,
+    samples: Annotated[bool, typer.Option("--samples", help="csv, parquet: a line per sample, not per case.")] = False,
+    columns: Columns = None,
+    details: Details = False,
+    as_json: AsJson = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """Render a run record: a table by default, markdown, json, or what a plug-in brings."""
+    """Render a run record: a table by default, html, markdown, json, csv, or what a plug-in brings."""
     from dilabench.store.lookup import Store
 
     catalogue = discovered(strict_plugins).catalogue
-    reporters = [catalogue.reporters.get(name) for name in names(formats) or ["table"]]
+    reporters = [catalogue.reporters.get(name) for name in names(formats) or ["json" if as_json else "table"]]
+    if samples:
+        reporters = [_of_samples(reporter, catalogue) for reporter in reporters]
     store = Store(tell=note)
     records = store.records(run)
     if len(records) > 1:
         raise ConfigError(f"{run!r} stands for {len(records)} runs; name one of them (see `dilabench baseline list`)")
     known = len(catalogue.problems)
     sections = sections_of(records[0], catalogue)
+    options = {"details": details, "columns": column_names(columns)}
     written: list[tuple[str | None, Path | None]] = []
     for reporter in reporters:
         folder = output if output is not None or reporter.prints else _own_folder(store.path_of(run), run, reporter)
         with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
-            text = render(reporter, records[0], folder, sections, catalogue)
+            text = render(reporter, records[0], folder, sections, catalogue, options)
             written.append((text, folder / reporter.filename if folder and reporter.filename else None))
     for text, path in written:
         if text is not None:
@@ -48,6 +56,16 @@ def report(
     tell_of(catalogue.problems[known:])
     if catalogue.problems[known:]:
         raise typer.Exit(ExitCode.ENVIRONMENT)
+
+
+def _of_samples(reporter: Reporter, catalogue: Catalogue) -> Reporter:
+    """The reporter that shows samples where this one shows cases."""
+    if reporter.samples is None:
+        able = ", ".join(one.name for one in catalogue.reporters if one.samples)
+        raise ConfigError(
+            f"--samples: reporter {reporter.name!r} has no form with a line per sample; these have: {able}"
+        )
+    return catalogue.reporters.get(reporter.samples)
 
 
 def _own_folder(path: Path | None, run: str, reporter: Reporter) -> Path:

@@ -9,10 +9,11 @@ from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run.options import Implementations, Processes
+from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import Lines, say
 from dilabench.cli.verify.everything import SIGNS, Marks, Result, trials_of
 from dilabench.cli.verify.outcomes import Outcome, outcomes_of
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, counted
 from dilabench.machine import detect
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
@@ -73,7 +74,7 @@ def verify(
     planned = _planned(planner)
     names_of = [_names(plan) for plan in planned]
     lines = Lines(COLUMNS, names_of)
-    outcomes = []
+    outcomes: list[Outcome] = []
     for cells, outcome in zip(names_of, outcomes_of(planned, found.catalogue, machine, request.seed), strict=True):
         outcomes.append(outcome)
         result, details = _result(outcome)
@@ -86,12 +87,17 @@ def _everything(planner: Planner) -> ExitCode:
     trials = trials_of(planner)
     planned = tuple(trial.planned for trial in trials)
     table = Marks(trials)
-    outcomes = []
+    outcomes: list[Outcome] = []
+    silent = CheckedLines(len(trials))
+    say(f"{len(trials)} checks; a line appears when all families of an implementation and dtype are known", err=True)
     for trial, outcome in zip(
         trials, outcomes_of(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
     ):
         outcomes.append(outcome)
-        table.add(trial, *_result(outcome))
+        if table.add(trial, *_result(outcome)):
+            silent.spoke()
+        else:
+            silent.checked(len(outcomes), f"{' '.join(trial.line)}, {trial.family}")
     table.close()
     return _verdict(outcomes)
 
@@ -140,7 +146,7 @@ def _result(outcome: Outcome) -> tuple[Result, str]:
     if outcome.passed:
         rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
         against = f", all rows against {outcome.against}" if outcome.against else ""
-        return "right", f"{len(outcome.checks)} checks, {rows}{against}"
+        return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
     failed = [_check(check) for check in outcome.checks if not check.passed] or ["nothing was checked"]
     return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
 

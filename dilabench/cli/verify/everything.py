@@ -122,8 +122,8 @@ class Marks:
         """What runs in no dtype gets one line for all of them."""
         return trial.line if trial.line[:2] in self._running else (*trial.line[:2], EVERY)
 
-    def add(self, trial: Trial, result: Result, detail: str) -> None:
-        """The result of a trial with its reason."""
+    def add(self, trial: Trial, result: Result, detail: str) -> bool:
+        """The result of a trial with its reason. Returns whether that completed a line, which was printed."""
         only_forward = result == "right" and trial.planned.case.workload.mode == "forward"
         line = self._line(trial)
         self._pending[line] -= 1
@@ -133,8 +133,10 @@ class Marks:
             implementation, backend, dtype = trial.line
             where = f"{implementation} over {backend}" if backend != "-" else implementation
             self._reasons.setdefault((result, detail), []).append(f"{where} {dtype} {trial.family}")
-        if not self._pending[line]:
-            self._lines.print((*line, *(marks.get(family, MARKS["skipped"]) for family in self._families)))
+        if self._pending[line]:
+            return False
+        self._lines.print((*line, *(marks.get(family, MARKS["skipped"]) for family in self._families)))
+        return True
 
     def close(self) -> None:
         """The reasons, wrong results first, skipped ones last; equal ones together."""

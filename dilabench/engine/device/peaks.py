@@ -1,26 +1,19 @@
-"""What this device can do at best: a matrix product per dtype and a copy, measured here and now.
-
-torch is imported inside, because the names of these numbers in a run record are needed where there is no torch.
-"""
+"""What this device can do at best: a matrix product per dtype and a copy, measured here and now."""
 
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from dilabench.metadata import COPY_KEY, matmul_key
+
 if TYPE_CHECKING:
     import torch
 
-COPY_KEY = "copy_bytes_per_s"
 REPEATS = 5
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 # A GPU runs double precision and unaccelerated products far slower; a smaller matrix tells as much.
 SMALL_MATMUL = 4096
-
-
-def matmul_key(dtype: str) -> str:
-    """The name of the FLOP/s of a matrix product in a dtype."""
-    return f"matmul_{dtype}_flops_per_s"
 
 
 def measure_ceilings(device: "torch.device", dtypes: Sequence[str]) -> dict[str, float]:

@@ -7,15 +7,17 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dilabench.temporary_folder import temporary_folder
 
-SERVER_MODULES = ["__main__", "dilabench.engine.worker.handlers"]
+SERVER_MODULES = ["dilabench.engine.worker.handlers"]
 TAIL_CHARACTERS = 2000
 END_TIMEOUT_S = 5.0
 
@@ -42,7 +44,8 @@ class Child:
 
     def start(self) -> None:
         """Start the process."""
-        self._process.start()
+        with _without_main():
+            self._process.start()
 
     @property
     def alive(self) -> bool:
@@ -99,7 +102,19 @@ def warm_server() -> None:
         from multiprocessing import forkserver
 
         worker_context()
-        forkserver.ensure_running()
+        with _without_main():
+            forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the program that was started: workers need nothing from it, and would run a script again, guard or not."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 def describe_exit(code: int | None) -> str:

@@ -3,7 +3,13 @@
 from dilabench.plugins.descriptors import Reporter
 
 REPORTERS = (
-    Reporter("table", "a table in the terminal", "dilabench.report.table:render", shows_sections=True),
+    Reporter(
+        "table",
+        "a table in the terminal",
+        "dilabench.report.table:render",
+        shows_sections=True,
+        options=("details", "columns"),
+    ),
     Reporter("json", "the run record", "dilabench.report.json:render", filename="run.json"),
     Reporter(
         "markdown",
@@ -11,6 +17,15 @@ REPORTERS = (
         "dilabench.report.markdown:render",
         filename="report.md",
         shows_sections=True,
+        options=("columns",),
+    ),
+    Reporter(
+        "html",
+        "one page that opens offline: tables to sort, charts",
+        "dilabench.report.html.page:render",
+        filename="report.html",
+        shows_sections=True,
+        options=("columns",),
     ),
     Reporter(
         "plots",
@@ -19,5 +34,45 @@ REPORTERS = (
         filename="plots",
         shows_sections=True,
         prints=False,
+    ),
+    Reporter(
+        "csv",
+        "one line per case, for spreadsheets and programs",
+        "dilabench.report.tabular:render_csv",
+        filename="cases.csv",
+        samples="csv-samples",
+    ),
+    Reporter(
+        "csv-samples",
+        "one line per sample",
+        "dilabench.report.tabular:render_csv_samples",
+        filename="samples.csv",
+    ),
+    Reporter(
+        "parquet",
+        "one line per case (extra: data)",
+        "dilabench.report.tabular:render_parquet",
+        filename="cases.parquet",
+        prints=False,
+        samples="parquet-samples",
+    ),
+    Reporter(
+        "parquet-samples",
+        "one line per sample (extra: data)",
+        "dilabench.report.tabular:render_parquet_samples",
+        filename="samples.parquet",
+        prints=False,
+    ),
+    Reporter(
+        "bencher",
+        "Bencher Metric Format, with lower and upper values",
+        "dilabench.report.services:render_bencher",
+        filename="bencher.json",
+    ),
+    Reporter(
+        "github-action-benchmark",
+        "for that action, as customSmallerIsBetter",
+        "dilabench.report.services:render_github_action",
+        filename="github-action-benchmark.json",
     ),
 )

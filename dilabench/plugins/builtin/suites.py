@@ -1,5 +1,6 @@
 """The questions that dilabench itself asks, as data."""
 
+from dilabench.plugins.axis import DENSITY, RANKS
 from dilabench.plugins.descriptors import Suite
 
 SUITES: tuple[Suite, ...] = (
@@ -53,6 +54,7 @@ SUITES: tuple[Suite, ...] = (
         "how time and memory fall with the share of blocks computed, and from which density on that pays",
         "dilabench.suites.block_sparse.cases:expand",
         analysis="dilabench.suites.block_sparse.findings:analyse",
+        axis=DENSITY,
         options=(),
     ),
     Suite(
@@ -60,6 +62,7 @@ SUITES: tuple[Suite, ...] = (
         "what several ranks bring against one device: speed-up, efficiency, bytes moved",
         "dilabench.suites.ring.cases:expand",
         analysis="dilabench.suites.ring.findings:analyse",
+        axis=RANKS,
         reads_catalogue=True,
         options=("sharding",),
     ),
@@ -68,6 +71,7 @@ SUITES: tuple[Suite, ...] = (
         "how each parallel implementation scales over ranks, at fixed length and at fixed length per rank",
         "dilabench.suites.distributed.cases:expand",
         analysis="dilabench.suites.distributed.findings:analyse",
+        axis=RANKS,
         reads_catalogue=True,
         options=("sharding",),
     ),

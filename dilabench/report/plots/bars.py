@@ -8,8 +8,9 @@ from dilabench.report.plots.style import Look, draw_grid, look
 
 WIDTH_INCHES = 7.6
 BAR_INCHES = 0.2
-MARGIN_INCHES = 1.1
+MARGIN_INCHES = 1.4
 GROUP_GAP = 0.8
+MAX_LEGEND_COLUMNS = 4
 
 
 def draw_bars(plot: BarPlot) -> Figure:
@@ -23,18 +24,16 @@ def draw_bars(plot: BarPlot) -> Figure:
         _draw(axes, plot, bars, [top + index for top in tops], look(index))
     axes.set_yticks([top + (count - 1) / 2 for top in tops], plot.categories)
     axes.invert_yaxis()
-    if plot.log:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if plot.reference is not None:
         axes.axvline(plot.reference, color="black", linewidth=1)
     axes.set_xlabel(plot.value_label)
-    axes.set_title(plot.title, loc="left")
     draw_grid(axes, "x")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside right upper", frameon=False)
+    if len(plot.bars) > 1:
+        # Below: names of categories already take the room beside.
+        figure.legend(loc="outside lower center", frameon=False, ncols=min(len(plot.bars), MAX_LEGEND_COLUMNS))
     return figure
 
 
@@ -43,8 +42,8 @@ def _draw(axes: Axes, plot: BarPlot, bars: Bars, places: list[float], style: Loo
     found = [(index, value) for index, value in enumerate(bars.values) if value is not None]
     axes.barh(
         [places[index] for index, _ in found],
-        [value if plot.log else value - start for _, value in found],
-        left=None if plot.log else start,
+        [value - start for _, value in found],
+        left=start,
         height=0.85,
         label=bars.label,
         color=style.colour,

@@ -1,6 +1,7 @@
 """Curves over sequence length, on logarithmic axes, with intervals as bars (matplotlib)."""
 
 from collections.abc import Sequence
+from math import nan
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -34,7 +35,6 @@ def draw_curves(plot: CurvePlot) -> Figure:
             _measured(axes, curve, xs, look(index), joined=not any(other.fitted for other in plot.curves))
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
-    axes.set_title(plot.title, loc="left")
     _length_ticks(axes, sorted({int(point.x) for curve in plot.curves for point in curve.points}))
     axes.yaxis.set_major_locator(_value_ticks(*axes.get_ylim()))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -47,12 +47,13 @@ def draw_curves(plot: CurvePlot) -> Figure:
 
 def _measured(axes: Axes, curve: Curve, xs: Sequence[float], style: Look, joined: bool) -> None:
     ys = [point.y for point in curve.points]
-    below = [0.0 if point.low is None else max(0.0, point.y - point.low) for point in curve.points]
-    above = [0.0 if point.high is None else max(0.0, point.high - point.y) for point in curve.points]
+    # A point without an interval gets no whisker, which one of no length would look like.
+    below = [nan if point.low is None else max(0.0, point.y - point.low) for point in curve.points]
+    above = [nan if point.high is None else max(0.0, point.high - point.y) for point in curve.points]
     axes.errorbar(
         xs,
         ys,
-        yerr=(below, above) if any((*below, *above)) else None,
+        yerr=(below, above) if any(point.low is not None for point in curve.points) else None,
         label=curve.label,
         color=style.colour,
         marker=style.marker,
@@ -71,9 +72,12 @@ def _value_ticks(low: float, high: float) -> Locator:
 
 
 def _length_ticks(axes: Axes, lengths: Sequence[int]) -> None:
-    """Ticks at lengths that were measured, thinned out until their names have room."""
-    step = -(-len(lengths) // MAX_TICKS)
-    shown = lengths[::-1][::step][::-1]
-    axes.xaxis.set_major_locator(FixedLocator(shown))
+    """Ticks at lengths that were measured, from the longest on, where their names have room on the logarithmic axis."""
+    room = (lengths[-1] / lengths[0]) ** (1 / MAX_TICKS) if lengths else 1.0
+    shown: list[int] = []
+    for length in reversed(lengths):
+        if not shown or shown[-1] / length >= room:
+            shown.append(length)
+    axes.xaxis.set_major_locator(FixedLocator(shown[::-1]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: format_count(round(value)))

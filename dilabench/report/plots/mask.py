@@ -24,7 +24,6 @@ def draw_mask(plot: MaskPlot) -> Figure:
     image = axes.imshow(shares, cmap=SHADES, vmin=0, vmax=1, interpolation="nearest", extent=(0, size, size, 0))
     axes.set_xlabel(f"keys ({_unit(plot)})")
     axes.set_ylabel(f"queries ({_unit(plot)})")
-    axes.set_title(plot.title, loc="left", fontsize=8.5)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     if len(plot.cells) < size:

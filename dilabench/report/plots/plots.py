@@ -1,12 +1,15 @@
 """The plots of a record's sections, each as PNG and SVG."""
 
+import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import RunRecord
 from dilabench.report.findings import BarPlot, CurvePlot, Plot, Section
+from dilabench.report.summary import device_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,15 +38,25 @@ def plots_of(sections: Sequence[Section]) -> Iterator[Plot]:
     return (plot for section in sections for plot in section.plots)
 
 
-def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
-    # Only this reporter needs matplotlib, which takes a while to load.
-    import matplotlib
+def svg(plot: Plot, record: RunRecord) -> str:
+    """The plot as an SVG element, without the declarations that a file of its own begins with."""
+    text = io.StringIO()
+    with _figure(plot, record) as figure:
+        figure.savefig(text, format="svg", metadata=METADATA["svg"])
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
-    with matplotlib.rc_context(STYLE):
-        figure = _drawn(plot)
-        figure.text(
-            0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5"
-        )
+
+def subject(record: RunRecord) -> str:
+    """What all plots of a record are of: the machine, and what the workloads of all rows share."""
+    shared: list[str] | None = None
+    for row in record.rows:
+        words = [*row.case.workload.label().split(" ")[1:], row.case.workload.mode]
+        shared = words if shared is None else [word for word in shared if word in words]
+    return " · ".join(filter(None, (device_text(record), " ".join(shared or []))))
+
+
+def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
+    with _figure(plot, record) as figure:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for form in FORMS:
@@ -51,6 +64,21 @@ def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
         except OSError as error:
             why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
             raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error
+
+
+@contextmanager
+def _figure(plot: Plot, record: RunRecord) -> Iterator["Figure"]:
+    """The plot with what it is of, in the style of all."""
+    # Only plots need matplotlib, which takes a while to load.
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        figure = _drawn(plot)
+        figure.suptitle(f"{plot.caption}\n{subject(record)}", x=0.01, ha="left", fontsize=9)
+        figure.text(
+            0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5"
+        )
+        yield figure
 
 
 def _drawn(plot: Plot) -> "Figure":

@@ -32,12 +32,16 @@ def locate_sessions(sessions: Sequence[Session], confidence: float = 0.95) -> Lo
     if pooled.interval is None:
         return pooled
     by_session = len(sessions) >= SESSIONS_FOR_SPREAD
-    blocks = [np.concatenate(one) for one in sessions] if by_session else [np.asarray(one) for one in turns]
-    sizes = np.array([len(block) for block in blocks], np.float64)
-    below, upto = ([np.mean(side(block, pooled.median_ns)) for block in blocks] for side in (np.less, np.less_equal))
-    shares = (np.array(below) + np.array(upto)) / 2
-    units = float(len(blocks)) if by_session else effective_size(shares)
-    return replace(pooled, interval=_interval(np.sort(np.asarray(samples)), sizes, shares, units, confidence))
+    counts = [sum(map(len, one)) for one in sessions] if by_session else [len(one) for one in turns]
+    sizes, values = np.array(counts, np.float64), np.asarray(samples, np.float64)
+    starts = np.cumsum([0, *counts[:-1]])
+    below, upto = (
+        np.add.reduceat(side(values, pooled.median_ns).astype(np.intp), starts) / sizes
+        for side in (np.less, np.less_equal)
+    )
+    shares = (below + upto) / 2
+    units = float(len(sizes)) if by_session else effective_size(shares)
+    return replace(pooled, interval=_interval(np.sort(values), sizes, shares, units, confidence))
 
 
 def _interval(ordered: Floats, sizes: Floats, shares: Floats, units: float, confidence: float) -> Interval:

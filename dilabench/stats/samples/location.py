@@ -38,7 +38,7 @@ def checked_samples(samples_ns: ArrayLike) -> NDArray[np.float64]:
         raise ConfigError("no samples; a location needs at least one: record the case as skipped or failed instead")
     if not np.all(np.isfinite(values) & (values > 0)):
         bad = values[~(np.isfinite(values) & (values > 0))][0]
-        raise ConfigError(f"sample {bad} ns is not a positive finite time; drop the slot whose clock misbehaved")
+        raise ConfigError(f"sample {bad} ns is not positive and finite, so it is no time; leave it out of the record")
     return values
 
 

@@ -30,7 +30,7 @@ def flatten_slots(slots: Sequence[Sequence[float]]) -> Slots:
     """Lay the slots out flat. Raises ConfigError for an empty slot or a sample that is not a positive finite time."""
     sizes = np.fromiter(map(len, slots), np.intp, len(slots))
     if sizes.size == 0 or sizes.min() == 0:
-        raise ConfigError("a slot holds no samples; drop its round, or record the case as skipped or failed")
+        raise ConfigError("a slot (one turn of a case) holds no samples; leave it out of the record")
     return Slots(checked_samples(np.fromiter(chain.from_iterable(slots), np.float64, int(sizes.sum()))), sizes)
 
 

@@ -207,11 +207,10 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
         )
     return BarPlot(
         name="backends",
-        title="Latency of one call by backend, with 95 % intervals",
+        title="Latency of one call by backend",
         value_label="latency (ms)",
         categories=tuple(categories),
         bars=tuple(bars),
-        log=True,
     )
 
 

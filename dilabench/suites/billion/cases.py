@@ -59,7 +59,8 @@ class Order:
 
     def _best(self, asked: WorkloadRequest, ranks: int) -> Implementation:
         """Of the highest priority among those for this device; its row says what else may be in the way."""
-        workload, shelf = asked.resolve(self.planner.machine.auto_dtype), self.planner.catalogue.implementations
+        machine, shelf = self.planner.machine, self.planner.catalogue.implementations
+        workload = asked.resolve(machine.auto_dtype, machine.auto_tokens)
         found = [shelf.get(name) for name in by_priority(self.planner.catalogue, workload, ranks)]
         here = [one for one in found if self.device in one.supports.devices]
         if not found:

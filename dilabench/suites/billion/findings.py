@@ -34,7 +34,9 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     tokens = computed_tokens(row)
     sentence = _how(row).format(format_count(tokens)) + f": {tokens / BILLION:.3g} of a billion (2^30)."
     lines = tuple(_line(row) for row in rows)
-    return (Section(title="Tokens computed", sentence=sentence, columns=COLUMNS, rows=lines, numeric=NUMERIC),)
+    return (
+        Section(title="Tokens computed", sentence=sentence, columns=COLUMNS, rows=lines, numeric=NUMERIC, answers=True),
+    )
 
 
 def project(record: RunRecord) -> tuple[dict[str, Any], ...]:

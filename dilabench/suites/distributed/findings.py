@@ -1,4 +1,4 @@
-"""Suite `distributed`: which implementation wins at which length, and how each scales with the number of ranks."""
+"""Suite `distributed`: which implementation overtakes which, and how each scales with the number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,10 @@ from dilabench.suites.findings.crossings import crossover_section
 from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
 from dilabench.suites.ring import findings as parallel
 from dilabench.suites.ring.findings import namer, section, workload_text
-from dilabench.units import format_bytes, format_count
+from dilabench.units import format_bytes
 from dilabench.workload.work import flops
 
 MIB = 2**20
-WINNERS = ("workload", "ranks", "fastest", "total", "tok/s", "next", "peak per rank", "least memory")
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
 WEAK_MEANING = (
     "Weak scaling: as many tokens on each rank. Longer sequences are more work per token wherever attention reaches "
@@ -27,14 +26,13 @@ MEMORY_MEANING = "Peak memory of the rank that needs most, in one call."
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """What suite `ring` says, the winner per length, crossovers, strong and weak scaling, memory; else nothing."""
+    """What suite `ring` says, crossovers, strong and weak scaling, memory; else nothing."""
     found = comparisons(record)
     if not found:
         return ()
     name = namer(found)
     return (
         *parallel.analyse(record, catalogue),
-        _winners(found, name),
         *_crossovers(record),
         *_scaling("Strong scaling", STRONG_MEANING, _strong(found, name), _speedup_text, _speedup_plot),
         *_scaling("Weak scaling", WEAK_MEANING, _weak(found, name), _rate_text, _rate_plot),
@@ -50,34 +48,6 @@ class _Scaling:
     implementation: str
     single: Row
     by_ranks: Mapping[int, Row]
-
-
-def _winners(found: Sequence[Comparison], name: Callable[[Row], str]) -> Section:
-    """The fastest per workload and number of ranks."""
-    cells: dict[tuple[str, int], list[Row]] = {}
-    for one in found:
-        cells.setdefault((workload_text(one.row), one.row.case.world_size), []).append(one.row)
-    most = max(ranks for _, ranks in cells)
-    wins = [
-        f"{name(min(rows, key=median_ns))} at {format_count(rows[0].case.workload.seq_len)} "
-        f"({rows[0].case.workload.pattern.kind})"
-        for (_, ranks), rows in cells.items()
-        if ranks == most
-    ]
-    sentence = f"Fastest on {most} ranks: {', '.join(wins)}."
-    rows = (_winner(text, ranks, rows, name) for (text, ranks), rows in cells.items())
-    return section("Fastest at each length", sentence, WINNERS, rows)
-
-
-def _winner(workload: str, ranks: int, rows: Sequence[Row], name: Callable[[Row], str]) -> Iterator[str]:
-    best, *others = sorted(rows, key=median_ns)
-    weighed = [(peak, name(row)) for row in rows if (peak := _peak(row)) is not None]
-    yield from (workload, str(ranks), name(best), figures.latency(median_ns(best)))
-    yield figures.decimal(tokens_per_second(best.case.workload.tokens, median_ns(best)))
-    lead = f"{name(others[0])}, {figures.ratio(speedup(median_ns(others[0]), median_ns(best)))}" if others else ""
-    yield lead or figures.ABSENT
-    yield _peak_text(best, best)
-    yield f"{min(weighed)[1]}, {format_bytes(min(weighed)[0])}" if weighed else figures.ABSENT
 
 
 def _crossovers(record: RunRecord) -> Iterator[Section]:

@@ -35,6 +35,8 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         return ()
     best = max((search for search in found if search.fitting), key=lambda search: search.longest, default=None)
     sentence = "No length fitted."
+    if any(search.interrupted for search in found):
+        sentence = f"No length ran: the search ended {_ending(found[0])}."
     if best is not None:
         row = best.rows[0]
         text = f"{implementation_text(row.case)} ({row.case.workload.mode}, {_way(best)})"
@@ -48,6 +50,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         rows=tuple(_line(search, record.device, catalogue) for search in found),
         numeric=NUMERIC,
         plots=tuple(_plots(found)),
+        answers=True,
     )
     return (section,)
 

@@ -16,13 +16,13 @@ def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
     plots = (
         CurvePlot(
             name="latency",
-            title="Latency of one call, with 95 % intervals",
+            title="Latency of one call",
             y_label="latency (ms)",
             curves=tuple(Curve(label=one.label, points=_latencies(one)) for one in series),
         ),
         CurvePlot(
             name="throughput",
-            title="Throughput, with 95 % intervals",
+            title="Throughput",
             y_label="throughput (tokens/s)",
             curves=tuple(Curve(label=one.label, points=_throughputs(one)) for one in series),
         ),

@@ -27,16 +27,13 @@ class Series:
     """All rows of a record that differ in length alone, by rising length; `label` names them and no others.
 
     `rivals` is equal for series that compute the same function of the same inputs, so that they may be compared.
+    `measured`: the rows that have a time, with where it lies.
     """
 
     label: str
     rivals: str
     rows: tuple[Row, ...]
-
-    @property
-    def measured(self) -> tuple[tuple[Row, Location], ...]:
-        """The rows that have a time, with where it lies."""
-        return tuple((row, found) for row in self.rows if (found := location(row)))
+    measured: tuple[tuple[Row, Location], ...]
 
 
 def series_of(record: RunRecord) -> tuple[Series, ...]:
@@ -47,9 +44,13 @@ def series_of(record: RunRecord) -> tuple[Series, ...]:
     ordered = [sorted(rows, key=lambda row: row.case.workload.seq_len) for rows in groups.values()]
     labels = _labels([rows[0] for rows in ordered])
     return tuple(
-        Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows))
+        Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows), measured=_measured(rows))
         for label, rows in zip(labels, ordered, strict=True)
     )
+
+
+def _measured(rows: Sequence[Row]) -> tuple[tuple[Row, Location], ...]:
+    return tuple((row, found) for row in rows if (found := location(row)))
 
 
 def _identity(row: Row) -> tuple[str, ...]:

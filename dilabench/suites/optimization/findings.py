@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.within import compare_within
+from dilabench.errors import counted
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,
     BUFFER_POOL_PEAK_BYTES,
@@ -107,10 +108,10 @@ def _claim(variant: str, gains: Sequence[Gain]) -> str:
         if codes[code]:
             most = pick((g for g in gains if g.cell.verdict.code is code), key=lambda gain: gain.speedup)
             reach = f"{'up' if code is Code.FASTER else 'down'} to {figures.ratio(most.speedup)} at {_place(most)}"
-            texts.append(f"{verb} in {codes[code]} of {len(gains)} cases ({reach})")
+            texts.append(f"{verb} in {codes[code]} of {counted(len(gains), 'case')} ({reach})")
     rest = len(gains) - codes[Code.FASTER] - codes[Code.SLOWER]
     if rest:
-        texts.append(f"no proven difference in {rest} of {len(gains)} cases")
+        texts.append(f"no proven difference in {rest} of {counted(len(gains), 'case')}")
     return f"{variant}: {', '.join(texts)}."
 
 
@@ -138,8 +139,10 @@ def _pools(gains: Sequence[Gain]) -> Section:
     idle = sorted({g.row.case.implementation for g in gains if not g.count(BUFFER_POOL_REQUESTS)})
     reused = sum(gain.count(BUFFER_POOL_REUSES) for gain in gains)
     requests = sum(gain.count(BUFFER_POOL_REQUESTS) for gain in gains)
-    texts = [f"{_share(reused, requests - reused)} of {requests} requests were served from buffers given back before."]
-    if idle:
+    texts = [f"{_share(reused, requests - reused)} of {requests} requests for a buffer got one that was used before."]
+    if not requests:
+        texts = ["Nothing asked for a buffer: what differs here is not the pool's doing."]
+    elif idle:
         texts.append(f"{', '.join(idle)} asked for no buffer: what differs there is not the pool's doing.")
     return Section(
         title="What the buffer pool did",
@@ -175,7 +178,7 @@ def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:
     ]
     yield BarPlot(
         name="optimization-impact",
-        title="Speed-up over everything off, with 95 % intervals (left of the line: slower)",
+        title="Speed-up over everything off (left of the line: slower)",
         value_label="speed-up (x)",
         categories=tuple(places),
         bars=tuple(speeds),

@@ -35,7 +35,7 @@ def _bars(series: Sequence[Series]) -> tuple[BarPlot, ...]:
     plots = [
         BarPlot(
             name="latency",
-            title="Latency of one call, with 95 % intervals",
+            title="Latency of one call",
             value_label="latency (ms)",
             categories=categories,
             bars=latency,

@@ -18,8 +18,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Every implementation on q, k, v at each length as it stands; what cannot fit into memory becomes a skipped row.
 
     Without lengths it is the production range; without names every implementation that need not compile for tens of
-    seconds at each length. The batch is `auto` (16384 tokens) unless the user or a preset sets it,
-    so that every length keeps the device equally busy. Raises ConfigError for lengths that do not rise.
+    seconds at each length. The batch is `auto` (16384 tokens on a GPU, one sequence on a CPU) unless the user or a
+    preset sets it, so that every length keeps the device equally busy. Raises ConfigError for lengths that do not rise.
     """
     _refuse_disorder(request.lengths)
     lengths = request.lengths

@@ -6,14 +6,15 @@ from dilabench.metadata import RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
-from dilabench.report.findings import Section
+from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.report.rows import implementation_text, row_name
 from dilabench.stats.samples.derive import gigabytes_per_second, tokens_per_second
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons, median_ns
 from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns, sharding_of
+from dilabench.suites.findings.plots_over_length import NS_PER_MS
 from dilabench.units import format_bytes
 
-TEXT_COLUMNS = ("workload", "mode", "implementation", "fastest", "next", "least memory")
+TEXT_COLUMNS = ("workload", "mode", "implementation")
 TIMES = (
     "workload",
     "mode",
@@ -84,7 +85,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         sentence += f" {SHARED_CORES}"
     name = namer(found)
     return (
-        section("Several ranks against one device", sentence, TIMES, _times(found, name)),
+        section("Several ranks against one device", sentence, TIMES, _times(found, name), _efficiencies(found, name)),
         *_ideal_section(found, name, catalogue),
         section(
             "Balance and traffic of each rank",
@@ -95,10 +96,19 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     )
 
 
-def section(title: str, sentence: str, columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Section:
+def section(
+    title: str,
+    sentence: str,
+    columns: tuple[str, ...],
+    rows: Iterable[Iterable[str]],
+    plots: tuple[Plot, ...] = (),
+) -> Section:
     """A section whose columns are figures but for what names a row."""
     numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
-    return Section(title=title, sentence=sentence, columns=columns, rows=tuple(map(tuple, rows)), numeric=numeric)
+    cells = tuple(map(tuple, rows))
+    return Section(
+        title=title, sentence=sentence, columns=columns, rows=cells, numeric=numeric, plots=plots, headed=True
+    )
 
 
 def efficiency_text(one: Comparison) -> str:
@@ -146,7 +156,55 @@ def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str], cata
     told = [one for one in found if exposure(one.row).computation_ns is not None]
     if told:
         lines = (_ideal(one, name, catalogue) for one in told)
-        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, lines)
+        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, lines, _parts(told, name))
+
+
+def _efficiencies(found: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot, ...]:
+    return (
+        BarPlot(
+            name="efficiency",
+            title="Parallel efficiency",
+            value_label="efficiency (%)",
+            categories=_categories(found, name),
+            bars=(Bars(label="efficiency", values=tuple(100 * one.efficiency for one in found)),),
+        ),
+    )
+
+
+def _parts(told: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot, ...]:
+    """What a call spends on each part alone, and on communication that computation does not hide."""
+    parts = [exposure(one.row) for one in told]
+    intervals = [one.interval for one in parts]
+    return (
+        BarPlot(
+            name="exposed",
+            title="Parts of a call alone, and exposed communication",
+            value_label="time (ms)",
+            categories=_categories(told, name),
+            bars=(
+                Bars(label="computation alone", values=tuple(_ms(one.computation_ns) for one in parts)),
+                Bars(label="communication alone", values=tuple(_ms(one.communication_ns) for one in parts)),
+                Bars(
+                    label="exposed communication",
+                    values=tuple(_ms(one.exposed_ns) for one in parts),
+                    low=tuple(_ms(one.low if one else None) for one in intervals),
+                    high=tuple(_ms(one.high if one else None) for one in intervals),
+                ),
+            ),
+        ),
+    )
+
+
+def _categories(found: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[str, ...]:
+    """Names of bars: with the workload where there are several."""
+    rows = [one.row for one in found]
+    workloads = {row.case.workload for row in rows}
+    where = [f", {row.case.workload.label()}" if len(workloads) > 1 else "" for row in rows]
+    return tuple(f"{name(row)}{at}, {row.case.world_size} ranks" for row, at in zip(rows, where, strict=True))
+
+
+def _ms(time_ns: float | None) -> float | None:
+    return None if time_ns is None else time_ns / NS_PER_MS
 
 
 def _ideal(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:

@@ -48,8 +48,8 @@ def test_speedups_and_memory_are_against_everything_off(found):
 
 def test_a_slower_pool_reads_as_slower(found):
     effects, _ = analyse(found)
-    assert "pattern cache: helps in 1 of 1 cases (up to 2.00x at gather 384)." in effects.sentence
-    assert "buffer pool: costs in 1 of 1 cases (down to 0.50x at gather 384)." in effects.sentence
+    assert "pattern cache: helps in 1 of 1 case (up to 2.00x at gather 384)." in effects.sentence
+    assert "buffer pool: costs in 1 of 1 case (down to 0.50x at gather 384)." in effects.sentence
     rows = {cells[2]: dict(zip(effects.columns, cells, strict=True)) for cells in effects.rows}
     assert (rows["buffer pool"]["verdict"], rows["buffer pool"]["peak saved"]) == ("COSTS", "-30.0 MiB")
     assert (rows["pattern cache"]["verdict"], rows["pattern cache"]["cache hits"]) == ("helps", "99.0%")
@@ -66,8 +66,8 @@ def test_who_asks_the_pool_for_nothing_is_named(variant, record):
     idle = dict.fromkeys(POOL_COUNTERS, 0)
     rows = [variant(NONE, 10.0, OFF, 0), variant("buffer pool", 10.0, POOL, 1, counters=idle)]
     effects, pool = analyse(record(*rows, suite="optimization"))
-    assert "buffer pool: no proven difference in 1 of 1 cases." in effects.sentence
-    assert "gather asked for no buffer" in pool.sentence
+    assert "buffer pool: no proven difference in 1 of 1 case." in effects.sentence
+    assert "Nothing asked for a buffer" in pool.sentence
 
 
 def test_plots_have_a_line_of_no_change(found):

@@ -1,0 +1,130 @@
+"""dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dilabench.cli.compare.deciding import policy_for, refuse_other_machine
+from dilabench.cli.plugins import discovered
+from dilabench.cli.run.command import DEFAULT_FOLDER
+from dilabench.cli.terminal import note
+from dilabench.compare.comparison import Comparison
+from dilabench.errors import ConfigError, ExitCode
+from dilabench.machine import detect
+from dilabench.record import RunRecord
+from dilabench.request import NO_BUDGET, RunRequest, run_request
+from dilabench.store.lookup import Store
+from dilabench.store.run_files import RunFolder, read_record
+from dilabench.suites.planner import expand
+
+Run = RunRecord | str | PathLike[str]
+# Fields of a request that are arguments of their own here, or come from others.
+NOT_SETTINGS = {"suite", "overrides", "presets"}
+
+
+def run(
+    suite: str,
+    *,
+    config: str | Sequence[str] = (),
+    output: str | PathLike[str] = DEFAULT_FOLDER,
+    store: bool = True,
+    **settings: Any,
+) -> RunRecord:
+    """Measure a suite, as `dilabench run` does, and return the record; progress and the verdict go to stderr.
+
+    `config`: presets or TOML files. `settings`: what a TOML file's [run] and [workload] tables may hold:
+    `implementations`, `backends`, `lengths`, `budget` ("60s" or "none", else the suite's own), `device`, `seed`;
+    `batch_size`, `dtype`, `mode` and so on. The run leaves its folder under `output`; with `store` the record is kept
+    for `history` as well. A case that fails is a row of the record, not an exception.
+
+    Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
+    """
+    from dilabench.cli.run.execution import Execution, new_header
+    from dilabench.engine.method import choose_method
+
+    found = discovered()
+    catalogue = found.catalogue
+    of_run, of_workload = _split(settings)
+    request = run_request(catalogue, suite=suite, configs=_listed(config), workload=of_workload, run=of_run)
+    machine = detect(request.device)
+    planned = expand(catalogue, machine, request)
+    choose_method(request.timing, machine.device, catalogue)
+    header = new_header(found, machine, request).model_copy(update={"argv": tuple(_command(request))})
+    folder = RunFolder.create(Path(output), request.suite, header.run_id)
+    execution = Execution(
+        found=found,
+        machine=machine,
+        request=request,
+        planned=planned,
+        header=header,
+        folder=folder,
+        formats=(),
+        keep=store,
+    )
+    if execution.run() is ExitCode.INTERRUPTED and not folder.path.exists():
+        raise KeyboardInterrupt
+    return read_record(folder.path)
+
+
+def load(run: str | PathLike[str]) -> RunRecord:
+    """The record of a run: its folder, run.json or id, 'latest', or a baseline of one run. Raises ConfigError."""
+    records = Store(tell=note).records(str(run))
+    if len(records) > 1:
+        raise ConfigError(f"{str(run)!r} stands for {len(records)} runs; name one of them by its id")
+    return records[0]
+
+
+def compare(baseline: Run, candidate: Run, *, threshold: float | str | None = None) -> Comparison:
+    """Compare two runs, as `dilabench compare` does: a verdict per case that both have, and what was not compared.
+
+    `threshold`: the change that matters, 0.05 or "5%". Raises ConfigError for runs of different machines.
+    """
+    from dilabench.compare.across import compare_across
+
+    records = [one if isinstance(one, RunRecord) else load(one) for one in (baseline, candidate)]
+    sides = records[:1], records[1:]
+    refuse_other_machine(*sides, ConfigError)
+    margin = None if threshold is None else str(threshold)
+    policy = policy_for(records, margin, Store(tell=note).calibration_of(records))
+    return compare_across(*sides, policy=policy)
+
+
+def _listed(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _split(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the run, and fields of the workload, which `run_request` checks."""
+    given = dict(settings)
+    if "budget" in given:
+        given["budget_s"] = given.pop("budget")
+    for name in ("implementations", "backends"):
+        if name in given:
+            given[name] = _listed(given[name])
+    names = RunRequest.model_fields.keys() - NOT_SETTINGS
+    of_run = {name: given.pop(name) for name in names & given.keys()}
+    return of_run, given
+
+
+def _command(request: RunRequest) -> Iterator[str]:
+    """A command line that asks for the same, so that reports can say how to repeat the run."""
+    yield from ("run", request.suite)
+    for option, values in (("-i", request.implementations), ("-b", request.backends), ("--config", request.presets)):
+        for value in values:
+            yield from (option, value)
+    if request.lengths:
+        yield from ("--lengths", ",".join(map(str, request.lengths)))
+    for name, value in request.overrides.items():
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        yield from ("--set", f"{name}={text.lower() if isinstance(value, bool) else text}")
+    if request.device != "auto":
+        yield from ("--device", request.device)
+    for option, number in (("--nproc", request.nproc), ("--seed", request.seed)):
+        if number != RunRequest.model_fields[option.removeprefix("--")].default:
+            yield from (option, str(number))
+    for option, runs in (("--warmup-runs", request.warmup_runs), ("--timing-runs", request.timing_runs)):
+        if runs is not None:
+            yield from (option, str(runs))
+    # A suite has one unless told that there is none.
+    yield from ("--budget", NO_BUDGET if request.budget_s is None else f"{request.budget_s:g}s")

@@ -1,0 +1,255 @@
+"""The answer of a run: who is fastest at each length (or density, rank count), and one sentence on it.
+
+"Fastest" is said only where the rule that `compare` decides with proves it; else the rows that may be are named.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from dilabench.compare.ranking import Ranking, is_quotable, rank
+from dilabench.plugins.axis import Axis
+from dilabench.record import Failed, Measured, Row, RunRecord, Skipped
+from dilabench.report import figures
+from dilabench.report.rows import WorkloadTable, location, row_name, verified_text, workload_tables
+from dilabench.units import format_bytes
+
+TITLE = "Answer"
+# Before a ratio to dense attention that is not proven to be another than 1.
+ABOUT = "≈"
+# Too few rounds were taken to prove more than that its median is the smallest.
+UNPROVEN = "unproven"
+# A sentence on each of more workloads than this would be no sentence any more.
+MAX_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRow:
+    """Who is fastest for one workload.
+
+    `value`: where it lies on the axis, `at` as a text; `workload`: what else tells it from the other workloads.
+    `ranking` is None where no row has a time to quote, and `why_none` says why. `times_dense`: time of full attention
+    / time of the fastest; `dense_proven`: that one of the two is faster is proven.
+    """
+
+    value: float
+    at: str
+    batch: int
+    workload: str
+    ranking: Ranking | None
+    why_none: str = ""
+    dense: Row | None = None
+    times_dense: float | None = None
+    dense_proven: bool = False
+
+    @property
+    def winner(self) -> str:
+        """As `winner_text`, or 'no time: budget'."""
+        return f"no time: {self.why_none}" if self.ranking is None else winner_text(self.ranking)
+
+    @property
+    def fastest(self) -> Row | None:
+        """The row that is proven to be fastest, or has the smallest median where nothing is proven."""
+        return None if self.ranking is None else self.ranking.fastest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """All lines of an answer, by workload and then along the axis."""
+
+    axis: str
+    rows: tuple[AnswerRow, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words: the winners along the axis, and where full attention is faster."""
+        if not self.rows:
+            return "Nothing was measured."
+        told = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
+        if len(told) > MAX_TOLD:
+            counts = Counter(row.winner.partition(":")[0] for row in self.rows).most_common()
+            return f"Fastest in {len(self.rows)} workloads: {', '.join(f'{name} {count}' for name, count in counts)}."
+        return " ".join(
+            part for rows in told for part in _told(rows, rows[0].workload if len(told) > 1 else "", self.axis)
+        )
+
+    def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
+        """Column names, cells, and the columns of numbers; columns that would say nothing are left out."""
+        columns: dict[str, list[str]] = {self.axis: [row.at for row in self.rows]}
+        columns["batch"] = [str(row.batch) for row in self.rows]
+        columns["workload"] = [row.workload for row in self.rows]
+        columns["fastest"] = [row.winner for row in self.rows]
+        columns["time"] = [_time(row.fastest) for row in self.rows]
+        columns["vs dense"] = [_versus_dense(row) for row in self.rows]
+        columns["memory"] = [_memory(row.fastest) for row in self.rows]
+        columns["verified"] = [_verified(row.fastest) for row in self.rows]
+        dull = {name for name in ("workload", "vs dense", "memory") if set(columns[name]) <= {"", figures.ABSENT}}
+        if set(columns["batch"]) == {"1"}:
+            dull.add("batch")
+        names = tuple(name for name in columns if name not in dull)
+        cells = tuple(zip(*(columns[name] for name in names), strict=True))
+        return names, cells, frozenset({self.axis, "batch", "time", "vs dense", "memory"})
+
+
+def winner_text(ranking: Ranking) -> str:
+    """'fused', 'fused (unproven)', 'only fused' or 'tie: fused, strided'."""
+    name = row_name(ranking.fastest)
+    if len(ranking.speedups) == 1:
+        return f"only {name}"
+    if ranking.too_few_rounds:
+        return f"{name} ({UNPROVEN})"
+    return name if ranking.proven else f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
+
+
+def answer(record: RunRecord, axis: Axis) -> Answer:
+    """The answer of a record along an axis; a workload whose rows are all yardsticks is answered by these."""
+    tables = [table for table in workload_tables(record) if table.members]
+    firsts = [table.members[0] for table in tables]
+    values = [axis.value(row.planned) for row in firsts]
+    texts = _told_apart(firsts, values, axis)
+    rows = [
+        _answer_row(table, record.device, value, axis.text(value), text)
+        for table, value, text in zip(tables, values, texts, strict=True)
+    ]
+    order = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    return Answer(axis=axis.name, rows=tuple(sorted(rows, key=lambda row: (order[row.workload], row.value))))
+
+
+def _told_apart(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[str]:
+    """For each workload what tells it from others of the same place on the axis."""
+    parts = [
+        {
+            "pattern": row.case.workload.pattern.label(),
+            "mode": row.case.workload.mode,
+            "dtype": row.case.workload.dtype,
+            "heads": f"H{row.case.workload.num_heads}/{row.case.workload.num_kv_heads} D{row.case.workload.head_dim}",
+            "mask": "causal" if row.case.workload.causal else "not causal",
+            "window": f"window {row.case.workload.window[0]},{row.case.workload.window[1]}",
+            "length": f"{row.case.workload.batch_size}x{row.case.workload.seq_len}",
+            "ranks": f"{row.case.world_size} ranks",
+        }
+        for row in firsts
+    ]
+    telling: list[str] = []
+    for name in parts[0] if parts else ():
+        seen: dict[float, set[str]] = {}
+        for value, part in zip(values, parts, strict=True):
+            seen.setdefault(value, set()).add(part[name])
+        if name != axis.name and any(len(found) > 1 for found in seen.values()):
+            telling.append(name)
+    return [" ".join(part[name] for name in telling) for part in parts]
+
+
+def _answer_row(table: WorkloadTable, device: str, value: float, at: str, workload: str) -> AnswerRow:
+    own = next((section.ranking for section in table.sections if section.ranking is not None), None)
+    dense_rows = [row for row in table.members if row.planned.role == "yardstick" and row.case.workload.is_dense]
+    if all(row.planned.role == "yardstick" for row in table.members):
+        own, dense_rows = rank(dense_rows, device), []
+    batch = table.members[0].case.workload.batch_size
+    if own is None:
+        why = _why_none(table.members)
+        return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=None, why_none=why)
+    found = AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=own)
+    return _against_dense(found, own.fastest, dense_rows, device)
+
+
+def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: str) -> AnswerRow:
+    timed = [(found.median_ns, row) for row in rows if is_quotable(row) and (found := location(row))]
+    if not timed:
+        return line
+    dense = min(timed, key=lambda one: one[0])[1]
+    both = rank([fastest, dense], device)
+    assert both is not None
+    ratio = both.speedups[fastest.case.case_id] / both.speedups[dense.case.case_id]
+    return replace(line, dense=dense, times_dense=ratio, dense_proven=both.proven or _apart(fastest, dense))
+
+
+def _apart(one: Row, other: Row) -> bool:
+    """Whether intervals do not meet: the most that can be said of rows that did not take turns, as most yardsticks."""
+    places = [found.interval if (found := location(row)) else None for row in (one, other)]
+    a, b = places
+    return a is not None and b is not None and (a.high < b.low or b.high < a.low)
+
+
+def _why_none(rows: Sequence[Row]) -> str:
+    codes: dict[str, None] = {}
+    for row in rows:
+        outcome = row.outcome
+        if isinstance(outcome, Failed):
+            codes.setdefault("FAILED")
+        elif isinstance(outcome, Skipped):
+            codes.setdefault(outcome.code.replace("_", " "))
+    return ", ".join(codes) or "none that could be true"
+
+
+def _told(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
+    """The sentences on the lines of one workload, in the order of the axis."""
+    texts = []
+    for (name, claim), places in _gathered(rows).items():
+        timed = f" ({_time(rows[0].fastest)})" if len(rows) == 1 and rows[0].fastest else ""
+        unproven = [place for place in places if _is_unproven(rows[place])]
+        doubt = ""
+        if len(unproven) == len(places):
+            claim, doubt = claim and "has the smallest median", "; too few rounds were taken to prove more"
+        elif unproven:
+            doubt = f", by its median only at {_runs(unproven, rows)} (too few rounds)"
+        texts.append(
+            f"{' '.join(filter(None, (name, claim)))} at {axis} {_runs(places, rows)}{timed}{doubt if unproven else ''}"
+        )
+    yield f"{workload}: {'; '.join(texts)}." if workload else f"{'; '.join(texts)}."
+    dense = next((row.dense for row in rows if row.dense), None)
+    proven = {place: row.times_dense > 1 for place, row in enumerate(rows) if row.times_dense and row.dense_proven}
+    sides = [
+        f"{side} at {axis} {_runs(places, rows)}"
+        for side, wins in (("faster", False), ("slower", True))
+        if (places := [place for place, won in proven.items() if won is wins])
+    ]
+    if dense and sides:
+        yield f"Full attention ({row_name(dense)}), another function, is {' and '.join(sides)}."
+
+
+def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:
+    """The places on the axis of each name and what is claimed of it: nothing of those that are tied or alone."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for place, row in enumerate(rows):
+        claimed = row.ranking and (row.ranking.proven or _is_unproven(row))
+        told = (row_name(row.ranking.fastest), "is fastest") if row.ranking and claimed else (row.winner, "")
+        found.setdefault(told, []).append(place)
+    return found
+
+
+def _is_unproven(row: AnswerRow) -> bool:
+    return row.ranking is not None and row.ranking.too_few_rounds
+
+
+def _runs(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
+    """Places on the axis, neighbours together: '512 to 4K, 16K'."""
+    texts = []
+    for _, group in groupby(enumerate(places), key=lambda one: one[1] - one[0]):
+        run = [place for _, place in group]
+        ends = rows[run[0]].at, rows[run[-1]].at
+        texts.append(ends[0] if len(run) == 1 else ", ".join(ends) if len(run) == 2 else " to ".join(ends))
+    return ", ".join(texts)
+
+
+def _time(row: Row | None) -> str:
+    found = None if row is None else location(row)
+    return figures.ABSENT if found is None else figures.latency(found.median_ns)
+
+
+def _versus_dense(row: AnswerRow) -> str:
+    if row.times_dense is None:
+        return figures.ABSENT
+    return ("" if row.dense_proven else ABOUT) + figures.ratio(row.times_dense)
+
+
+def _memory(row: Row | None) -> str:
+    outcome = row.outcome if row else None
+    return (
+        format_bytes(outcome.memory.peak_bytes) if isinstance(outcome, Measured) and outcome.memory else figures.ABSENT
+    )
+
+
+def _verified(row: Row | None) -> str:
+    return verified_text(row.outcome) if row and isinstance(row.outcome, Measured) else figures.ABSENT

@@ -1,0 +1,74 @@
+"""The command that measures one row of a record again, alone."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dilabench.patterns.registry import pattern_type
+from dilabench.record import Optimizations, Row, RunRecord
+from dilabench.request import NO_BUDGET
+from dilabench.workload.spec import WorkloadRequest
+
+# The suite that measures just what it is asked for.
+SUITE = "implementations"
+# What `dilabench run` can switch on for any suite, and the options for it.
+SWITCHES: Mapping[str, Mapping[Any, str]] = {
+    "cuda_graph": {True: "--cuda-graph"},
+    "compile": {True: "--compile"},
+    "buffer_pool_bytes": {2**30: "--enable-memory-pool"},
+    "pattern_cache_entries": {0: "--disable-pattern-cache"},
+}
+
+
+def row_command(row: Row, record: RunRecord) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The arguments after `dilabench` that name the row, and those that name its workload.
+
+    None where only a suite's own search or an older record knows how the row came to be.
+    """
+    asked = row.planned.requested_workload
+    switches = _switches(row.case.optimizations)
+    if asked is None or switches is None or row.planned.procedure != "interleaved":
+        return None
+    return ("run", SUITE, "-i", row.case.implementation, *_where(row, record), *switches), tuple(_workload(asked, row))
+
+
+def _where(row: Row, record: RunRecord) -> Iterator[str]:
+    if row.case.backend:
+        yield from ("-b", row.case.backend)
+    if row.case.world_size > 1:
+        yield from ("--nproc", str(row.case.world_size))
+    yield from ("--device", record.device.partition(":")[0])
+    if (timing := record.config.get("timing")) and timing != "warmup":
+        yield from ("--timing", str(timing))
+    if record.seed:
+        yield from ("--seed", str(record.seed))
+    for name in ("warmup_runs", "timing_runs"):
+        if (runs := record.config.get(name)) is not None:
+            yield from (f"--{name.replace('_', '-')}", str(runs))
+    # Alone, the row has the time that all had together: the suite's own budget may be less.
+    budget_s = record.config.get("budget_s")
+    yield from ("--budget", NO_BUDGET if budget_s is None else f"{budget_s:g}s")
+
+
+def _switches(chosen: Optimizations) -> tuple[str, ...] | None:
+    changed = chosen.model_dump(exclude_defaults=True)
+    found = [SWITCHES.get(name, {}).get(value) for name, value in changed.items()]
+    return None if None in found else tuple(filter(None, found))
+
+
+def _workload(asked: WorkloadRequest, row: Row) -> Iterator[str]:
+    """What was asked for, where it is not the default; batch, dtype and length as they turned out to be."""
+    effective = row.case.workload
+    exact = {"batch_size": effective.batch_size, "seq_len": effective.seq_len, "dtype": effective.dtype}
+    # A request may carry fields of other patterns, too, for the suites that want them.
+    own = pattern_type(asked.pattern).request_model()
+    usual = {**WorkloadRequest().model_dump(mode="json"), **own().model_dump(mode="json")}
+    for name, value in {**asked.model_dump(mode="json"), **exact}.items():
+        if name in exact or (name in usual and value != usual[name]):
+            yield from ("--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+
+
+def quoted(arguments: tuple[str, ...]) -> str:
+    """The arguments as a shell reads them."""
+    return shlex.join(arguments)

@@ -1,0 +1,204 @@
+"""What the scripts of the page read: rows, workloads, notes and samples, as compact JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dilabench.engine.lower_bounds import least_bytes, least_flops
+from dilabench.metadata import COPY_KEY, COUNTERS, matmul_key, note_text
+from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot
+from dilabench.report.findings import BarPlot, CurvePlot, Plot
+from dilabench.report.html.commands import quoted, row_command
+from dilabench.report.html.winners import family
+from dilabench.report.rows import (
+    ALL_COLUMNS,
+    COLUMNS,
+    DisplayRow,
+    WorkloadTable,
+    first_timing,
+    implementation_text,
+    location,
+)
+from dilabench.report.summary import check_text
+from dilabench.stats.samples.derive import tflops_per_second, tokens_per_second
+from dilabench.units import format_bytes, format_seconds
+from dilabench.workload.spec import Workload
+from dilabench.workload.work import flops
+
+# Numbers of raw samples that the page holds: with more, turns are shown by their medians, and with more still, by none.
+MOST_SAMPLES = 120_000
+PARTS = {
+    "inputs": "inputs_bytes",
+    "parameters": "parameters_bytes",
+    "saved for backward": "saved_for_backward_bytes",
+    "workspace": "workspace_bytes",
+}
+
+
+class PageData:
+    """Collects rows; texts that many rows share are held once and referred to by their number."""
+
+    def __init__(self, record: RunRecord, tables: Sequence[WorkloadTable], columns: Sequence[str] = COLUMNS) -> None:
+        self._record = record
+        self._columns = columns
+        self._texts: dict[str, int] = {}
+        self._workloads: list[dict[str, Any]] = []
+        self._form = _sample_form(record)
+        self._rows = [self._row(line, table) for table in tables for line in table.rows]
+
+    def as_json(self, plots: Mapping[str, Plot]) -> str:
+        """The data as JSON that may stand inside of a script element."""
+        document = {
+            "columns": self._columns,
+            "rows": self._rows,
+            "workloads": self._workloads,
+            "texts": list(self._texts),
+            "parts": list(PARTS),
+            "ceilings": _ceilings(self._record),
+            "samples": self._form,
+            "command": "dilabench",
+            "plots": {key: _plot(plot) for key, plot in plots.items()},
+        }
+        text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return text.replace("<", "\\u003c")
+
+    def _text(self, text: str) -> int:
+        return self._texts.setdefault(text, len(self._texts))
+
+    def _row(self, line: DisplayRow, table: WorkloadTable) -> dict[str, Any]:
+        row = line.row
+        entry: dict[str, Any] = {
+            "w": self._workload(row, table),
+            "c": [line.cells[ALL_COLUMNS.index(name)] for name in self._columns],
+            "i": self._text(implementation_text(row.case)),
+            "s": line.status,
+            **({"best": 1} if line.fastest else {}),
+            **({"role": row.planned.role} if row.planned.role == "yardstick" else {}),
+            **self._figures(row),
+            "d": self._details(row),
+        }
+        if command := row_command(row, self._record):
+            entry["cmd"], entry["args"] = self._text(quoted(command[0])), self._text(quoted(command[1]))
+        if samples := self._samples(row):
+            entry["t"] = samples
+        return entry
+
+    def _workload(self, row: Row, table: WorkloadTable) -> int:
+        workload = row.case.workload
+        entry = {
+            "title": table.title,
+            "family": family(table),
+            "n": workload.seq_len,
+            "batch": workload.batch_size,
+            "dtype": workload.dtype,
+        }
+        # Rows of a workload stand together.
+        if not self._workloads or self._workloads[-1] != entry:
+            self._workloads.append(entry)
+        return len(self._workloads) - 1
+
+    def _figures(self, row: Row) -> dict[str, Any]:
+        found = location(row)
+        if found is None:
+            return {}
+        assert isinstance(row.outcome, Measured)
+        workload, memory, interval = row.case.workload, row.outcome.memory, found.interval
+        entry: dict[str, Any] = {
+            "m": found.median_ns,
+            "tps": _short(tokens_per_second(workload.tokens, found.median_ns)),
+            "tf": _short(tflops_per_second(flops(workload), found.median_ns)),
+        }
+        if interval:
+            entry |= {"lo": _short(interval.low), "hi": _short(interval.high)}
+        if memory:
+            entry |= {"p": memory.peak_bytes, "parts": [getattr(memory, name) for name in PARTS.values()]}
+        if self._record.ceilings and row.case.world_size == 1:
+            entry |= _roofline(workload, found.median_ns)
+        return entry
+
+    def _details(self, row: Row) -> dict[str, Any]:
+        outcome = row.outcome
+        details: dict[str, Any] = {}
+        if isinstance(outcome, Skipped | Failed):
+            details["why"] = self._text(outcome.why)
+            details["code"] = outcome.code
+        if isinstance(outcome, Failed):
+            details["stage"] = outcome.stage
+            broken = [one for one in outcome.verification.checks if not one.passed] if outcome.verification else []
+            details["checks"] = [check_text(one) for one in broken]
+            if outcome.traceback:
+                details["traceback"] = self._text(outcome.traceback)
+        if isinstance(outcome, Measured):
+            details["notes"] = [self._text(note_text(note)) for note in outcome.notes]
+            details["facts"] = [(self._text(name), self._text(text)) for name, text in _facts(outcome)]
+        details["labels"] = [(self._text(name), self._text(text)) for name, text in row.planned.labels.items()]
+        return {name: value for name, value in details.items() if value not in ([], None)}
+
+    def _samples(self, row: Row) -> list[list[Any]]:
+        """[session, samples, clock, power] of each turn of the timing that is shown."""
+        timing = first_timing(row)
+        if timing is None or self._form == "none":
+            return []
+        return [_turn(slot, self._form) for slot in timing.slots if slot.samples_ns]
+
+
+def _sample_form(record: RunRecord) -> str:
+    timings = [timing for row in record.rows if (timing := first_timing(row))]
+    if sum(len(slot.samples_ns) for timing in timings for slot in timing.slots) <= MOST_SAMPLES:
+        return "all"
+    return "medians" if sum(len(timing.slots) for timing in timings) <= MOST_SAMPLES else "none"
+
+
+def _turn(slot: Slot, form: str) -> list[Any]:
+    samples = list(slot.samples_ns)
+    turn = [slot.session, samples if form == "all" else [sorted(samples)[len(samples) // 2]]]
+    if slot.sm_clock_mhz is None and slot.power_mw is None:
+        return turn
+    return [*turn, slot.sm_clock_mhz, None if slot.power_mw is None else round(slot.power_mw / 1e3)]
+
+
+def _facts(outcome: Measured) -> list[tuple[str, str]]:
+    verification = outcome.verification
+    checks = f"{sum(one.passed for one in verification.checks)} of {len(verification.checks)} checks passed"
+    rows = "all rows" if verification.sampled_rows is None else f"{verification.sampled_rows} sampled rows"
+    against = f", every row against {verification.against}" if verification.against else ""
+    facts = [("verified", f"{checks}, {rows}{against}")]
+    facts += [(f"set-up: {name}", format_seconds(time * 1e-9)) for name, time in outcome.setup_ns.items()]
+    if outcome.memory:
+        for name, field in PARTS.items():
+            if (size := getattr(outcome.memory, field)) is not None:
+                facts.append((f"memory: {name}", format_bytes(size)))
+    for key, count in outcome.counters.items():
+        facts.append((key, COUNTERS[key].shown(count) if key in COUNTERS else str(count)))
+    facts += [
+        ("kernel", f"{one.name} ({one.count} x, {format_seconds(one.duration_ns * 1e-9)})") for one in outcome.kernels
+    ]
+    return facts
+
+
+def _roofline(workload: Workload, median_ns: float) -> dict[str, float]:
+    """Work that no implementation can avoid per byte that none can avoid, and the rate at which that work was done."""
+    work = least_flops(workload)
+    return {"ai": _short(work / least_bytes(workload)), "fs": _short(work / median_ns * 1e9)}
+
+
+def _ceilings(record: RunRecord) -> dict[str, Any]:
+    """FLOP/s by dtype and bytes/s of a copy, as this device reached them in this run."""
+    dtypes = {row.case.workload.dtype for row in record.rows}
+    return {
+        "flops": {
+            one: record.ceilings[matmul_key(one)] for one in sorted(dtypes) if matmul_key(one) in record.ceilings
+        },
+        "bytes": record.ceilings.get(COPY_KEY),
+    }
+
+
+def _plot(plot: Plot) -> dict[str, Any]:
+    kind = "curves" if isinstance(plot, CurvePlot) else "bars" if isinstance(plot, BarPlot) else "mask"
+    return {"kind": kind, **asdict(plot)}
+
+
+def _short(value: float) -> float:
+    """Enough digits to draw with."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,153 @@
+"""report.html: everything that is known of a run, in one file that fetches nothing."""
+
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dilabench.atomic_file import write_text
+from dilabench.plugins.manager import discover
+from dilabench.record import RunRecord
+from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
+from dilabench.report.html.data import PageData
+from dilabench.report.html.winners import winner_map
+from dilabench.report.plots.plots import subject, svg
+from dilabench.report.rows import COLUMNS, chosen_columns, footnotes, workload_tables
+from dilabench.report.summary import device_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
+from dilabench.units import format_count
+
+FILENAME = "report.html"
+HERE = Path(__file__).parent
+MOST_IN_NOTEBOOK = 20
+# Each takes a tenth of a second to draw.
+MOST_MASKS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A plot on the page: `key` into the page's data where a script draws it, `picture` where it is one already."""
+
+    plot: Plot
+    key: str | None = None
+    picture: str | None = None
+
+    @property
+    def alt(self) -> str:
+        """What the plot shows, for those who do not see it."""
+        plot = self.plot
+        if isinstance(plot, MaskPlot):
+            return f"Mask of {plot.blocks} x {plot.blocks} blocks of {plot.block_size} tokens: {plot.title}"
+        parts: Sequence[Curve | Bars] = plot.curves if isinstance(plot, CurvePlot) else plot.bars
+        return f"{plot.caption}: {', '.join(dict.fromkeys(part.label for part in parts))}. The tables hold the numbers."
+
+
+def render(
+    record: RunRecord, folder: Path | None, sections: Sequence[Section] = (), *, columns: Sequence[str] = ()
+) -> str | None:
+    """Write report.html into `folder` and print nothing; without a folder, return the text to print.
+
+    Raises EnvironmentNotReady when the file cannot be written.
+    """
+    text = to_text(record, sections, columns)
+    if folder is None:
+        return text
+    write_text(folder / FILENAME, text)
+    return None
+
+
+def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequence[str] = ()) -> str:
+    """The whole page."""
+    names = chosen_columns(columns)
+    tables = workload_tables(record)
+    charts = chart_library()
+    drawn = {id(plot): one for plot, one in _drawn(record, sections, scripted=charts is not None)}
+    data = PageData(record, tables, names)
+    return page(
+        "report.html.j2",
+        record=record,
+        answers=[section for section in sections if section.answers],
+        headline=headline(record),
+        counts=Counter(row.outcome.status for row in record.rows),
+        device=device_text(record),
+        command=reproduce_command(record),
+        asked=_asked(record),
+        environment=environment_rows(record),
+        winners=winner_map(tables),
+        findings=[section for section in sections if not section.answers],
+        drawn=drawn,
+        notes=note_groups(record),
+        subject=subject(record),
+        unmeasured=unmeasured(record),
+        footnotes=footnotes(tables, names),
+        charts=charts,
+        data=data.as_json({one.key: one.plot for one in drawn.values() if one.key}),
+    )
+
+
+def notebook(record: RunRecord) -> str:
+    """What a notebook shows of a record: the answer and the tables of the first workloads."""
+    tables = workload_tables(record)
+    sections = sections_of(record, discover().catalogue)
+    return page(
+        "notebook.html.j2",
+        answers=[section for section in sections if section.answers],
+        headline=headline(record),
+        tables=tables[:MOST_IN_NOTEBOOK],
+        columns=COLUMNS,
+        left_out=max(0, len(tables) - MOST_IN_NOTEBOOK),
+    )
+
+
+def page(template: str, **facts: Any) -> str:
+    """A page of this folder's templates, in which every text is escaped."""
+    # Only HTML needs jinja2.
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["id"] = id
+    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return environment.get_template(template).render(style=style, script=script, **facts)
+
+
+def chart_library() -> str | None:
+    """Vega-Lite as a script (extra `html`); None where it is not installed."""
+    try:
+        import vl_convert
+    except ImportError:
+        return None
+    # Inside of a script element nothing else would end the element.
+    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")
+
+
+def _drawn(record: RunRecord, sections: Sequence[Section], scripted: bool) -> Iterator[tuple[Plot, Drawn]]:
+    masks = 0
+    for number, plot in enumerate(plot for section in sections for plot in section.plots):
+        masks += isinstance(plot, MaskPlot)
+        if scripted and not isinstance(plot, MaskPlot):
+            yield plot, Drawn(plot=plot, key=f"plot{number}")
+        elif masks <= MOST_MASKS:
+            picture = b64encode(svg(plot, record).encode()).decode()
+            yield plot, Drawn(plot=plot, picture=f"data:image/svg+xml;base64,{picture}")
+
+
+def _asked(record: RunRecord) -> tuple[tuple[str, str], ...]:
+    """The fields of the request that say anything."""
+    return tuple(
+        (name, _text(value)) for name, value in record.config.items() if value not in (None, "", [], {}, False)
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_text(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return format_count(value) if type(value) is int and value >= 1024 else str(value)

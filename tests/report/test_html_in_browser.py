@@ -1,0 +1,103 @@
+"""The HTML report in a browser (Debian's chromium): nothing is fetched, nothing is complained of, tables work."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dilabench.plugins.manager import discover
+from dilabench.record import Skipped
+from dilabench.report.findings import sections_of
+from dilabench.report.html import page
+from dilabench.store.run_files import read_record
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is part of the browser extra")
+pytest.importorskip("vl_convert", reason="vl-convert-python is part of the html extra")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)"),
+]
+
+ROOT = Path(__file__).parents[2]
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        one = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield one
+        one.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens the page of a record; what the browser complained of or wanted to fetch fails the test at its end."""
+    troubles = []
+
+    def open_page(record, width=1280, scheme="light"):
+        page.render(record, tmp_path, sections_of(record, discover().catalogue))
+        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab.on("console", lambda message: troubles.append(message.text))
+        tab.on("pageerror", lambda error: troubles.append(str(error)))
+        tab.on("request", lambda request: request.url.startswith(("file:", "data:")) or troubles.append(request.url))
+        tab.goto((tmp_path / "report.html").as_uri())
+        return tab
+
+    yield open_page
+    assert troubles == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+@pytest.mark.library
+def test_every_chart_is_drawn_and_the_page_is_as_wide_as_the_window(opened, width, scheme):
+    tab = opened(read_record(ROOT / "docs" / "results" / "h200-range.json"), width, scheme)
+    for chart in tab.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        chart.locator("svg").first.wait_for()
+    for figure in tab.locator("#explore-figure option").all():
+        tab.select_option("#explore-figure", figure.get_attribute("value"))
+        tab.wait_for_timeout(200)
+        assert tab.locator("#explore-chart svg").count() == 1
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.library
+def test_rows_are_sorted_filtered_and_opened(opened, make_row, make_record):
+    rows = [make_row(f"way{index}", ns=1e6 * (index * 7 % 11 + 1), seed=index) for index in range(10)]
+    rows.append(make_row("strided", outcome=Skipped(code="unsupported", why="no such thing here")))
+    tab = opened(make_record(rows))
+
+    def first_column():
+        return [row.locator("td").nth(1).inner_text() for row in tab.locator("#row-table tbody tr").all()]
+
+    tab.click("#row-table th:has-text('median') button")
+    assert first_column()[0] == "way0"
+    assert first_column()[-1] == "strided"
+    tab.click("#row-table th:has-text('median') button")
+    assert first_column()[0] == "way3"
+    assert first_column()[-1] == "strided"
+    tab.fill("#row-search", "way4")
+    assert first_column() == ["way4"]
+    assert tab.locator("#row-count").inner_text() == "1 of 11 rows"
+    tab.fill("#row-search", "")
+    tab.select_option("#row-status", "skipped")
+    assert first_column() == ["strided"]
+    # By keyboard, as those do who have no mouse.
+    tab.locator("#row-table .more").first.focus()
+    tab.keyboard.press("Enter")
+    assert "no such thing here" in tab.locator("tr.detail").inner_text()
+    tab.select_option("#row-status", "measured")
+    tab.locator("#row-table .more").first.click()
+    tab.locator("tr.detail svg").first.wait_for()

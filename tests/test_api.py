@@ -1,0 +1,99 @@
+"""The Python API: the page that documents it runs as it stands, from a script without a guard."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dilabench
+from dilabench.errors import ConfigError
+from dilabench.plugins.manager import discover
+from dilabench.request import run_request
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
+
+
+def test_the_documented_page_runs_as_a_script_without_a_guard(tmp_path):
+    pytest.importorskip("pandas", reason="pandas is part of the data extra")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    script = tmp_path / "notebook.py"
+    script.write_text("open('started', 'a').write('once ')\n" + "\n".join(blocks))
+    variables = {"PYTHONPATH": str(ROOT), "DILABENCH_STORE": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=tmp_path,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    # Workers do not run the script again.
+    assert (tmp_path / "started").read_text() == "once "
+    assert "did you mean gather" in done.stdout
+    assert "SAME" in done.stdout or "INCONCLUSIVE" in done.stdout
+    assert "verdict: ok" in done.stderr
+    (folder,) = (tmp_path / "benchmark_results").iterdir()
+    argv = json.loads((folder / "run.json").read_text())["argv"]
+    assert argv[:6] == ["run", "range", "-i", "gather", "-i", "strided"]
+
+
+def test_importing_dilabench_loads_nothing():
+    code = "import sys; before = set(sys.modules); import dilabench; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pydantic" not in done.stdout
+    assert "dilabench.record" not in done.stdout
+
+
+def test_compare_is_the_function_whatever_was_imported_before(make_row, make_record):
+    import dilabench.compare.ranking
+
+    found = dilabench.compare(make_record([make_row()]), make_record([make_row(ns=2e7)], run_id="bbbb"))
+    assert len(found.pairs) == 1
+
+
+def test_load_reads_a_file_and_refuses_what_is_none(make_row, make_record, tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_STORE", str(tmp_path / "store"))
+    record = make_record([make_row()])
+    (tmp_path / "run.json").write_text(record.model_dump_json())
+    assert dilabench.load(tmp_path / "run.json") == record
+    assert dilabench.load(tmp_path) == record
+    with pytest.raises(ConfigError, match="neither a file, nor a baseline"):
+        dilabench.load("nowhere")
+
+
+def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match="batch_sise"):
+        dilabench.run("range", batch_sise=1, output=tmp_path)
+    with pytest.raises(ConfigError, match="'rnage'"):
+        dilabench.run("rnage", output=tmp_path)
+    with pytest.raises(AttributeError, match="has no attribute 'rum'"):
+        _ = dilabench.rum
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):
+    from dilabench import api
+    from dilabench.cli.run.execution import Execution
+
+    requests = []
+    monkeypatch.setattr(Execution, "run", lambda self: requests.append(self.request))
+    monkeypatch.setattr(api, "read_record", lambda path: None)
+    for settings in ({}, {"budget": "none"}, {"budget": "60s"}):
+        dilabench.run("quick", output=tmp_path, device="cpu", **settings)
+    usual = run_request(discover().catalogue, suite="quick").budget_s
+    assert usual is not None
+    assert [one.budget_s for one in requests] == [usual, None, 60]
+    assert [" ".join(api._command(one)).partition("--budget ")[2] for one in requests] == [f"{usual:g}s", "none", "60s"]
+
+
+def test_runs_of_different_machines_are_not_compared(make_row, make_record):
+    other = make_record([make_row()], hard={"device": "cpu", "cpu": "another"})
+    with pytest.raises(ConfigError, match="another"):
+        dilabench.compare(make_record([make_row()]), other)
