@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -106,15 +107,20 @@ def warm_server() -> None:
             forkserver.ensure_running()
 
 
+# One process at a time is started: the second would take the first one's stand-in for the program.
+_hiding = threading.Lock()
+
+
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Hide the program that was started: workers need nothing from it, and would run a script again, guard or not."""
-    program = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = program
+    with _hiding:
+        program = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = program
 
 
 def describe_exit(code: int | None) -> str:
