@@ -18,7 +18,7 @@ def test_keeps_the_fastest_and_auto_takes_it(cli, monkeypatch, tmp_path):
     shared = [*SMALL.split(), "--device", "cpu"]
     done = cli("tune", *shared, "--budget", "60s")
     assert done.exit_code == 0, done.output
-    assert "1 workloads tuned in" in done.stdout
+    assert "1 workload tuned in" in done.stdout
     (file,) = (tmp_path / "cache" / "tune").glob("cpu-*.json")
     (cell,) = json.loads(file.read_text())["cells"]
     assert cell["implementation"] in {"gather", "strided"}
