@@ -13,7 +13,7 @@ from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect
 from dilabench.record import RunRecord
-from dilabench.request import NO_BUDGET, RunRequest, run_request
+from dilabench.request import RunRequest, measuring_options, run_request
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import RunFolder, read_record
 from dilabench.suites.planner import expand
@@ -120,11 +120,6 @@ def _command(request: RunRequest) -> Iterator[str]:
         yield from ("--set", f"{name}={text.lower() if isinstance(value, bool) else text}")
     if request.device != "auto":
         yield from ("--device", request.device)
-    for option, number in (("--nproc", request.nproc), ("--seed", request.seed)):
-        if number != RunRequest.model_fields[option.removeprefix("--")].default:
-            yield from (option, str(number))
-    for option, runs in (("--warmup-runs", request.warmup_runs), ("--timing-runs", request.timing_runs)):
-        if runs is not None:
-            yield from (option, str(runs))
-    # A suite has one unless told that there is none.
-    yield from ("--budget", NO_BUDGET if request.budget_s is None else f"{request.budget_s:g}s")
+    if request.nproc != 1:
+        yield from ("--nproc", str(request.nproc))
+    yield from measuring_options(request.model_dump())

@@ -1,7 +1,7 @@
 """A run request: what the command line, a TOML file and presets come to, before any case is made."""
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +69,18 @@ class RunRequest(Model):
 def read_budget(text: str) -> float | None:
     """A duration in seconds; None, no limit, for 'none'."""
     return None if text.strip() == NO_BUDGET else parse_duration(text)
+
+
+def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
+    """Options of `dilabench run` for how a request (its fields by name) is measured, where that is not the default.
+
+    The budget always stands there: a suite has one unless told that there is none.
+    """
+    for name in ("timing", "seed", "warmup_runs", "timing_runs"):
+        if (value := config.get(name)) is not None and value != RunRequest.model_fields[name].default:
+            yield from (f"--{name.replace('_', '-')}", str(value))
+    budget_s = config.get("budget_s")
+    yield from ("--budget", NO_BUDGET if budget_s is None else f"{budget_s:g}s")
 
 
 def run_request(

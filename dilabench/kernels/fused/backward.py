@@ -19,6 +19,7 @@ from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
+    is_whole,
     launch_arguments,
     padded_dim,
     whole_classes,
@@ -332,7 +333,7 @@ def _checked(
         tile = max(query_tiles.block_m, key_tiles.block_m)
         stats_layout = StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
         steps.append((group, query_tiles, key_tiles, stats_layout))
-    whole = all(whole_classes(x, plan.modulus) is x for x in given.values())
+    whole = all(is_whole(x, plan.modulus) for x in given.values())
     return check_scale(scale, q.shape[-1]), whole, steps
 
 

@@ -15,6 +15,7 @@ from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
+    is_whole,
     launch_arguments,
     on_hopper,
     padded_dim,
@@ -200,7 +201,7 @@ def fused_forward(
 def _checked(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | None) -> tuple[float, bool]:
     """The scale, and whether kernels can read all three as they are."""
     check_operands(q, k, v, plan)
-    return check_scale(scale, q.shape[-1]), all(whole_classes(x, plan.modulus) is x for x in (q, k, v))
+    return check_scale(scale, q.shape[-1]), all(is_whole(x, plan.modulus) for x in (q, k, v))
 
 
 def _specialized(q: Tensor, group: BranchGroup, causal: bool) -> TileConfig | None:

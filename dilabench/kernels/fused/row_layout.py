@@ -48,6 +48,11 @@ def is_row_addressable(x: Tensor) -> bool:
     return regular and token % aligned == 0 and head % aligned == 0 and x.data_ptr() % COPY_BYTES == 0
 
 
+def is_whole(x: Tensor, modulus: int) -> bool:
+    """Whether kernels read ``x [B, N, H, D]`` as it is; `whole_classes` makes of another one that they do."""
+    return x.shape[1] % modulus == 0 and is_row_addressable(x)
+
+
 def whole_classes(x: Tensor, modulus: int) -> Tensor:
     """``x [B, N, H, D]`` with a length that ``modulus`` divides, and `is_row_addressable`: itself, else a copy, with
     zeros behind where the length is another.

@@ -7,7 +7,7 @@ from typing import Any
 
 from dilabench.patterns.registry import pattern_type
 from dilabench.record import Optimizations, Row, RunRecord
-from dilabench.request import NO_BUDGET
+from dilabench.request import measuring_options
 from dilabench.workload.spec import WorkloadRequest
 
 # The suite that measures just what it is asked for.
@@ -39,16 +39,8 @@ def _where(row: Row, record: RunRecord) -> Iterator[str]:
     if row.case.world_size > 1:
         yield from ("--nproc", str(row.case.world_size))
     yield from ("--device", record.device.partition(":")[0])
-    if (timing := record.config.get("timing")) and timing != "warmup":
-        yield from ("--timing", str(timing))
-    if record.seed:
-        yield from ("--seed", str(record.seed))
-    for name in ("warmup_runs", "timing_runs"):
-        if (runs := record.config.get(name)) is not None:
-            yield from (f"--{name.replace('_', '-')}", str(runs))
     # Alone, the row has the time that all had together: the suite's own budget may be less.
-    budget_s = record.config.get("budget_s")
-    yield from ("--budget", NO_BUDGET if budget_s is None else f"{budget_s:g}s")
+    yield from measuring_options({**record.config, "seed": record.seed})
 
 
 def _switches(chosen: Optimizations) -> tuple[str, ...] | None:

@@ -162,7 +162,7 @@ def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:
 def _walk(workload: Workload, dtype: torch.dtype) -> float:
     """What the sums over a score's terms and the keys of a row, or the queries of a key, round when made one by one."""
     longest = workload.pattern.keys_per_row(max(end - start for start, end in workload.sequences))
-    return math.sqrt(longest + SIGMAS * workload.head_dim) * eps(accumulation_dtype(dtype)) / 2
+    return math.sqrt(longest + SIGMAS**2 / 6 * workload.head_dim) * eps(accumulation_dtype(dtype)) / 2
 
 
 def _sum_over_rows(rows: int, dtype: torch.dtype) -> float:
