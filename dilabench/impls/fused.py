@@ -117,15 +117,14 @@ class Fused:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd."""
-        planned = fused_forward(q, k, v, self.plan, scale=self.scale) if self.plan else None
-        if self.rest is None:
-            assert planned is not None
-            out, lse = planned
-        else:
-            out, lse, _ = self.rest.forward(q, k, v, onto=planned)
-        if self.zero_keys is not None:
-            add_null_mass_(out, lse, self.zero_keys)
-        return out, lse
+        if self.plan is None:
+            assert self.rest is not None
+            out, lse, _ = self.rest.forward(q, k, v)
+            if self.zero_keys is not None:
+                add_null_mass_(out, lse, self.zero_keys)
+            return out, lse
+        planned = fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=self.zero_keys)
+        return planned if self.rest is None else self.rest.forward(q, k, v, onto=planned)[:2]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor

@@ -189,6 +189,15 @@ def fused(case) -> dict[str, float]:
     errors["empty rows"] = (
         float(not torch.equal(lse == float("-inf"), empty)) + out.transpose(1, 2)[empty].abs().sum().item()
     )
+    # None, far below and far above the keys' own, and in between.
+    log_mass = torch.randn(1, heads, n, generator=generator) * 3
+    log_mass[..., ::5], log_mass[..., 1::5], log_mass[..., 2::5] = float("-inf"), -200.0, 200.0
+    heavier, heavier_lse = fused_forward(q, k, v, plan, log_mass=log_mass, config=config)
+    exact_heavier_lse = torch.logaddexp(exact_lse.detach(), log_mass.double())
+    share = torch.exp(exact_lse.detach() - exact_heavier_lse).nan_to_num(0.0)
+    errors["out with a null mass"] = relative(heavier, want[0] * share.transpose(1, 2)[..., None])
+    there = exact_heavier_lse.isfinite()
+    errors["lse with a null mass"] = (heavier_lse.double() - exact_heavier_lse)[there].abs().max().item()
     return errors
 
 

@@ -44,6 +44,7 @@ BLOCK_KERNELS = {
     "backward_key": block_sparse_backward._block_key_kernel,
 }
 QUERY_ROWS = {"q_desc", "out_desc", "dout_desc", "dq_desc"}
+FLOATS = {"lse_ptr", "mass_ptr", "stats_ptr"}
 RESULTS = {"out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 NOT_ALIGNED = {
     *PER_LENGTH,
@@ -81,7 +82,7 @@ def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config
         elif name in ("scale", "scale_log2"):
             signature[name] = "fp32"
         else:
-            pointer = "*bf16" if name in RESULTS else "*fp32" if "lse" in name or "stats" in name else "*i32"
+            pointer = "*bf16" if name in RESULTS else "*fp32" if name in FLOATS else "*i32"
             signature[name] = pointer if name.endswith("_ptr") else "i32"
             if name not in NOT_ALIGNED:
                 attributes[(place,)] = [["tt.divisibility", 16]]
@@ -92,8 +93,8 @@ def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config
 
 
 def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: bool, cut: bool):
-    """A fused kernel as the first group of branches runs it, or ``again`` as later groups do, adding to the result;
-    ``cut``: for a sequence that ends inside a tile.
+    """A fused kernel as the first group of branches runs it, with a null mass, or ``again`` as later groups do, adding
+    to the result; ``cut``: for a sequence that ends inside a tile.
     """
     kernel = KERNELS[direction]
     constants = {
@@ -109,6 +110,8 @@ def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: boo
         "PRECISION": "tf32",
         "STAGES": config.num_stages,
     }
+    if again:
+        constants["mass_ptr"] = None
     tiles = {name: f"1,1,1,{tile}" for name, tile in tiles_of(kernel, dim, config).items()}
     return compiled(kernel, constants, tiles, config)
 
@@ -213,13 +216,16 @@ def test_block_sparse_configurations(
     assert kernel.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.parametrize("null_mass", [False, True])
 @pytest.mark.parametrize(("causal", "cut"), [(False, False), (False, True), (True, False)])
-def test_specialised_forward(causal: bool, cut: bool, tmp_path: Path) -> None:
+def test_specialised_forward(causal: bool, cut: bool, null_mass: bool, tmp_path: Path) -> None:
     config = specialized_config(128, causal, 128)
     assert config is not None
     kernel = fused_forward_sm90._forward_kernel
     constants = {"DIM": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
     constants |= {"STAGES": config.num_stages, "PERSISTENT": not (causal or cut), "RAGGED": cut}
+    if not null_mass:
+        constants["mass_ptr"] = None
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -229,7 +235,7 @@ def test_specialised_forward(causal: bool, cut: bool, tmp_path: Path) -> None:
             layout = NVMMASharedLayout.get_default_for([rows, 128], bfloat16)
             signature[name] = f"tensordesc<bf16[{rows},128],{layout!r}>"
         elif name.endswith("_ptr"):
-            signature[name] = {"out_ptr": "*bf16", "lse_ptr": "*fp32"}.get(name, "*i32")
+            signature[name] = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "mass_ptr": "*fp32"}.get(name, "*i32")
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name == "scale_log2" else "i32"

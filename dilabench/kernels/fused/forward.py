@@ -36,6 +36,7 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
+from dilabench.kernels.merge import merge_rows_
 from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
 
 
@@ -46,6 +47,7 @@ def _forward_kernel(
     v_desc,
     out_ptr,
     lse_ptr,
+    mass_ptr,
     items_ptr,
     entries_ptr,
     heads_ptr,
@@ -134,13 +136,20 @@ def _forward_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
 
-    acc = acc / total[:, None]
-    lse = (top + tl.log2(total)) * 0.6931471805599453
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
     row = base_row + tile * BLOCK_M
-    lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * length + row.to(tl.int64) * R + residue
-    lse_at += tl.arange(0, BLOCK_M) * R
     inside = tl.arange(0, BLOCK_M) < rows
+    token = row.to(tl.int64) * R + residue + tl.arange(0, BLOCK_M) * R
+    if mass_ptr is not None:
+        mass = tl.load(mass_ptr + head.to(tl.int64) * length + token, inside, float("-inf")) * 1.4426950408889634
+        higher = tl.maximum(top, mass)
+        decay = tl.math.exp2(top - higher)
+        total = total * decay + tl.math.exp2(mass - higher)
+        acc = acc * decay[:, None]
+        top = higher
+    acc = acc / total[:, None]
+    lse = (top + tl.log2(total)) * 0.6931471805599453
+    lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * length + token
     out_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
     offsets = tile_offsets(n_heads, R, BLOCK_M, HEAD_DIM, DIM)
     there = tile_mask(rows, BLOCK_M, HEAD_DIM, DIM)
@@ -164,18 +173,21 @@ def fused_forward(
     plan: ResiduePlan,
     *,
     scale: float | None = None,
+    log_mass: Tensor | None = None,
     config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
     Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
+    ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
     (packed qkv included). Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
     """
-    known = launches("forward", plan, scale, config, layout(q), layout(k), layout(v))
+    known = launches("forward", plan, scale, config, log_mass is None, layout(q), layout(k), layout(v))
     scale, whole = known.once("checked", lambda: _checked(q, k, v, plan, scale))
     batch, length, num_heads, _ = q.shape
-    if plan.groups[0].covers_every_row:
+    covered = plan.groups[0].covers_every_row
+    if covered:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, num_heads, length), dtype=torch.float32, device=q.device)
     else:
@@ -184,17 +196,23 @@ def fused_forward(
     if not whole:
         q, k, v = (whole_classes(x, plan.modulus) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if covered and log_mass is not None:
+        tensors["mass"] = log_mass
     for index, group in enumerate(plan.groups):
         if known.repeat(index, tensors):
             continue
         specialized = None if config or index else _specialized(q, group, plan.causal)
+        mass = None if index else tensors.get("mass")
         if specialized:
             from dilabench.kernels.fused.forward_sm90 import run_group
 
-            launched = run_group(q, k, v, out, lse, group, plan.causal, scale, specialized)
+            launched = run_group(q, k, v, out, lse, mass, group, plan.causal, scale, specialized)
         else:
-            launched = _run_group(q, k, v, out, lse, group, plan.causal, scale, config, merge=index > 0)
+            launched = _run_group(q, k, v, out, lse, mass, group, plan.causal, scale, config, merge=index > 0)
         known.keep(index, launched, tensors)
+    if log_mass is not None and not covered:
+        # As the result of other keys, whose out is one row of zeros.
+        merge_rows_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
     return out, lse
 
 
@@ -217,6 +235,7 @@ def _run_group(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    mass: Tensor | None,
     group: BranchGroup,
     causal: bool,
     scale: float,
@@ -235,6 +254,7 @@ def _run_group(
         own = {
             "out_ptr": out,
             "lse_ptr": lse,
+            "mass_ptr": mass,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
             "items_ptr": tables.items,
@@ -246,5 +266,5 @@ def _run_group(
 
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
-    kind = (q.dtype, q.shape[-1], causal, merge, group.heads_per_kv, len(group.kinds), whole)
+    kind = (q.dtype, q.shape[-1], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), whole)
     return launch(_forward_kernel, arguments, ragged, *kind)

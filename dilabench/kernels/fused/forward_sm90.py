@@ -341,7 +341,7 @@ def _consume_item(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (DIM // 8), DIM // 8], [4, 1], [1, 0])
-    out_ptr, lse_ptr = results
+    out_ptr, lse_ptr, mass_ptr = results
     items_ptr, entries_ptr, heads_ptr = tables
     n_heads, super_rows, whole_rows = geometry[4], geometry[6], geometry[7]
     longer_classes, length = geometry[8], geometry[9]
@@ -377,18 +377,26 @@ def _consume_item(
             S_LAYOUT,
             O_LAYOUT,
         )
+        token = ((super_index * super_rows + first_row).to(gl.int64)) * R + residue
+        # Rows beyond the end of the segment are another's, or none.
+        end = _end_of(residue, ends) - first_row
+        lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        if mass_ptr is not None:
+            mass_at = mass_ptr + head.to(gl.int64) * length + token + lse_rows * R
+            mass = gl.load(mass_at, lse_rows < end, float("-inf")) * 1.4426950408889634
+            higher = gl.maximum(top, mass)
+            decay = gl.exp2(top - higher)
+            total = total * decay + gl.exp2(mass - higher)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            top = higher
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, O_LAYOUT))[:, None]
         lse = (top + gl.log2(total)) * 0.6931471805599453
         result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
-        token = ((super_index * super_rows + first_row).to(gl.int64)) * R + residue
         out_at = ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT)).to(gl.int64)
         columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORE_LAYOUT))
-        # Rows beyond the end of the segment are another's, or none.
-        end = _end_of(residue, ends) - first_row
         inside = (rows < end)[:, None]
         gl.store(out_ptr + out_at + rows[:, None] * (n_heads * R * DIM) + columns[None, :], result, inside)
-        lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         lse_at = (batch * n_heads + head).to(gl.int64) * length + token
         gl.store(lse_ptr + lse_at + lse_rows * R, lse, lse_rows < end)
     return step + n, turn + (n > 0).to(gl.int32)
@@ -466,6 +474,7 @@ def _forward_kernel(
     v_desc,
     out_ptr,
     lse_ptr,
+    mass_ptr,
     items_ptr,
     entries_ptr,
     heads_ptr,
@@ -531,7 +540,7 @@ def _forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     descriptors = (q_desc, k_desc, v_desc)
     strides = (q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv)
-    results = (out_ptr, lse_ptr)
+    results = (out_ptr, lse_ptr, mass_ptr)
     gl.warp_specialize(
         [
             (
@@ -613,12 +622,16 @@ def run_group(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    mass: Tensor | None,
     group: BranchGroup,
     causal: bool,
     scale: float,
     config: TileConfig,
 ) -> Launched:
-    """Write ``out`` and ``lse`` of one group of branches; rows that the group does not cover are left as they are."""
+    """Write ``out`` and ``lse`` of one group of branches, ``mass`` [1, H, N] (log of a null mass) among them.
+
+    Rows that the group does not cover are left as they are.
+    """
     batch, length, num_heads, dim = q.shape
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     n_items = tables.items.shape[2]
@@ -635,6 +648,7 @@ def run_group(
             "v_desc": _tile_descriptor(v, group.modulus, config.block_n),
             "out_ptr": out,
             "lse_ptr": lse,
+            "mass_ptr": mass,
             "items_ptr": tables.items,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
@@ -665,5 +679,5 @@ def run_group(
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    kind = (q.dtype, causal, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, causal, mass is None, group.heads_per_kv, len(group.kinds), config)
     return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)
