@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilabench.kernels.block_sparse.forward import head_rows, visible_pairs
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
+from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig
 
@@ -278,7 +278,7 @@ def block_sparse_backward(
         "DIM": dim,
         "LEFT": plan.left >= 0,
         "RIGHT": plan.right >= 0,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": product_precision(q),
     }
     for direction, config in configs.items():
         by_key = direction == "backward_key"

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
+from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import BoolArray, TileLists, Visibility, largest_tile, tile_lists
-from dilabench.kernels.tuning import Direction, TileConfig
+from dilabench.kernels.tuning import Direction, TileConfig, float32_config
 
 KeptT = TypeVar("KeptT")
 
@@ -93,9 +93,8 @@ class BlockPlan:
         if not tile:
             raise ValueError(f"block size {self.block_size} is not a multiple of 16: use the blocked path")
         if given is None:
-            # float32 operands take twice the shared memory and are multiplied exactly.
             default = TileConfig(64, 64, 8 if dim > 128 else 4, 2)
-            given = TileConfig(32, 32, 4, 1) if itemsize > 2 else _SM90.get((dim, direction), default)
+            given = float32_config(dim, direction) if itemsize > 2 else _SM90.get((dim, direction), default)
         return given.fitted(tile)
 
     def keep(self, key: Hashable, make: Callable[[], KeptT]) -> KeptT:
