@@ -32,8 +32,10 @@ from dilabench.stats.decisions.verdicts import Code
 
 ROOT = Path(__file__).parents[1]
 PLANTED, CONTROL = "slowed", "gather"
-# Twice as many checks of identical code as of slower code; a tenth and a fifth of ten sequences are one and two.
-SHARES = (0.0, 0.1, 0.0, 0.0, 0.2, 0.0)
+# A tenth and a fifth of ten sequences are one and two.
+PLANTED_SHARES = (0.0, 0.1, 0.2)
+# Twice as many checks of identical code as of slower code.
+SHARES = "0,0.1,0,0,0.2,0"
 SHAPES = {
     "cpu": ("--batch-size", "10", "--seq-length", "512", "--num-heads", "1", "--head-dim", "32"),
     "cuda": ("--batch-size", "10", "--seq-length", "8192", "--num-heads", "16", "--head-dim", "64"),
@@ -98,7 +100,8 @@ class Lane:
             if done.returncode:
                 raise SystemExit(f"the baseline ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
         self.call("baseline", "save", "main", *map(str, self.folder.glob("base*/*")))
-        for share, relative in cycle(product(SHARES, (False, True))):
+        shares = [float(share) for share in self.options.shares.split(",")]
+        for share, relative in cycle(product(shares, (True,) if self.options.relative else (False, True))):
             began_s = time.monotonic()
             how = ("--budget", self.options.budget, *(("--relative-to", CONTROL) if relative else ()))
             done = self.call("check", "--against", "main", "--json", "--no-store", *how, share=share)
@@ -113,7 +116,7 @@ class Lane:
 def rates(checks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """How often each verdict fell, with the exact 95 % interval (Clopper and Pearson), by what was planted."""
     found = []
-    for relative, share in product((False, True), sorted(set(SHARES))):
+    for relative, share in product((False, True), PLANTED_SHARES):
         title = f"{PLANTED}, +{share:.0%}" if share else "identical"
         title += f", relative to {CONTROL}" if relative else ""
         verdicts = [
@@ -140,6 +143,8 @@ def main() -> None:
     arguments.add_argument("--baseline", type=int, default=8, help="sessions of each lane's baseline (default 8)")
     arguments.add_argument("--budget", default="60s", help="of a check (default 60s)")
     arguments.add_argument("--session-budget", help="of one session (default 6s, on a GPU 20s)")
+    arguments.add_argument("--shares", default=SHARES, help=f"what is planted, in turn (default {SHARES})")
+    arguments.add_argument("--relative", action="store_true", help=f"always take times relative to {CONTROL}")
     arguments.add_argument("--limit", type=float, default=540, help="seconds after which all ends (default 540)")
     arguments.add_argument("--output", type=Path, default=Path("check-error-rates.json"))
     options = arguments.parse_args()

@@ -73,21 +73,25 @@ _SPECIALIZED: dict[tuple[int, bool], TileConfig] = {
 }
 
 
-# float32, (largest head dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal, milliseconds.
+# float32, (largest head dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal: milliseconds,
+# backward of both kernels with the best of the other. They spill outside of their first product; smaller tiles that do
+# not are slower.
 _FLOAT32: dict[tuple[int, Direction], TileConfig] = {
-    (64, "forward"): TileConfig(64, 64, 4, 2),  # 0.583; 128x64 with 8 warps 0.614; by FMA 2.79
-    (128, "forward"): TileConfig(64, 64, 4, 1),  # 1.09; two stages 1.13; by FMA 7.04
-    (64, "backward_query"): TileConfig(128, 64, 8, 2),
-    (128, "backward_query"): TileConfig(128, 64, 8, 2),
-    (64, "backward_key"): TileConfig(32, 64, 4, 2),
-    (128, "backward_key"): TileConfig(32, 64, 4, 1),
+    (64, "forward"): TileConfig(64, 64, 4, 2),  # 0.58; 128x128 with 8 warps 0.60; by FMA 2.79
+    (128, "forward"): TileConfig(64, 64, 4, 1),  # 1.09; 128x64 with 8 warps 1.15; by FMA 7.04
+    (256, "forward"): TileConfig(64, 32, 4, 1),  # 4.92; 128x32 with 8 warps 5.04; 32x32 16.6
+    (64, "backward_query"): TileConfig(64, 64, 4, 2),  # 1.95; 128x64 with 8 warps 1.98; by FMA both kernels 43
+    (128, "backward_query"): TileConfig(128, 64, 8, 2),  # 6.38; 64x64 6.83; by FMA 100
+    (256, "backward_query"): TileConfig(128, 32, 8, 1),
+    (64, "backward_key"): TileConfig(32, 64, 4, 2),  # 1.98; 32x128 with 8 warps 2.19
+    (128, "backward_key"): TileConfig(64, 128, 8, 1),  # 5.85; 64x64 6.08
+    (256, "backward_key"): TileConfig(32, 64, 4, 1),
 }
 
 
 def float32_config(head_dim: int, direction: Direction) -> TileConfig:
     """Configuration for float32 operands, which take twice the shared memory."""
-    known = _FLOAT32.get((max(64, head_dim), direction))
-    return known or TileConfig(32, 32, 4, 1)
+    return _FLOAT32[64 if head_dim <= 64 else 128 if head_dim <= 128 else 256, direction]
 
 
 def shipped(cut: bool = False) -> tuple[tuple[int, bool, Direction, TileConfig], ...]:
