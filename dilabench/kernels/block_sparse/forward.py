@@ -156,7 +156,7 @@ def block_sparse_forward(
         BLOCK_N=config.block_n,
         LEFT=plan.left >= 0,
         RIGHT=plan.right >= 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=product_precision(q),
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
