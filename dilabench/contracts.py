@@ -8,7 +8,7 @@ only through the context, so that any implementation runs over any backend.
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,9 +75,60 @@ class AttendBackward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class AttendPacked(Protocol):
+    """As `Attend`, within each of several sequences that follow each other along one axis.
+
+    q [T, H, D]; k, v [T, K, D]. `cu_seqlens` int32 [S + 1] on their device: where each sequence starts, and T at the
+    end; none is empty and `longest` is the length of the longest. Returns out [T, H, D] and lse [H, T].
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        longest: int,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class AttendPackedBackward(Protocol):
+    """As `AttendBackward`, of the sequences of `AttendPacked`."""
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        longest: int,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class PackedKernel(NamedTuple):
+    """What a backend calls for packed sequences, all in one launch, and on which kinds of device."""
+
+    attend: AttendPacked
+    attend_backward: AttendPackedBackward
+    devices: frozenset[str] = frozenset({"cuda"})
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedBackend:
     """A backend ready to be called. `attend_backward` is None where the library has no such entry.
+
+    packed: its kernel for packed sequences, if it has one; without it they are called one by one.
 
     aligns_ends: under a causal mask it takes fewer queries than keys, the last query seeing the last key.
     places_results: `attend` also takes `out`, and `attend_backward` takes `dq`, with the shape of q, the last dim
@@ -89,6 +140,7 @@ class LoadedBackend:
     attend_backward: AttendBackward | None = None
     aligns_ends: bool = False
     places_results: bool = False
+    packed: PackedKernel | None = None
 
     def require_backward(self) -> AttendBackward:
         """The backward pass; raises ValueError for a backend that has none."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilabench.backends.band import Band
-from dilabench.contracts import Attend, AttendBackward
+from dilabench.contracts import Attend, AttendBackward, PackedKernel
 from dilabench.workload.spec import UNBOUNDED, Window
 
 KernelForward = Callable[..., tuple[Tensor, Tensor]]
@@ -123,6 +123,55 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
     return attend, attend_backward
 
 
+def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plain) -> PackedKernel:
+    """The same for packed sequences, over a kernel that takes `cu_seqlens` and `longest` besides.
+
+    It raises ValueError where a tensor spans more than a launch can reach.
+    """
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        longest: int,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        _batch(plain, plain.forward_span, *(x[None] for x in (q, k, v)))
+        q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
+        k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
+        band = Band.of(causal, window, longest, longest)
+        found, lse = forward(q_in, k_in, v_in, band, scale, cu_seqlens=cu_seqlens, longest=longest)
+        return _cut(found, q), lse
+
+    def attend_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        longest: int,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _batch(plain, plain.backward_span, *(x[None] for x in (dout, q, k, v, out)))
+        dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
+        k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
+        band = Band.of(causal, window, longest, longest)
+        tensors = (dout_in, q_in, k_in, v_in, out_in, lse.contiguous())
+        dq, dk, dv = backward(*tensors, band, scale, cu_seqlens=cu_seqlens, longest=longest)
+        return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
+
+    return PackedKernel(attend, attend_backward)
+
+
 def _band(q: Tensor, k: Tensor, causal: bool, window: Window, plain: Plain) -> Band:
     num_queries, num_keys = q.shape[1], k.shape[1]
     band = Band.of(causal, window, num_queries, num_keys)
@@ -182,18 +231,18 @@ def _cut(x: Tensor, like: Tensor) -> Tensor:
 
 def _repeated(x: Tensor, q: Tensor, plain: Plain) -> Tensor:
     """K or V heads repeated to the number of query heads; a single head is expanded without a copy."""
-    group = q.shape[2] // x.shape[2]
+    group = q.shape[-2] // x.shape[-2]
     if plain.grouped_heads or group == 1:
         return x
-    return x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)
+    return x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
 
 
 def _summed(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient of repeated heads, summed over each group."""
-    if gradient.shape[2] == like.shape[2]:
+    if gradient.shape[-2] == like.shape[-2]:
         return gradient
     sum_dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    return gradient.unflatten(2, (like.shape[2], -1)).sum(3, dtype=sum_dtype).to(gradient.dtype)
+    return gradient.unflatten(-2, (like.shape[-2], -1)).sum(-2, dtype=sum_dtype).to(gradient.dtype)
 
 
 def _batch(plain: Plain, span: int | None, *tensors: Tensor) -> int:

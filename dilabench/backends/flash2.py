@@ -9,17 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_forward
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 
-    out, lse, *_ = _flash_attn_forward(
+    call = _flash_attn_forward if cu_seqlens is None else _flash_attn_varlen_forward
+    out, lse, *_ = call(
         q,
         k,
         v,
+        **_sequences(cu_seqlens, longest),
         dropout_p=0.0,
         softmax_scale=scale,
         causal=band.causal,
@@ -33,12 +43,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_backward
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_varlen_backward
 
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    _flash_attn_backward(
+    call = _flash_attn_backward if cu_seqlens is None else _flash_attn_varlen_backward
+    call(
         dout,
         q,
         k,
@@ -48,6 +68,7 @@ def _backward(
         dq,
         dk,
         dv,
+        **_sequences(cu_seqlens, longest),
         dropout_p=0.0,
         softmax_scale=scale,
         causal=band.causal,
@@ -60,4 +81,13 @@ def _backward(
     return dq, dk, dv
 
 
+def _sequences(cu_seqlens: Tensor | None, longest: int | None) -> dict[str, Tensor | int]:
+    """The arguments by which the library's varlen functions differ from its others."""
+    if cu_seqlens is None or longest is None:
+        return {}
+    bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    return {**bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
 attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)
+packed = adapted_packed(_forward, _backward, CUDA_KERNEL)

@@ -9,17 +9,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
     from flash_attn_interface import _flash_attn_forward
 
     out, lse, *_ = _flash_attn_forward(
         q,
         k,
         v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
         softmax_scale=scale,
         causal=band.causal,
         window_size_left=band.left,
@@ -29,7 +41,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn_interface import _flash_attn_backward
 
@@ -41,6 +62,10 @@ def _backward(
         v,
         out,
         lse,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
         dq=dq,
         dk=dk,
         dv=dv,
@@ -53,3 +78,4 @@ def _backward(
 
 
 attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)
+packed = adapted_packed(_forward, _backward, CUDA_KERNEL)

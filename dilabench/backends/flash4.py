@@ -10,12 +10,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    scale: float,
+    out: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -24,6 +31,10 @@ def _forward(
         q,
         k,
         v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
         softmax_scale=scale,
         causal=band.causal,
         window_size_left=_bound(band.left),
@@ -44,6 +55,8 @@ def _backward(
     band: Band,
     scale: float,
     dq: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -58,6 +71,10 @@ def _backward(
         causal=band.causal,
         window_size_left=_bound(band.left),
         window_size_right=_bound(band.right),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
         dq=dq,
     )
     return dq, dk, dv
@@ -68,8 +85,6 @@ def _bound(side: int) -> int | None:
     return side if side >= 0 else None
 
 
-attend, attend_backward = adapted(
-    _forward,
-    _backward,
-    replace(CUDA_KERNEL, forward_span=None, backward_span=None, aligns_ends=True, places_results=True),
-)
+PLAIN = replace(CUDA_KERNEL, forward_span=None, backward_span=None, aligns_ends=True, places_results=True)
+attend, attend_backward = adapted(_forward, _backward, PLAIN)
+packed = adapted_packed(_forward, _backward, PLAIN)

@@ -16,6 +16,8 @@ class Described(Protocol):
     @property
     def backward_target(self) -> str | None: ...
     @property
+    def packed_target(self) -> str | None: ...
+    @property
     def aligns_ends(self) -> bool: ...
     @property
     def places_results(self) -> bool: ...
@@ -30,4 +32,5 @@ def load_backend(backend: Described) -> LoadedBackend:
         backward,
         aligns_ends=backend.aligns_ends,
         places_results=backend.places_results,
+        packed=load_target(backend.packed_target) if backend.packed_target else None,
     )

@@ -1,24 +1,31 @@
-"""Packed sequences, each by the computation for its own length: segments and zero keys begin anew in every one."""
+"""Packed sequences: segments and zero keys begin anew in every one.
+
+All in one launch where rows see whole stretches of tokens and the backend has a kernel for that; else each by
+the computation for its own length.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilabench.contracts import BuildContext
+from dilabench.contracts import BuildContext, PackedKernel
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
-from dilabench.workload.spec import Workload
+from dilabench.impls.union.branches import branches_of
+from dilabench.workload.spec import Window, Workload
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Packed:
-    """Sequences (start, stop) that follow each other along one axis, and what computes those of each length."""
+class _OverTokens(ABC):
+    """What takes tokens [T, H, D], by a computation on [1, T, H, D]."""
 
-    sequences: tuple[tuple[int, int], ...]
-    computations: Mapping[int, Computation]
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -33,8 +40,25 @@ class Packed:
         out, lse = differentiable(self, self.number, q[None], k[None], v[None])
         return out[0], lse[0]
 
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [1, T, H, D] and lse [1, H, T], outside autograd."""
+
+    @abstractmethod
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv [1, T, ·, D] from the results of `forward`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(_OverTokens):
+    """Sequences (start, stop) that follow each other along one axis, and what computes those of each length."""
+
+    sequences: tuple[tuple[int, int], ...]
+    computations: Mapping[int, Computation]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for start, stop in self.sequences:
             out, lse = self.computations[stop - start].forward(*(x[:, start:stop] for x in (q, k, v)))[:2]
@@ -45,7 +69,6 @@ class Packed:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv [1, T, ·, D] from the results of `forward`."""
         gradients = []
         for start, stop in self.sequences:
             parts = [x[:, start:stop] for x in (dout, q, k, v, out)]
@@ -64,3 +87,51 @@ def build_packed(
         alone = workload.replace(layout="padded", cu_seqlens=None, seq_len=length)
         computations[length] = padded(alone, context)
     return Packed(workload.sequences, computations)
+
+
+@dataclass(frozen=True, slots=True)
+class OneLaunch(_OverTokens):
+    """All sequences at once by a backend's kernel for packed ones. bounds: int32 [S + 1] on the device."""
+
+    kernel: PackedKernel
+    bounds: Tensor
+    longest: int
+    causal: bool
+    window: Window
+    scale: float
+
+    def _sequences(self) -> dict[str, Any]:
+        bounds = {"cu_seqlens": self.bounds, "longest": self.longest}
+        return {**bounds, "causal": self.causal, "window": self.window, "scale": self.scale}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = self.kernel.attend(q[0], k[0], v[0], **self._sequences())
+        return out[None], lse[None]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (x[0] for x in (dout, q, k, v, out, lse))
+        dq, dk, dv = self.kernel.attend_backward(*tensors, **self._sequences())
+        return dq[None], dk[None], dv[None]
+
+
+def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None:
+    """A packed workload whose rows all see whole stretches of tokens, where the backend has a kernel for that."""
+    kernel = context.require_backend().packed
+    if kernel is None or context.device.type not in kernel.devices:
+        return None
+    branch, *others = branches_of(workload)
+    whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
+    if not whole or log_zero_keys(workload, context.device) is not None:
+        return None
+    starts = [at for start, stop in workload.sequences for at in range(start, stop, branch.segment_length)]
+    bounds = [*starts, workload.seq_len]
+    return OneLaunch(
+        kernel,
+        torch.tensor(bounds, dtype=torch.int32).to(context.device),
+        max(stop - start for start, stop in pairwise(bounds)),
+        workload.causal,
+        workload.window,
+        workload.softmax_scale,
+    )

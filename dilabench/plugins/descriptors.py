@@ -165,6 +165,7 @@ class Backend:
 
     `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
+    `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
     that names no priority there. `library`: it brings a library of its own, which gets a process of its own.
     """
@@ -173,6 +174,7 @@ class Backend:
     summary: str
     target: str
     backward_target: str | None = None
+    packed_target: str | None = None
     supports: Capabilities = DENSE_KERNEL
     requires: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()

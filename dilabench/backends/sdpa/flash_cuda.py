@@ -11,19 +11,37 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    rows, keys = longest or q.shape[1], longest or k.shape[1]
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, band.causal, False, scale=scale, **_window(band)
+        q, k, v, cu_seqlens, cu_seqlens, rows, keys, 0.0, band.causal, False, scale=scale, **_window(band)
     )
     return out, lse
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The two tensors of the random generator's state (named philox_seed and philox_offset up to torch 2.6, rng_state
     # and unused since) are read only with dropout.
@@ -35,10 +53,10 @@ def _backward(
         v,
         out,
         lse,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
+        cu_seqlens,
+        cu_seqlens,
+        longest or q.shape[1],
+        longest or k.shape[1],
         0.0,
         band.causal,
         unread,
@@ -54,4 +72,6 @@ def _window(band: Band) -> dict[str, int]:
     return {"window_size_left": band.left, "window_size_right": band.right} if band.windowed else {}
 
 
-attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, forward_span=None))
+PLAIN = replace(CUDA_KERNEL, forward_span=None)
+attend, attend_backward = adapted(_forward, _backward, PLAIN)
+packed = adapted_packed(_forward, _backward, PLAIN)

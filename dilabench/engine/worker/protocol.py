@@ -36,6 +36,7 @@ class BackendSpec(Model):
     name: str
     target: str
     backward_target: str | None = None
+    packed_target: str | None = None
     aligns_ends: bool = False
     places_results: bool = False
 

@@ -1,4 +1,4 @@
-"""The dense kernels that dilabench can call. Each module has `attend` and `attend_backward`."""
+"""The dense kernels that dilabench can call. Each module has `attend` and `attend_backward`, and some have `packed`."""
 
 from dilabench.plugins.builtin.implementations import CUDA, DENSE, HALF
 from dilabench.plugins.descriptors import Backend, Capabilities
@@ -30,6 +30,7 @@ BACKENDS = (
         "torch's own flash attention kernel (FlashAttention 2 on CUDA, a C++ kernel on CPU)",
         "dilabench.backends.sdpa.flash:attend",
         "dilabench.backends.sdpa.flash:attend_backward",
+        packed_target="dilabench.backends.sdpa.flash_cuda:packed",
         supports=Capabilities(patterns=DENSE, on_cuda=FLASH_ON_CUDA),
         requires=("cuda>=sm80|cpu",),
         kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
@@ -60,6 +61,7 @@ BACKENDS = (
         "the flash-attn package (FlashAttention 2)",
         "dilabench.backends.flash2:attend",
         "dilabench.backends.flash2:attend_backward",
+        packed_target="dilabench.backends.flash2:packed",
         supports=FLASH_ON_CUDA,
         requires=("cuda>=sm80", "flash-attn>=2.7"),
         kernels=(r"flash_(fwd|bwd)_",),
@@ -71,6 +73,7 @@ BACKENDS = (
         "FlashAttention 3 (module flash_attn_interface) on Hopper",
         "dilabench.backends.flash3:attend",
         "dilabench.backends.flash3:attend_backward",
+        packed_target="dilabench.backends.flash3:packed",
         supports=FLASH_ON_CUDA,
         requires=("cuda>=sm90", "flash_attn_interface"),
         kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
@@ -82,6 +85,7 @@ BACKENDS = (
         "FlashAttention 4 (flash_attn.cute, CuTe DSL) on Hopper and newer",
         "dilabench.backends.flash4:attend",
         "dilabench.backends.flash4:attend_backward",
+        packed_target="dilabench.backends.flash4:packed",
         supports=FLASH_ON_CUDA,
         requires=("cuda>=sm90", "flash-attn-4"),
         kernels=(r"flash_attn.?cute",),

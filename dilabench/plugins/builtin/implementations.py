@@ -121,7 +121,7 @@ IMPLEMENTATIONS = (
         "dense",
         "full attention through one backend: what a user has without dilation",
         "dilabench.impls.strided:build",
-        supports=Capabilities(patterns=DENSE),
+        supports=Capabilities(patterns=DENSE, layouts=BOTH_LAYOUTS),
         aliases=("standard",),
         uses_backend=True,
         priority=10,
