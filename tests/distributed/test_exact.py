@@ -35,6 +35,12 @@ def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
     assert launch(ring_cases.with_aligned_ends, ranks, [["zigzag-allgather"], places]) == [[]] * ranks
 
 
+def test_ulysses_takes_packed_sequences_in_one_call_as_exactly(launch):
+    import ring_cases
+
+    assert launch(ring_cases.with_packed_kernel, 2, [["ulysses"]]) == [[]] * 2
+
+
 def test_a_ring_that_forgets_returned_gradients_is_caught(launch):
     import ring_cases
 

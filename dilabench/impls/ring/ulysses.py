@@ -16,6 +16,8 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards, contiguous
 from dilabench.distributed.world import World
+from dilabench.impls.one_operator import Computation
+from dilabench.impls.packed import in_one_launch
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.pieces import Piece
@@ -43,21 +45,18 @@ class HeadDeal:
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """`function.Algorithm` by two all-to-alls per pass; between them `pieces` of whole sequences are called."""
+    """`function.Algorithm` by two all-to-alls per pass; between them whole sequences attend, with some of the heads."""
 
     world: World
     shards: Shards
     deal: HeadDeal
-    calls: Calls
-    pieces: tuple[Piece, ...]
+    attention: Computation
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and this rank's heads of q, k, v, out and lse over the whole sequence."""
         deal = self.deal
         whole_q, whole_k, whole_v = self._to_heads((q, k, v), (deal.queries, deal.keys, deal.keys))
-        results = Softmax(whole_q)
-        self.calls.attend(self.pieces, results, whole_q, whole_k, whole_v)
-        whole_out, whole_lse = results.finish()
+        whole_out, whole_lse = self.attention.forward(whole_q, whole_k, whole_v)
         (out,) = self._to_tokens((whole_out,), (deal.queries,), q.shape[0])
         (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (deal.queries,), q.shape[0])
         lse_by_head = lse.squeeze(-1).transpose(1, 2).contiguous()
@@ -69,9 +68,7 @@ class Ulysses:
         """dq, dk, dv of this rank's shards."""
         deal, (whole_q, whole_k, whole_v, whole_out, whole_lse) = self.deal, kept
         (whole_dout,) = self._to_heads((dout,), (deal.queries,))
-        sums = Sum.like(whole_q), Sum.like(whole_k), Sum.like(whole_v)
-        self.calls.attend_backward(self.pieces, sums, whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
-        parts = tuple(total.finish() for total in sums)
+        parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
         dq, dk, dv = self._to_tokens(parts, (deal.queries, deal.keys, deal.keys), q.shape[0])
         return dq, dk, dv
 
@@ -116,9 +113,43 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     world = context.world or World.alone(context.device)
     shards = contiguous(workload.sequences, world.size)
     deal = HeadDeal.of(workload.num_heads, workload.num_kv_heads, world.size)
-    pieces = _pieces(workload, deal.queries[world.rank], deal.keys[world.rank])
-    calls = Calls(workload, context.require_backend())
-    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, calls, pieces))
+    heads, kv_heads = deal.queries[world.rank], deal.keys[world.rank]
+    attention = _in_one_launch(workload, context, heads, kv_heads)
+    if attention is None:
+        attention = _ByPieces(Calls(workload, context.require_backend()), _pieces(workload, heads, kv_heads))
+    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, attention))
+
+
+def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:
+    """Packed sequences with these heads alone, where one launch takes them and each K/V head has as many of them."""
+    if workload.layout != "packed" or not heads or len(heads) % len(kv_heads):
+        return None
+    group = len(heads) // len(kv_heads)
+    if any(kv_heads.start + at // group != head // workload.group_size for at, head in enumerate(heads)):
+        return None
+    return in_one_launch(workload.replace(num_heads=len(heads), num_kv_heads=len(kv_heads)), context)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByPieces:
+    """Attention of whole sequences [B, N, ·, D] by one call for each piece."""
+
+    calls: Calls
+    pieces: tuple[Piece, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+        results = Softmax(q)
+        self.calls.attend(self.pieces, results, q, k, v)
+        return results.finish()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv from the results of `forward`."""
+        dq, dk, dv = Sum.like(q), Sum.like(k), Sum.like(v)
+        self.calls.attend_backward(self.pieces, (dq, dk, dv), dout, q, k, v, out, lse)
+        return dq.finish(), dk.finish(), dv.finish()
 
 
 def _pieces(workload: Workload, heads: range, kv_heads: range) -> tuple[Piece, ...]:

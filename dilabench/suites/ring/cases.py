@@ -70,7 +70,7 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
 def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> Implementation:
     """What one device computes the workload by: the best of those that call a backend where those over ranks do.
 
-    Where there is none, as for packed tensors, the first of those over ranks: on one rank, each sequence in one call.
+    Where there is none, the first of those over ranks, on one rank.
     """
     shelf = planner.catalogue.implementations
     first = shelf.get(over_ranks[0])

@@ -1,12 +1,13 @@
 """What ranks run in the tests: each implementation against the formula, in float64, under a random dout."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from dilabench.backends import math
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
 from dilabench.distributed.sharding import contiguous
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.whole import Whole
@@ -137,6 +138,31 @@ def with_aligned_ends(world, names, places):
     global BACKEND
     BACKEND = replace(BACKEND, aligns_ends=True, places_results=places)
     return exact(world, names)
+
+
+def with_packed_kernel(world, names):
+    """What `exact` finds over a backend that takes all packed sequences in one call."""
+    global BACKEND
+
+    def one_by_one(call):
+        def packed(*tensors, cu_seqlens, longest, **options):
+            """Tokens [T, ...] and lse [H, T], as batches of one."""
+            bounds = cu_seqlens.tolist()
+            found = [
+                call(*(x[None, :, a:b] if x.ndim == 2 else x[None, a:b] for x in tensors), **options)
+                for a, b in pairwise(bounds)
+            ]
+            assert longest == max(b - a for a, b in pairwise(bounds))
+            return tuple(
+                torch.cat([x[0] for x in several], int(several[0].ndim == 3)) for several in zip(*found, strict=True)
+            )
+
+        return packed
+
+    kernel = PackedKernel(one_by_one(math.attend), one_by_one(math.attend_backward), frozenset({"cpu"}))
+    BACKEND = replace(BACKEND, packed=kernel)
+    one = packed(0, 1, 3, 30, 41, num_heads=6, num_kv_heads=3)
+    return exact(world, names, PACKED | {"six heads of three": one})
 
 
 def projected(world):
