@@ -1,10 +1,12 @@
 """The named workloads and sets, as data: fields of WorkloadRequest, for `--config NAME`.
 
 The ring configurations are dense and causal in bfloat16 unless their row says otherwise; the longnet and seed ones are
-dilated.
+dilated, as are those of real models, which are torchscale's function in float16 and not causal.
 """
 
 from dataclasses import replace
+from math import log
+from random import Random
 from typing import Any
 
 from dilabench.plugins.descriptors import WorkloadPreset
@@ -84,6 +86,44 @@ DILATED: tuple[WorkloadPreset, ...] = (
     _dilated("seed_large", "8K tokens, 3 branches", (4, 8, 8, 64, 8192), (2048, 4096, 8192), (1, 2, 4)),
 )
 
+# What torchscale's dilated attention computes, which Prov-GigaPath (its slide encoder) and LongViT were trained with.
+AS_TORCHSCALE = {"offset": "blocked", "merge_grad": "detached", "padding": "zero_key", "dtype": "float16"}
+GIGAPATH_SEGMENTS = (1024, 5792, 32768, 185363, 1048576)
+
+
+def _model(name: str, summary: str, head_dim: int, length: int, segments: tuple[int, ...]) -> WorkloadPreset:
+    """16 heads, rates 1 to 16."""
+    dilated = _dilated(name, summary, (1, 16, 16, head_dim, length), segments, (1, 2, 4, 8, 16))
+    return replace(dilated, fields={**dilated.fields, **AS_TORCHSCALE, "causal": False})
+
+
+REAL_MODELS: tuple[WorkloadPreset, ...] = (
+    _model("gigapath", "Prov-GigaPath's slide encoder, a typical slide", 48, 10001, GIGAPATH_SEGMENTS),
+    _model("gigapath_large_slide", "Prov-GigaPath's slide encoder, a large slide", 48, 70001, GIGAPATH_SEGMENTS),
+    _model("gigapath_panda", "Prov-GigaPath, segments as for PANDA", 48, 20001, (1024, 4870, 23170, 110217, 524288)),
+    _model("gigapath_1536", "Prov-GigaPath, 1536 wide", 96, 10001, GIGAPATH_SEGMENTS),
+    _model("longvit_1024", "LongViT, images of 1024 pixels", 24, 1024, (64, 128, 256, 512, 1024)),
+    _model("longvit_4096", "LongViT, images of 4096 pixels", 24, 16384, (1024, 2048, 4096, 8192, 16384)),
+    _model("longvit_8192", "LongViT, images of 8192 pixels", 24, 65536, (1024, 4096, 8192, 16384, 65536)),
+    _model("longvit_16384", "LongViT, images of 16384 pixels", 24, 262144, (1024, 4096, 16384, 65536, 262144)),
+    _model("longvit_32768", "LongViT, images of 32768 pixels", 24, 1048576, (1024, 4096, 32768, 262144, 1048576)),
+)
+
+
+def _documents(name: str, summary: str, length: int) -> WorkloadPreset:
+    """Documents whose lengths are log-normal (median 1K, sigma 1.3, at most half of all), the last one cut."""
+    draw, bounds = Random(0), [0]
+    while bounds[-1] < length:
+        drawn = round(draw.lognormvariate(log(1024), 1.3))
+        bounds.append(min(length, bounds[-1] + max(1, min(drawn, length // 2))))
+    return _preset(name, summary, (1, 64, 8, 128, length), layout="packed", cu_seqlens=tuple(bounds))
+
+
+PACKED: tuple[WorkloadPreset, ...] = (
+    _documents("packed_documents_32k", "documents of random lengths in 32K tokens", 32768),
+    _documents("packed_documents_128k", "documents of random lengths in 128K tokens", 131072),
+)
+
 SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("correctness", "workloads to check results on", members=("tiny", "small", "medium")),
     WorkloadPreset("performance", "workloads to time", members=("medium", "large")),
@@ -92,4 +132,4 @@ SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("zigzag", "workloads for the zigzag ring", members=("zigzag_tiny", "zigzag_small", "zigzag_medium")),
 )
 
-PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *SETS)
+PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SETS)
