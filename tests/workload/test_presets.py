@@ -44,6 +44,21 @@ DILATED_CONFIGS = {
     "seed_medium": (2, 8, 64, 4096, (1024, 2048, 4096), (1, 2, 4)),
     "seed_large": (4, 8, 64, 8192, (2048, 4096, 8192), (1, 2, 4)),
 }
+GIGAPATH_SEGMENTS = (1024, 5792, 32768, 185363, 1048576)
+# name: D, N, segment lengths
+MODEL_CONFIGS = {
+    "gigapath": (48, 10001, GIGAPATH_SEGMENTS),
+    "gigapath_large_slide": (48, 70001, GIGAPATH_SEGMENTS),
+    "gigapath_panda": (48, 20001, (1024, 4870, 23170, 110217, 524288)),
+    "gigapath_1536": (96, 10001, GIGAPATH_SEGMENTS),
+    "longvit_1024": (24, 1024, (64, 128, 256, 512, 1024)),
+    "longvit_4096": (24, 16384, (1024, 2048, 4096, 8192, 16384)),
+    "longvit_8192": (24, 65536, (1024, 4096, 8192, 16384, 65536)),
+    "longvit_16384": (24, 262144, (1024, 4096, 16384, 65536, 262144)),
+    "longvit_32768": (24, 1048576, (1024, 4096, 32768, 262144, 1048576)),
+}
+# name: tokens, documents, the longest
+PACKED_CONFIGS = {"packed_documents_32k": (32768, 19, 9087), "packed_documents_128k": (131072, 56, 23482)}
 SETS = {
     "correctness": ("tiny", "small", "medium"),
     "performance": ("medium", "large"),
@@ -61,7 +76,13 @@ def catalogue():
 def test_nothing_is_missing_or_extra(catalogue):
     assert len(RING_CONFIGS) == 25
     assert {preset.name for preset in RING} == set(RING_CONFIGS)
-    assert {preset.name for preset in PRESETS} == {*RING_CONFIGS, *DILATED_CONFIGS, *SETS}
+    assert {preset.name for preset in PRESETS} == {
+        *RING_CONFIGS,
+        *DILATED_CONFIGS,
+        *MODEL_CONFIGS,
+        *PACKED_CONFIGS,
+        *SETS,
+    }
     assert {preset.name for preset in PRESETS} <= set(catalogue.workloads.names)
 
 
@@ -96,6 +117,26 @@ def test_dilated_configuration(catalogue, name):
     ) == DILATED_CONFIGS[name]
     assert (workload.num_kv_heads, workload.dtype, workload.causal) == (workload.num_heads, "bfloat16", True)
     assert (pattern.heads, pattern.offset, pattern.merge_grad) == ("all", "modulo", "exact")
+
+
+def test_real_models_are_what_torchscale_computes(catalogue):
+    for name, (head_dim, length, segments) in MODEL_CONFIGS.items():
+        workload = workload_request(catalogue, name, {}).resolve("float32")
+        pattern = workload.pattern
+        assert (workload.batch_size, workload.num_heads, workload.num_kv_heads) == (1, 16, 16), name
+        assert (workload.head_dim, workload.seq_len, pattern.segment_lengths) == (head_dim, length, segments), name
+        assert (workload.dtype, workload.causal, pattern.dilation_rates) == ("float16", False, (1, 2, 4, 8, 16)), name
+        assert (pattern.offset, pattern.merge_grad, pattern.padding) == ("blocked", "detached", "zero_key"), name
+
+
+@pytest.mark.parametrize("name", PACKED_CONFIGS)
+def test_packed_documents(catalogue, name):
+    workload = workload_request(catalogue, name, {}).resolve("float32")
+    lengths = [stop - start for start, stop in workload.sequences]
+    assert (workload.seq_len, len(lengths), max(lengths)) == PACKED_CONFIGS[name]
+    assert max(lengths) <= workload.seq_len // 2
+    shape = (workload.num_heads, workload.num_kv_heads, workload.head_dim, workload.causal, workload.layout)
+    assert shape == (64, 8, 128, True, "packed")
 
 
 @pytest.mark.parametrize("name", SETS)
