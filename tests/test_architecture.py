@@ -14,7 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = {path: path.read_text() for path in MODULES}
 
 HEAVY = (
-    "attention.py",
+    "attention",
     "compat",
     "testing.py",
     "contracts.py",

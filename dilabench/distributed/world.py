@@ -132,6 +132,25 @@ class World:
             raise
         return world
 
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None = None) -> World:
+        """The ranks of a process group that others made; by default all ranks. Whoever made it ends it.
+
+        Raises RuntimeError where no process group was made.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
+        group = group or dist.group.WORLD
+        cuda = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        control = group
+        if cuda:
+            ranks = dist.get_process_group_ranks(group)
+            control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return cls(
+            dist.get_rank(group), dist.get_world_size(group), device, group, control, transport=dist.get_backend(group)
+        )
+
     def __enter__(self) -> Self:
         return self
 

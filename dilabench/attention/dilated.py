@@ -390,7 +390,7 @@ def _cached_computation(
 
 def _without_backend(workload: Workload, device: torch.device) -> _Computation | None:
     """The fastest, where it is one that calls no backend and gives its gradients on demand."""
-    planner = _planner(device.type)
+    planner = planner_of(device.type)
     choice = choose(planner.catalogue, planner.machine, workload.replace(mode="both"))
     implementation = planner.catalogue.implementations.get(choice.implementation)
     if implementation.uses_backend:
@@ -401,7 +401,7 @@ def _without_backend(workload: Workload, device: torch.device) -> _Computation |
 
 def _backend(name: str, workload: Workload, device: str) -> LoadedBackend:
     """The backend of a name that can serve the workload here, or what 'auto' means for it."""
-    planner = _planner(device)
+    planner = planner_of(device)
     mode = "both" if name == AUTO else "forward"
     case = Case(implementation="dilated_attention", backend=name, workload=workload.replace(mode=mode))
     if name == AUTO:
@@ -415,5 +415,6 @@ def _backend(name: str, workload: Workload, device: str) -> LoadedBackend:
 
 
 @lru_cache(maxsize=2)
-def _planner(device: str) -> Planner:
+def planner_of(device: str) -> Planner:
+    """What can run on a kind of device, as the library asks."""
     return Planner(discover().catalogue, detect(device), RunRequest(suite="library"))

@@ -1,0 +1,212 @@
+"""Attention over the ranks of a process group: each holds some tokens of a sequence, and they attend to those of all.
+
+shards = sequence_shards(seq_len)
+x = shards.take(embeddings)                      # this rank's tokens
+out = ring_attention(q, k, v, shards)            # of projections of x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilabench.attention.dilated import planner_of
+from dilabench.backends.load import load_backend
+from dilabench.contracts import BuildContext
+from dilabench.distributed.sharding import contiguous, zigzag
+from dilabench.distributed.world import World
+from dilabench.errors import ConfigError
+from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.patterns.dense import DensePattern
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.plugins.catalogue import load_target
+from dilabench.record import Case
+from dilabench.request import AUTO
+from dilabench.suites.choice import by_priority
+from dilabench.validation import validated
+from dilabench.workload.spec import UNBOUNDED, Window, Workload
+
+Order = Literal["zigzag", "contiguous"]
+CUTS = {"zigzag": zigzag, "contiguous": contiguous}
+
+
+class SequenceShards:
+    """Which tokens each rank of a group holds, and the functions that attend over them, kept from call to call."""
+
+    def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order) -> None:
+        self.world, self.bounds, self.packed, self.order = world, bounds, packed, order
+        self.shards = CUTS[order](list(pairwise(bounds)), world.size)
+        self._functions: dict[Any, ShardedAttention] = {}
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of all ranks together."""
+        return self.bounds[-1]
+
+    @property
+    def rows(self) -> int:
+        """Tokens of this rank."""
+        return self.shards.rows[self.world.rank]
+
+    @property
+    def positions(self) -> Tensor:
+        """[rows] int64 on the CPU: where in its sequence each token of this rank stands, for positional encodings."""
+        places = torch.cat([torch.arange(b - a) for a, b in pairwise(self.bounds)])
+        return self.shards.take(places, self.world.rank, dim=0)
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a whole tensor; `dim` is the axis of tokens."""
+        if x.shape[dim] != self.seq_len:
+            raise ValueError(f"axis {dim} of {tuple(x.shape)} has no {self.seq_len} tokens: give the axis of tokens")
+        return self.shards.take(x, self.world.rank, dim)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor of every rank's tokens, on every rank; it carries no gradient. All ranks call it."""
+        lead, rest = x.shape[:dim], x.shape[dim + 1 :]
+        sizes = [(*lead, rows, *rest) for rows in self.shards.rows]
+        return self.shards.join(self.world.all_gather(x.detach(), sizes), dim)
+
+    def __repr__(self) -> str:
+        what = f"{len(self.bounds) - 1} packed sequences, " if self.packed else ""
+        return f"SequenceShards({what}{self.seq_len} tokens, {self.order}, rank {self.world.rank} of {self.world.size})"
+
+
+def sequence_shards(
+    seq_len: int | None = None,
+    *,
+    cu_seqlens: Sequence[int] | None = None,
+    order: Order = "zigzag",
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> SequenceShards:
+    """How a sequence of `seq_len` tokens, or packed ones (`cu_seqlens`, rising from 0), lie on the ranks of a group.
+
+    All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
+    causal attention; 'contiguous' gives it the r-th part, as dilated attention wants. Nothing is padded: parts differ
+    where lengths do not divide. `group`: by default all ranks; or a DeviceMesh of one dimension.
+    Raises ValueError for bounds that do not rise or an unknown order, RuntimeError without a process group.
+    """
+    if (seq_len is None) == (cu_seqlens is None):
+        raise ValueError(f"seq_len {seq_len} and cu_seqlens {cu_seqlens}: give one of them")
+    bounds = tuple(cu_seqlens) if cu_seqlens is not None else (0, seq_len or 0)
+    if bounds[0] != 0 or any(b <= a for a, b in pairwise(bounds)) or len(bounds) < 2:
+        raise ValueError(f"bounds of sequences {list(bounds)} must rise from 0, for example (0, 1024)")
+    if order not in CUTS:
+        raise ValueError(f"order {order!r} is none of {', '.join(CUTS)}")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")
+        group = group.get_group()
+    return SequenceShards(World.of_group(group), bounds, cu_seqlens is not None, order)
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: SequenceShards,
+    *,
+    causal: bool = True,
+    window: Window = UNBOUNDED,
+    scale: float | None = None,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    algorithm: str = AUTO,
+    backend: str = AUTO,
+) -> Tensor:
+    """This rank's rows of attention over the tokens of all ranks: out in the shape of query, differentiable.
+
+    query [B, N_local, H, D], key and value [B, N_local, K, D] are this rank's tokens; packed: [T_local, H, D]. With
+    `segment_lengths` and `dilation_rates` it is dilated attention. All ranks call it, forward and backward, in the same
+    order. `algorithm` and `backend` are names of `dilabench list`; 'auto' takes the algorithm of the highest priority
+    that takes tokens in the order of `shards`. Gradients are exact. A compiler sees one break around the call.
+
+    Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
+    RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
+    """
+    branches = (tuple(segment_lengths or ()), tuple(dilation_rates or ()))
+    key_of_function = (query.shape, key.shape, query.dtype, query.device, causal, window, scale, branches)
+    known = shards._functions.get((*key_of_function, algorithm, backend))
+    if known is None:
+        try:
+            workload = _workload(query, key, shards, causal, tuple(window), scale, branches)
+            known = _function(workload, shards, query.device, algorithm, backend)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        shards._functions[*key_of_function, algorithm, backend] = known
+    return _outside_compilers(known, query, key, value)
+
+
+@torch.compiler.disable
+def _outside_compilers(function: ShardedAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Messages between ranks are no part of a graph."""
+    return function(query, key, value)
+
+
+def _workload(
+    query: Tensor,
+    key: Tensor,
+    shards: SequenceShards,
+    causal: bool,
+    window: tuple[int, ...],
+    scale: float | None,
+    branches: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Workload:
+    """What all ranks compute together."""
+    if query.ndim != (3 if shards.packed else 4):
+        wanted = "[T_local, H, D], for sequences are packed" if shards.packed else "[B, N_local, H, D]"
+        raise ValueError(f"query {tuple(query.shape)} must be {wanted}")
+    names = ("segment_lengths", "dilation_rates")
+    pattern = validated(DilatedPattern, dict(zip(names, branches, strict=True))) if any(branches) else DensePattern()
+    packed = {"layout": "packed", "cu_seqlens": shards.bounds}
+    return validated(
+        Workload,
+        {
+            "pattern": pattern,
+            "batch_size": 1 if shards.packed else query.shape[0],
+            "seq_len": shards.seq_len,
+            "num_heads": query.shape[-2],
+            "num_kv_heads": key.shape[-2],
+            "head_dim": query.shape[-1],
+            "dtype": str(query.dtype).removeprefix("torch."),
+            "causal": causal,
+            "window": window,
+            "scale": scale,
+            "mode": "both",
+            **(packed if shards.packed else {}),
+        },
+    )
+
+
+def _function(
+    workload: Workload, shards: SequenceShards, device: torch.device, algorithm: str, backend: str
+) -> ShardedAttention:
+    """The function of the first algorithm that can, whose ranks hold the tokens that these do. Raises ValueError."""
+    planner, size = planner_of(device.type), shards.world.size
+    catalogue, against = planner.catalogue, []
+    over_ranks = catalogue.implementations
+    # What a single rank does, it does by the algorithms of several.
+    names = by_priority(catalogue, workload, max(2, size)) if algorithm == AUTO else (over_ranks.get(algorithm).name,)
+    for name in names:
+        case = Case(implementation=name, workload=workload, world_size=size)
+        reasons = catalogue.reasons_against(case, planner.machine)
+        # What calls none computes whole segments on each rank, which no shards of ours are.
+        if not over_ranks.get(name).uses_backend:
+            reasons = ("it calls no backend",)
+        if not reasons:
+            chosen, why_not = (backend, "") if backend != AUTO else planner.choose_backend(case)
+            if chosen is None:
+                raise ValueError(f"no backend can serve {workload.label()}: {why_not}")
+            loaded = load_backend(catalogue.backends.get(chosen))
+            context = BuildContext(device=device, backend=loaded, world=shards.world)
+            built = load_target(over_ranks.get(name).target)(workload, context)
+            if isinstance(built, ShardedAttention) and built.shards == shards.shards:
+                return built
+            reasons = (f"it takes tokens in another order than {shards.order}",)
+        against.append(f"{name}: {', '.join(reasons)}")
+    raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")

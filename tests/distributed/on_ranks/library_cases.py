@@ -1,0 +1,74 @@
+"""What ranks run for `dilabench.attention.ring_attention`."""
+
+import pytest
+import ring_cases
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from dilabench.attention import ring_attention, sequence_shards
+from dilabench.contracts import BuildContext
+from dilabench.distributed.failures import RanksDisagreeError
+from dilabench.impls import reference
+
+BRANCHES = {"segment_lengths": (6, 12, 24), "dilation_rates": (1, 2, 4)}
+CASES = {
+    "causal": (ring_cases.workload(seq_len=37), "zigzag", {}),
+    "full, in order": (ring_cases.workload(causal=False), "contiguous", {"causal": False}),
+    "window": (ring_cases.workload(window=(5, 0), scale=0.3), "zigzag", {"window": (5, 0), "scale": 0.3}),
+    "one key head by name": (ring_cases.workload(num_kv_heads=1), "zigzag", {"algorithm": "llama3"}),
+    "dilated": (ring_cases.workload(pattern={"kind": "dilated", **BRANCHES}), "contiguous", BRANCHES),
+    "packed": (ring_cases.packed(0, 1, 3, 30, 41), "zigzag", {}),
+}
+
+
+def wrong(world):
+    """What differs from the formula, of out and gradients, by case."""
+    found = []
+    for name, (one, order, options) in CASES.items():
+        packed = one.layout == "packed"
+        dim = 0 if packed else 1
+        sequences = {"cu_seqlens": one.cu_seqlens} if packed else {"seq_len": one.seq_len}
+        mesh = init_device_mesh("cpu", (world.size,)) if name == "causal" else None
+        shards = sequence_shards(**sequences, order=order, group=mesh)
+        inputs = ring_cases.random_inputs(one)
+        right = ring_cases.results(reference.build(one, BuildContext(device=world.device)), inputs)
+        for _ in range(2):
+            q, k, v, dout = (shards.take(x, dim) for x in inputs)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = ring_attention(*leaves, shards, **options)
+            mine = out, *torch.autograd.grad(out, leaves, dout)
+            for part, x in zip(("out", "dq", "dk", "dv"), mine, strict=True):
+                if not ring_cases.difference(shards.gather(x, dim), right[part]) <= ring_cases.TOLERANCE:
+                    found.append((name, part))
+        assert len(shards._functions) == 1
+    return found
+
+
+def refusals(world):
+    """Requests that cannot be served: one message each."""
+    shards = sequence_shards(24)
+    assert shards.positions.tolist() == ([*range(6), *range(18, 24)] if world.rank == 0 else [*range(6, 18)])
+    q = shards.take(torch.randn(2, 24, 4, 8))
+    said = []
+    for call in (
+        lambda: ring_attention(q, q, q, shards, segment_lengths=(6,), dilation_rates=(1,), algorithm="ring-allgather"),
+        lambda: ring_attention(q[0], q[0], q[0], shards),
+        lambda: ring_attention(q, q, q, shards, algorithm="no-such"),
+        lambda: ring_attention(q, q, q, shards, algorithm="strided"),
+        lambda: shards.take(q),
+        lambda: sequence_shards(24, cu_seqlens=(0, 24)),
+        lambda: sequence_shards(cu_seqlens=(0, 5, 5)),
+        lambda: sequence_shards(24, order="striped"),
+        lambda: sequence_shards(24, group=init_device_mesh("cpu", (1, world.size))),
+    ):
+        with pytest.raises(ValueError, match=r"[a-z]") as caught:
+            call()
+        said.append(str(caught.value))
+    with pytest.raises(RanksDisagreeError):
+        ring_attention(q, q, q, shards, causal=world.rank == 0)
+    return said
+
+
+def wrong_and_refused(world):
+    """Both, by one start of ranks."""
+    return wrong(world), refusals(world)
