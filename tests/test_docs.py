@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dilabench.cli.app import app
+from dilabench.cli.app import COMMANDS, app
 from dilabench.errors import ExitCode
 from dilabench.plugins import hookspecs
 from dilabench.record import RunRecord
@@ -18,7 +18,9 @@ from dilabench.record import RunRecord
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-COMMANDS = [command.name for command in app.registered_commands]
+NAMES = [command.name for command in COMMANDS]
+GROUPS = {one.name: list(getattr(one.loaded({}), "commands", ())) for one in COMMANDS}
+LINES = [line for name, parts in GROUPS.items() for line in (name, *(f"{name} {part}" for part in parts))]
 INCLUDE = re.compile(r"<!-- file: (\S+) -->\n```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -44,11 +46,11 @@ def test_every_hook_has_a_heading_and_its_signature() -> None:
         assert getattr(hookspecs, name).__doc__ in page.read_text()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", LINES)
 def test_command_reference_names_exactly_the_options_there_are(command: str) -> None:
     page = (DOCS / "reference" / "cli.md").read_text()
     section = page.split(f"## dilabench {command}\n", 1)[1].split("\n## ", 1)[0]
-    shown = CliRunner().invoke(app, [command, "--help"], prog_name="dilabench").output
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], prog_name="dilabench").output
     options = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
     assert set(options.findall(section)) == set(options.findall(shown))
 
@@ -93,7 +95,7 @@ def test_readme_keeps_its_size_and_its_two_commands() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_commands_in_the_documentation_exist(path: Path) -> None:
     used = set(re.findall(r"(?:^    |`|run: )dilabench ([a-z]+)", path.read_text(), re.MULTILINE))
-    assert used <= set(COMMANDS)
+    assert used <= set(NAMES)
 
 
 def test_continuous_integration_runs_what_the_readme_says() -> None:
@@ -107,3 +109,20 @@ def test_continuous_integration_runs_what_the_readme_says() -> None:
 def test_generated_pages_are_current() -> None:
     done = subprocess.run([sys.executable, "scripts/docs", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    page = (DOCS / "reference" / "settings.md").read_text()
+    sources = "".join(path.read_text() for path in sorted((ROOT / "dilabench").rglob("*.py")))
+    assert set(re.findall(r"\bDILABENCH_[A-Z_]+\b", sources)) == set(re.findall(r"`(DILABENCH_[A-Z_]+)`", page))
+
+
+def test_the_files_of_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults, workload = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "settings.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("dilabench.toml").write_text(defaults)
+    Path("file.toml").write_text(workload)
+    done = CliRunner().invoke(app, ["run", "implementations", "--config", "file.toml", "--dry-run", "--json"])
+    assert done.exit_code == 0, done.output
+    shapes = [(case["workload"]["seq_len"], case["workload"]["mode"]) for case in json.loads(done.stdout)]
+    assert set(shapes) == {(8192, "both")}

@@ -10,20 +10,11 @@ import typer
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.options import AsJson, RelativeTo
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, ExitCode
+from dilabench.errors import ConfigError, ExitCode, gravest
 
 if TYPE_CHECKING:
     from dilabench.compare.comparison import Comparison
     from dilabench.record import RunRecord
-
-
-GRAVEST_FIRST = (
-    ExitCode.WRONG_OUTPUT,
-    ExitCode.CASE_FAILED,
-    ExitCode.REGRESSION,
-    ExitCode.INCONCLUSIVE,
-    ExitCode.NOTHING_MEASURED,
-)
 
 
 class Format(StrEnum):
@@ -142,4 +133,4 @@ def _page(
         say(str(output / comparison.FILENAME), err=True)
         for line in named:
             say(line)
-    return next((code for code in GRAVEST_FIRST if code in codes), ExitCode.OK)
+    return gravest(codes)

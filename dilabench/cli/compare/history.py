@@ -88,7 +88,7 @@ def _show_trend(group: "Sequence[CaseEntry]", limit: int | None) -> None:
     backend = f" over {first.backend}" if first.backend else ""
     title = f"{first.implementation}{backend}, {first.title} [case {first.case_id}, machine {first.run.machine}]"
     rows = [_row(entry, steps.get(entry.run.file)) for entry in _newest(group, limit)]
-    print_table(title, CASE_COLUMNS, rows, right=CASE_COLUMNS[4:8])
+    print_table(title, CASE_COLUMNS, rows, right=CASE_COLUMNS[4:8], spare=("timer", "samples"))
     say()
 
 

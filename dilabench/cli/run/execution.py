@@ -210,11 +210,6 @@ def verdict(record: RunRecord, code: ExitCode) -> str:
     return f"verdict: {word} ({ended}; exit code {code.value})"
 
 
-def output_base(output: Path) -> Path:
-    """The folder that the run's own folder goes into; a path to a .json file stands for the folder it is in."""
-    return output.parent if output.suffix == ".json" else output
-
-
 def copy_record(folder: RunFolder, output: Path) -> None:
     """Where `-o` named a .json file, put the record there as well."""
     record = folder.path / RECORD_NAME

@@ -6,7 +6,7 @@ from dilabench.cli.compare.noise import notes
 from dilabench.cli.options import AsJson
 from dilabench.cli.reading import read
 from dilabench.cli.show.availability import reasons_against
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import say, say_folded
 from dilabench.machine import Machine, detect
 from dilabench.metadata import note_text
 from dilabench.plugins.manager import Found, discover
@@ -32,7 +32,7 @@ def doctor(as_json: AsJson = False) -> None:
         say(json.dumps(report, indent=2, ensure_ascii=False))
         return
     for name, value in _facts(machine, environment, found):
-        say(f"{name + ':':<12} {value}")
+        say_folded(f"{name + ':':<12} {value}", " " * 13)
     for problem in found.problems:
         say(f"broken plug-in {problem.plugin}: {problem.why}")
     say(
@@ -41,7 +41,7 @@ def doctor(as_json: AsJson = False) -> None:
         else "\nNothing found that makes times here noisy."
     )
     for note in warnings:
-        say(f"- {note_text(note)}")
+        say_folded(f"- {note_text(note)}", "  ")
 
 
 def _facts(machine: Machine, environment: Environment, found: Found) -> list[tuple[str, str]]:
