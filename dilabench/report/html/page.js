@@ -176,6 +176,7 @@ if (holder) report(JSON.parse(holder.textContent));
 
 function report(data) {
   for (const target of document.querySelectorAll("[data-plot]")) whenNear(target, () => draw(target, ofPlot(data.plots[target.dataset.plot])));
+  if (!data.rows) return;
   rowTable(data);
   if (charts) explorer(data);
 }
