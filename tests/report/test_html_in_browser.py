@@ -114,8 +114,6 @@ def test_the_history_draws_each_case(opened, tmp_path):
     plot = CurvePlot(name="case0", title="a case", x_label="run", y_label="ms", curves=tuple(levels))
     told = {"columns": ("run",), "numeric": (), "rows": [("x",)], "steps": ["slower"], "plot": plot}
     trend = Trend(title="a case", where="here", **told)
-        title="a case", where="here", columns=("run",), numeric=(), rows=[("x",)], steps=["slower"], plot=plot
-    )
     (tmp_path / "history.html").write_text(history.to_text([trend], "all cases"))
     tab = opened.file(tmp_path / "history.html")
     tab.locator("#case0 ~ figure svg").first.wait_for()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
+from dilabench.cli.github import GithubSummary, append_summary
 from dilabench.cli.options import AsJson, RelativeTo
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, ExitCode, gravest
@@ -22,6 +23,7 @@ class Format(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+    MARKDOWN = "markdown"
     HTML = "html"
 
 
@@ -45,11 +47,13 @@ def compare(
     relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
     form: Annotated[
-        Format, typer.Option("--format", "-f", help="html: a page, also of more than two runs.")
+        Format,
+        typer.Option("--format", "-f", help="markdown: for a pull request; html: a page, also of more than two runs."),
     ] = Format.TABLE,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing.")
     ] = None,
+    github_summary: GithubSummary = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two records, or with --by the rows of one (or of several runs of it, each adding a session).
@@ -102,7 +106,11 @@ def compare(
     else:
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)
     code = exit_code(comparison, wanted)
-    if as_json or form is Format.JSON:
+    if github_summary:
+        append_summary(verdict_view.as_markdown(comparison, code))
+    if form is Format.MARKDOWN and not as_json:
+        say(verdict_view.as_markdown(comparison, code), styled=True)
+    elif as_json or form is Format.JSON:
         say(verdict_view.as_json(comparison, code, calibration))
     else:
         verdict_view.show(comparison, code, calibration)

@@ -105,6 +105,13 @@ def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration |
     return json.dumps(document, indent=2, ensure_ascii=False)
 
 
+def as_markdown(comparison: "Comparison", code: ExitCode) -> str:
+    """The comparison for a pull request."""
+    from dilabench.report.pull_request import of_comparison
+
+    return of_comparison(comparison, final_line(comparison, code))
+
+
 def noise_line(calibration: Calibration | None) -> str:
     """What is known of this machine's noise."""
     if calibration is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dilabench.cli import options as shared
+from dilabench.cli.github import GithubSummary
 from dilabench.cli.options import given, names, one_or_none
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import dry_run as dry
@@ -84,6 +85,7 @@ def run(
     keep: own.KeepInStore = True,
     columns: shared.Columns = None,
     details: shared.Details = False,
+    github_summary: GithubSummary = False,
     as_json: shared.AsJson = False,
     list_configs: own.ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
@@ -137,6 +139,7 @@ def run(
         assignments=assignments or [],
         workload=workload,
         settings=settings,
+        github_summary=github_summary,
         resume=None if resume is None else folder_of_run(resume, output_base(output)),
         sessions=sessions,
         # A record may be copied to a file besides, and -o say where a run is that --resume names by its id.
@@ -157,6 +160,7 @@ class Asked:
     assignments: list[str]
     workload: dict[str, Any]
     settings: dict[str, Any]
+    github_summary: bool
     resume: Path | None
     sessions: int
     folder: Path | None
@@ -243,6 +247,7 @@ def _carry_out(
             keep=keep,
             options=shown,
             launcher=nodes,
+            github_summary=asked.github_summary,
         )
         runs.append((execution.run(), str(folder.path)))
         copy_record(folder, output)

@@ -194,8 +194,8 @@ def _ceilings(record: RunRecord) -> dict[str, Any]:
 
 
 def plots_as_json(plots: Mapping[str, Plot]) -> str:
-    """Plots alone, for a page without rows."""
-    return _in_script({"plots": {key: _plot(plot) for key, plot in plots.items()}})
+    """Plots alone, for a page without rows. Their x counts runs, so its axis is linear."""
+    return _in_script({"plots": {key: {**_plot(plot), "linear_x": True} for key, plot in plots.items()}})
 
 
 def _in_script(document: dict[str, Any]) -> str:
