@@ -6,11 +6,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from dilabench.cli.arguments import INSTEAD, renamed
 from dilabench.cli.defaults import defaults_of
 from dilabench.cli.guard import guarded, require_working_folder, stopped
-from dilabench.errors import DilabenchError
+from dilabench.errors import DilabenchError, ExitCode
+
+
+class Answering(TyperCommand):
+    """A command that understands the names which options have elsewhere, or says what to write instead."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        """As any command's."""
+        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        try:
+            return super().parse_args(context, renamed(args, known))
+        except Exception as error:
+            # Only an error about an option that there is not has its name.
+            name = getattr(error, "option_name", None)
+            if name in INSTEAD:
+                raise stopped(
+                    f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
+                ) from None
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +54,7 @@ class Command:
         alone = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=dict(settings)
         )
-        alone.command(self.name, short_help=self.summary)(guarded(target, prints=self.prints))
+        alone.command(self.name, cls=Answering, short_help=self.summary)(guarded(target, prints=self.prints))
         return typer.main.get_command(alone)
 
 

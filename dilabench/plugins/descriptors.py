@@ -166,7 +166,8 @@ class Backend:
     `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
-    that names no priority there. `library`: it brings a library of its own, which gets a process of its own.
+    that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `extra`:
+    the extra of dilabench that installs it.
     """
 
     name: str
@@ -182,6 +183,7 @@ class Backend:
     places_results: bool = False
     priority: Mapping[DeviceClass, int] = field(default_factory=dict)
     library: bool = False
+    extra: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

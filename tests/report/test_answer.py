@@ -109,6 +109,19 @@ def test_full_attention_stands_beside_the_winner(dense_ms: float, shown: str, si
     assert found.sentence.endswith(told) if side else "Full attention" not in found.sentence
 
 
+def test_in_short_it_says_what_to_use_up_to_which_length() -> None:
+    def at(length: int, fused: float, dense: float) -> list[Row]:
+        ours = [row("fused", fused, length, turn=0), row("gather", 2 * fused, length, turn=1)]
+        return [*ours, row("dense", dense, length, role="yardstick", turn=2)]
+
+    short = [*at(1024, 2, 1), *at(2048, 3, 2), *at(4096, 4, 8), *at(8192, 8, 32)]
+    in_short = "In short: dense up to length 2K, fused from length 4K on."
+    assert answer(record(*short), LENGTH).sentence.endswith(in_short)
+    # Not where one comes back, and not where a place is undecided.
+    assert "In short" not in answer(record(*short, *at(16384, 16, 8)), LENGTH).sentence
+    assert "In short" not in answer(record(*short, *at(16384, 16, 16)), LENGTH).sentence
+
+
 def test_full_attention_alone_is_an_answer_too() -> None:
     found = answer(record(row("dense", 1, role="yardstick")), LENGTH)
     assert [line.winner for line in found.rows] == ["only dense"]

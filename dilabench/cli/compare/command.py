@@ -42,6 +42,9 @@ def compare(
     ],
     by: Annotated[By | None, typer.Option("--by", help="Compare rows inside RUN, which took turns.")] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="NAME", help="With --by: what to compare with.")] = None,
+    across_machines: Annotated[
+        bool, typer.Option("--across-machines", help="Two runs of two machines, CPU and GPU say: ratios, no verdict.")
+    ] = False,
     threshold: Threshold = None,
     only: Only = None,
     relative_to: RelativeTo = None,
@@ -86,6 +89,21 @@ def compare(
     store = Store(tell=note)
     sides = [store.records(run) for run in runs]
     records = [record for side in sides for record in side]
+    if across_machines:
+        given = {
+            "--by": by,
+            "--relative-to": relative_to,
+            "--threshold": threshold,
+            "--only": only,
+            "--fail-on": fail_on,
+        }
+        if len(records) != 2 or any(given.values()):
+            raise ConfigError(
+                "--across-machines takes two runs and, because it judges nothing, no other option but --json"
+            )
+        from dilabench.cli.compare.machines import show_machines
+
+        raise typer.Exit(show_machines(records[0], records[1], as_json or form is Format.JSON))
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)

@@ -13,6 +13,7 @@ from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
 from dilabench.cli.run.plan_check import WITHIN, peaks_of, show_peaks, verdict
+from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect
@@ -36,6 +37,7 @@ COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
 TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "form", "memory", "fits", "time", "runs")
 NO_TRACE = "no trace"
+NO = "NO"
 
 Lengths = Annotated[
     list[str] | None,
@@ -203,6 +205,9 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
         fits = _fits(found.peak_bytes, capacity)
         rows.append((*head, format_bytes(found.peak_bytes), per_token, *map(format_bytes, parts), fits))
     print_table(None, COLUMNS, rows, right=COLUMNS[3:9])
+    if any(row[-1] == NO for row in rows):
+        for tip in advice_on_shortage():
+            say_folded(f"- {tip}", "  ")
     for why, implementations in skipped.items():
         say_folded(f"no trace of {', '.join(dict.fromkeys(implementations))}: {why}", "  ")
     if capacity is None:
@@ -266,4 +271,4 @@ def _longest(one: PlannedCase, planner: Planner, capacity: int) -> int | None:
 def _fits(needed: int | None, capacity: int | None) -> str:
     if needed is None or capacity is None:
         return "?"
-    return "yes" if needed <= capacity else "NO"
+    return "yes" if needed <= capacity else NO

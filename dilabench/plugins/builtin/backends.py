@@ -65,6 +65,7 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)_",),
         priority={"sm80": 40, "sm90": 40},
         library=True,
+        extra="flash",
     ),
     Backend(
         "flash3",
@@ -90,6 +91,7 @@ BACKENDS = (
         places_results=True,
         priority={"sm90": 70},
         library=True,
+        extra="flash4",
     ),
     Backend(
         "xformers",
@@ -101,6 +103,7 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)|fmha_cutlass",),
         priority={"older": 15, "sm80": 25},
         library=True,
+        extra="xformers",
     ),
     Backend(
         "flex",
