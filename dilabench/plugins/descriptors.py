@@ -167,7 +167,8 @@ class Backend:
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
     that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `extra`:
-    the extra of dilabench that installs it.
+    the extra of dilabench that installs it. `family`: the name that generations of one kernel
+    share; the suite `backends` sets them against each other.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Backend:
     priority: Mapping[DeviceClass, int] = field(default_factory=dict)
     library: bool = False
     extra: str | None = None
+    family: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

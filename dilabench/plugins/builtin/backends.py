@@ -66,6 +66,7 @@ BACKENDS = (
         priority={"sm80": 40, "sm90": 40},
         library=True,
         extra="flash",
+        family="FlashAttention",
     ),
     Backend(
         "flash3",
@@ -77,6 +78,7 @@ BACKENDS = (
         kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
         priority={"sm90": 60},
         library=True,
+        family="FlashAttention",
     ),
     Backend(
         "flash4",
@@ -92,6 +94,7 @@ BACKENDS = (
         priority={"sm90": 70},
         library=True,
         extra="flash4",
+        family="FlashAttention",
     ),
     Backend(
         "xformers",
