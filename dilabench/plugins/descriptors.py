@@ -166,8 +166,8 @@ class Backend:
     `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
-    that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `extra`:
-    the extra of dilabench that installs it. `family`: the name that generations of one kernel
+    that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `install`:
+    the command that installs it. `family`: the name that generations of one kernel
     share; the suite `backends` sets them against each other.
     """
 
@@ -184,7 +184,7 @@ class Backend:
     places_results: bool = False
     priority: Mapping[DeviceClass, int] = field(default_factory=dict)
     library: bool = False
-    extra: str | None = None
+    install: str | None = None
     family: str | None = None
 
 

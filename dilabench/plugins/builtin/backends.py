@@ -65,7 +65,7 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)_",),
         priority={"sm80": 40, "sm90": 40},
         library=True,
-        extra="flash",
+        install="pip install flash-attn --no-build-isolation",
         family="FlashAttention",
     ),
     Backend(
@@ -93,7 +93,7 @@ BACKENDS = (
         places_results=True,
         priority={"sm90": 70},
         library=True,
-        extra="flash4",
+        install="pip install 'dilabench[flash4]'",
         family="FlashAttention",
     ),
     Backend(
@@ -106,7 +106,7 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)|fmha_cutlass",),
         priority={"older": 15, "sm80": 25},
         library=True,
-        extra="xformers",
+        install="pip install 'dilabench[xformers]'",
     ),
     Backend(
         "flex",
