@@ -113,3 +113,4 @@ def test_the_page_begins_with_the_steps(cli, tmp_path):
 def test_one_implementation_by_its_name(cli):
     assert "gather" not in cli("history", "-i", "strided").stdout
     assert cli("history", "-i", "stride").exit_code == 2
+    assert cli("history", "-i", "improved").stdout == cli("history", "-i", "strided").stdout

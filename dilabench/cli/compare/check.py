@@ -12,7 +12,9 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import AsJson, RelativeTo, StrictPlugins
+from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names
+from dilabench.cli.plugins import real_names
+from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady, ExitCode, counted
 from dilabench.plugins.manager import discover
@@ -21,6 +23,7 @@ from dilabench.units import parse_duration
 
 if TYPE_CHECKING:
     from dilabench.compare.comparison import Comparison
+    from dilabench.compare.selection import Selection
     from dilabench.stats.decisions.policy import Policy
     from dilabench.store.lookup import Store
 
@@ -53,6 +56,8 @@ def check(
     ] = None,
     threshold: Threshold = None,
     only: Only = None,
+    implementations: Implementations = None,
+    backends: Backends = None,
     relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
     form: Annotated[Format, typer.Option("--format", "-f", help="markdown: for a pull request.")] = Format.TABLE,
@@ -94,14 +99,18 @@ def check(
     given = [f"{option} {value}" for option, value in options.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} each say what is judged; give one of them")
-    store, select = Store(tell=note), selection(only or ())
+    store, select = Store(tell=note), selection(only or (), *real_names(implementations, backends))
     if update and not keep:
         raise ConfigError("--update keeps sessions in the baseline, --no-store keeps none; leave one out")
     if update and against not in store.baselines.all():
         _save(store, against, store.records(run or "latest"))
         raise typer.Exit
     baseline = store.records(against)
-    cases = _cases(baseline, only or (), relative_to)
+    cases = _cases(baseline, select, relative_to)
+    if not cases:
+        asked = ", ".join(map(repr, (*(only or ()), *names(implementations, backends))))
+        fitting = f" that fits {asked}" if asked else ""
+        raise ConfigError(f"the baseline has no measured case{fitting}; save a run that has one")
     calibration = store.calibration_of(baseline)
     allowed = SessionBudget(cases, parse_duration(budget or DEFAULT_BUDGET))
     allowed.learn(baseline[-1], mean(map(elapsed_seconds, baseline)))
@@ -166,18 +175,12 @@ def _save(store: "Store", name: str, records: Sequence[RunRecord]) -> None:
     note(f"baseline {name} holds {counted(len(files), 'session')}, the newest {files[-1]}")
 
 
-def _cases(baseline: Sequence[RunRecord], only: Sequence[str], reference: str | None) -> list[PlannedCase]:
-    """What the baseline measured, each case once, and the reference. Raises ConfigError when that is nothing."""
+def _cases(baseline: Sequence[RunRecord], select: "Selection", reference: str | None) -> list[PlannedCase]:
+    """What the baseline measured, each case once, and the reference."""
     from dilabench.compare.comparison import is_measured
-    from dilabench.compare.selection import selection
 
-    select = selection(only)
     rows = [row for record in baseline for row in record.rows if is_measured(row) and select(row.case)]
     groups = {row.case.group_id for row in rows}
     for record in baseline if reference else ():
         rows += [row for row in record.rows if row.case.implementation == reference and row.case.group_id in groups]
-    cases = {row.case.case_id: row.planned for row in rows}
-    if not cases:
-        among = f" that contains {' or '.join(map(repr, only))}" if only else ""
-        raise ConfigError(f"the baseline has no measured case{among}; save a run that has one")
-    return list(cases.values())
+    return list({row.case.case_id: row.planned for row in rows}.values())

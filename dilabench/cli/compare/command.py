@@ -9,7 +9,9 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import AsJson, RelativeTo
+from dilabench.cli.options import AsJson, Backends, RelativeTo
+from dilabench.cli.plugins import real_names
+from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, ExitCode, gravest
 
@@ -42,6 +44,8 @@ def compare(
     ],
     by: Annotated[By | None, typer.Option("--by", help="Compare rows inside RUN, which took turns.")] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="NAME", help="With --by: what to compare with.")] = None,
+    implementations: Implementations = None,
+    backends: Backends = None,
     across_machines: Annotated[
         bool, typer.Option("--across-machines", help="Two runs of two machines, CPU and GPU say: ratios, no verdict.")
     ] = False,
@@ -107,7 +111,8 @@ def compare(
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
-    policy, select = policy_for(records, threshold, calibration), selection(only or ())
+    policy = policy_for(records, threshold, calibration)
+    select = selection(only or (), *real_names(implementations, backends))
     wanted = set(fail_on or ())
     if by is None:
         baseline, *candidates = sides

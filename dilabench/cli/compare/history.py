@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson, Backends, names
+from dilabench.cli.options import AsJson, Backends
+from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_table, say
 from dilabench.errors import ConfigError
@@ -62,7 +63,7 @@ def history(
     with HistoryIndex(archive, note, rebuild=reindex) as index:
         if case or implementations or backends or form is Format.HTML:
             words = [word for text in case or () for word in text.split()]
-            chosen, over = names(implementations), names(backends)
+            chosen, over = real_names(implementations, backends)
             entries = [
                 entry
                 for entry in index.cases(words)
