@@ -57,10 +57,10 @@ def grid(
 
     Where it is wider than `width`, its widest texts fold. Where even words do not fit, what all rows have in common is
     said above them, then rows stand under the name in their first column, then the columns in `spare` are left out, one
-    by one. In the end each row becomes a list, a cell to a line.
+    by one; then numbers fold. In the end each row becomes a list, a cell to a line.
     """
-    for form in _narrower(columns, rows, spare):
-        for whole in (True, False):
+    for whole in (True, False):
+        for form in _narrower(columns, rows, spare):
             if (widths := form.widths(right, width, whole=whole)) is not None:
                 return form.drawn(widths, right)
     return Group(*_as_lists(columns, rows))

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, counted
 from dilabench.report import figures
 from dilabench.report.rows import implementation_text, workload_title
 from dilabench.report.summary import device_text
@@ -34,8 +34,8 @@ def show_machines(base: "RunRecord", new: "RunRecord", as_json: bool) -> ExitCod
             print_table(title, COLUMNS, rows, right=COLUMNS[1:])
         say()
         say_folded(
-            f"{len(ratios)} workloads measured by the same implementation on both. Ratios of medians, each over its "
-            "fastest backend; two machines did not take turns, so there is no verdict."
+            f"{counted(len(ratios), 'workload')} measured by the same implementation on both. Ratios of medians, each "
+            "over its fastest backend; two machines did not take turns, so there is no verdict."
         )
     return ExitCode.OK if ratios else ExitCode.NOTHING_MEASURED
 
