@@ -190,3 +190,10 @@ def test_the_files_of_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.
     assert done.exit_code == 0, done.output
     shapes = [(case["workload"]["seq_len"], case["workload"]["mode"]) for case in json.loads(done.stdout)]
     assert set(shapes) == {(8192, "both")}
+
+
+def test_the_result_on_the_home_page_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "110")
+    (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    told = CliRunner().invoke(app, ["report", str(DOCS / "results" / "h200-range.json")]).stdout
+    assert set(shown.splitlines()) <= set(told.splitlines())
