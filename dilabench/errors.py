@@ -29,6 +29,24 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+# What a command that did several things ends with: the first of these that one of them ended with.
+GRAVEST_FIRST = (
+    ExitCode.INTERRUPTED,
+    ExitCode.WRONG_OUTPUT,
+    ExitCode.CASE_FAILED,
+    ExitCode.REGRESSION,
+    ExitCode.INCONCLUSIVE,
+    ExitCode.ENVIRONMENT,
+    ExitCode.NOTHING_MEASURED,
+)
+
+
+def gravest(codes: Iterable[ExitCode]) -> ExitCode:
+    """The gravest of several exit codes; OK for none."""
+    found = set(codes)
+    return next((code for code in GRAVEST_FIRST if code in found), ExitCode.OK)
+
+
 class DilabenchError(Exception):
     """Base of every error that is shown to the user as a message instead of a traceback."""
 

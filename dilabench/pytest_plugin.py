@@ -7,6 +7,9 @@
     def test_merge_is_quick(dilabench_benchmark):
         dilabench_benchmark(new_merge, data).assert_below("5ms")
 
+`pytest --dilabench-json FILE` writes what was timed as pytest-benchmark's JSON, which services and `pytest-benchmark
+compare` read.
+
 It is found through the entry point `pytest11`; `-p no:dilabench` leaves it out. torch is never imported here: a GPU
 is waited for only when a test has put it to use.
 """
@@ -18,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +37,7 @@ Function = Callable[..., object]
 Work = Callable[[], object]
 
 REPORT = pytest.StashKey[list[str]]()
+TIMED = pytest.StashKey[list[tuple[str, "Timed"]]]()
 SAMPLE_NS = 100_000
 WARM_UP_S = 0.1
 WARM_UP_CALLS = 3
@@ -96,6 +101,7 @@ class Benchmark:
     """What the fixture gives. `adjusted` changes rounds, samples per turn, margin ("5%") or the seed of the order."""
 
     tell: Callable[[str], None]
+    keep: Callable[["Timed"], None] = lambda _: None
     rounds: int = 20
     samples: int = 5
     margin: str | None = None
@@ -114,6 +120,7 @@ class Benchmark:
         """Time `function(*args, **kwargs)`."""
         turns = self._interleaved([lambda: function(*args, **kwargs)])
         timed = Timed(_name(function), tuple(sample for (turn,) in turns for sample in turn))
+        self.keep(timed)
         count = counted(len(timed.samples_ns), "sample")
         self.tell(f"{timed.name}: {format_seconds(timed.location.median_ns * 1e-9)} ({count})")
         return timed
@@ -182,8 +189,34 @@ class Benchmark:
 def dilabench_benchmark(request: pytest.FixtureRequest) -> Benchmark:
     """Time a callable, or judge one against another: see `dilabench.pytest_plugin`."""
     lines = request.config.stash.setdefault(REPORT, [])
+    timed = request.config.stash.setdefault(TIMED, [])
     node: str = request.node.nodeid
-    return Benchmark(tell=lambda text: lines.append(f"{node}: {text}"), seed=node)
+    return Benchmark(
+        tell=lambda text: lines.append(f"{node}: {text}"), keep=lambda one: timed.append((node, one)), seed=node
+    )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--dilabench-json FILE`."""
+    group = parser.getgroup("dilabench")
+    group.addoption("--dilabench-json", metavar="FILE", help="Write what was timed as pytest-benchmark's JSON.")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the file that was asked for. Under xdist each worker has its own times, so it is refused there."""
+    path = session.config.getoption("--dilabench-json")
+    if not path:
+        return
+    if session.config.pluginmanager.hasplugin("dsession") or hasattr(session.config, "workerinput"):
+        if not hasattr(session.config, "workerinput"):
+            session.config.stash.setdefault(REPORT, []).append(
+                f"{path} not written: tests that share the processor time each other; run with -n 0"
+            )
+        return
+    from dilabench.report.pytest_benchmark import as_json
+
+    timed: list[tuple[str, Timed]] = session.config.stash.setdefault(TIMED, [])
+    Path(path).write_text(as_json(timed), encoding="utf-8")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

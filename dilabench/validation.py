@@ -1,5 +1,6 @@
 """The models that data crosses boundaries in, and pydantic's refusals as one readable line."""
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -8,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
 from dilabench.errors import ConfigError
 from dilabench.units import parse_count
@@ -20,6 +22,8 @@ _RULE = "should be "
 MAX_DEPTH = 64
 # Of 64-bit integers, with the sign.
 MAX_DIGITS = 20
+_LONG_NUMBER = re.compile("[0-9]{19}")
+_LONG_NUMBER_BYTES = re.compile(b"[0-9]{19}")
 
 
 class Model(BaseModel):
@@ -94,10 +98,7 @@ def read_count(value: Any, what: str) -> Any:
 
 def read_json(text: str | bytes) -> Any:
     """A JSON document of a record. Raises ValueError for what is none, or holds what no record of ours ever holds."""
-    try:
-        document = json.loads(text, parse_int=_machine_int)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    document = _parsed(text)
     level = [document]
     for _ in range(MAX_DEPTH):
         inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -105,6 +106,18 @@ def read_json(text: str | bytes) -> Any:
     if level:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     return document
+
+
+def _parsed(text: str | bytes) -> Any:
+    long_number = _LONG_NUMBER.search(text) if isinstance(text, str) else _LONG_NUMBER_BYTES.search(text)
+    if not long_number:
+        # Several times as fast as Python's own, which is asked where this one refuses, for what it says.
+        with contextlib.suppress(ValueError):
+            return from_json(text)
+    try:
+        return json.loads(text, parse_int=_machine_int)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _machine_int(digits: str) -> int:

@@ -102,13 +102,16 @@ def made_row(
     labels=None,
     role=None,
     takes="heads",
+    world_size=1,
+    optimizations=None,
+    notes=(),
     **workload,
 ):
     """A row of a record: measured with log-normal samples around `ns`, unless an outcome is given."""
     import random
     from math import exp
 
-    from dilabench.record import Case, Measured, Memory, PlannedCase, Row, Slot, Timing, Verification
+    from dilabench.record import Case, Measured, Memory, Optimizations, PlannedCase, Row, Slot, Timing, Verification
     from dilabench.workload.spec import Workload
 
     shape = {
@@ -119,7 +122,13 @@ def made_row(
         "num_kv_heads": 2,
         "head_dim": 24,
     }
-    case = Case(implementation=implementation, backend=backend, workload=Workload.model_validate({**shape, **workload}))
+    case = Case(
+        implementation=implementation,
+        backend=backend,
+        workload=Workload.model_validate({**shape, **workload}),
+        world_size=world_size,
+        optimizations=optimizations or Optimizations(),
+    )
     noise = random.Random(f"{implementation}-{seed}")
     slots = tuple(
         Slot(
@@ -137,6 +146,7 @@ def made_row(
         verification=passed,
         timings=(Timing(timer=timer, proves="elapsed time", slots=slots),),
         memory=None if peak is None else Memory(peak_bytes=peak, isolated=True, source=source),
+        notes=notes,
     )
     return Row(
         planned=PlannedCase(case=case, role=role or role_of(implementation), takes=takes, labels=labels or {}),

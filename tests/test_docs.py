@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dilabench.cli.app import app
+from dilabench.cli.app import COMMANDS, app
+from dilabench.cli.arguments import spread
 from dilabench.errors import ExitCode
 from dilabench.plugins import hookspecs
 from dilabench.record import RunRecord
@@ -18,7 +20,9 @@ from dilabench.record import RunRecord
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-COMMANDS = [command.name for command in app.registered_commands]
+NAMES = [command.name for command in COMMANDS]
+GROUPS = {one.name: list(getattr(one.loaded({}), "commands", ())) for one in COMMANDS}
+LINES = [line for name, parts in GROUPS.items() for line in (name, *(f"{name} {part}" for part in parts))]
 INCLUDE = re.compile(r"<!-- file: (\S+) -->\n```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -44,11 +48,11 @@ def test_every_hook_has_a_heading_and_its_signature() -> None:
         assert getattr(hookspecs, name).__doc__ in page.read_text()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", LINES)
 def test_command_reference_names_exactly_the_options_there_are(command: str) -> None:
     page = (DOCS / "reference" / "cli.md").read_text()
     section = page.split(f"## dilabench {command}\n", 1)[1].split("\n## ", 1)[0]
-    shown = CliRunner().invoke(app, [command, "--help"], prog_name="dilabench").output
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], prog_name="dilabench").output
     options = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
     assert set(options.findall(section)) == set(options.findall(shown))
 
@@ -93,7 +97,48 @@ def test_readme_keeps_its_size_and_its_two_commands() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_commands_in_the_documentation_exist(path: Path) -> None:
     used = set(re.findall(r"(?:^    |`|run: )dilabench ([a-z]+)", path.read_text(), re.MULTILINE))
-    assert used <= set(COMMANDS)
+    assert used <= set(NAMES)
+
+
+SHOWN = r"(?:^ *|`|&& |: |/bin/)dilabench ([a-z]+(?: [^`\n|#&;>)]*)?)(?=[`\n|#&;>)])"
+# What stands for the reader's own: SUITE, [options], ${{ inputs }}, and implementations of the example plug-in.
+PLACEHOLDER = re.compile(r"\b[A-Z]{4,}\b|[\[\]{}$]|\.\.\.|\bmasked\b")
+# Results of one machine tell what was typed then; the reference holds the help of each command.
+TRIED = [path for path in PAGES if path.parent.name not in ("results", "reference")]
+
+
+def command_lines() -> dict[str, str]:
+    """Every command with its arguments that a page shows, and the page."""
+    found = {}
+    for path in TRIED:
+        for line in re.findall(SHOWN, path.read_text().replace("\\\n", " "), re.MULTILINE):
+            if " " in line and line.split()[0] in NAMES and not PLACEHOLDER.search(line):
+                found.setdefault(line.strip(), page_name(path))
+    return found
+
+
+@pytest.mark.parametrize(("line", "page"), command_lines().items())
+def test_every_command_of_a_page_is_understood(
+    line: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run` is tried as a dry run; of the others, whose words may stand for a user's files, the options are read."""
+    words = spread(shlex.split(line))
+    if words[0] != "run" or "--resume" in words:
+        (command,) = [one.loaded({}) for one in COMMANDS if one.name == words[0]]
+        command = getattr(command, "commands", {}).get(words[1], command) if words[1:] else command
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= {*known, "-h", "--help"}
+        return
+    monkeypatch.chdir(tmp_path)
+    # The file that the tutorial has its readers write.
+    (toml,) = re.findall(r"```toml\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    Path("model.toml").write_text(toml)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary")
+    # To trace memory at each length takes longer than all else here.
+    for suite in ("room", "billion.cases"):
+        monkeypatch.setattr(f"dilabench.suites.{suite}.plan_memory", lambda *_: None)
+    done = CliRunner().invoke(app, [*words, "--dry-run"], prog_name="dilabench")
+    assert done.exit_code == 0, f"{page}: dilabench {line}\n{done.output}"
 
 
 def test_continuous_integration_runs_what_the_readme_says() -> None:
@@ -104,6 +149,51 @@ def test_continuous_integration_runs_what_the_readme_says() -> None:
     assert project["license-files"] == ["LICENSE"]
 
 
+def test_continuous_integration_resolves_every_extra() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    (tried,) = re.findall(r"for extra in (.*?); do", script)
+    # The other two are really installed.
+    assert {*tried.split(), "test", "dev"} == extras
+    assert (ROOT / "dilabench" / "py.typed").exists()
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_the_citation_names_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {project['version']}\n" in citation
+    assert f"license: {project['license']}\n" in citation
+
+
 def test_generated_pages_are_current() -> None:
     done = subprocess.run([sys.executable, "scripts/docs", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    page = (DOCS / "reference" / "settings.md").read_text()
+    sources = "".join(path.read_text() for path in sorted((ROOT / "dilabench").rglob("*.py")))
+    assert set(re.findall(r"\bDILABENCH_[A-Z_]+\b", sources)) == set(re.findall(r"`(DILABENCH_[A-Z_]+)`", page))
+
+
+def test_the_files_of_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults, workload = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "settings.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("dilabench.toml").write_text(defaults)
+    Path("file.toml").write_text(workload)
+    done = CliRunner().invoke(app, ["run", "implementations", "--config", "file.toml", "--dry-run", "--json"])
+    assert done.exit_code == 0, done.output
+    shapes = [(case["workload"]["seq_len"], case["workload"]["mode"]) for case in json.loads(done.stdout)]
+    assert set(shapes) == {(8192, "both")}
+
+
+def test_the_result_on_the_home_page_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "110")
+    (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    told = CliRunner().invoke(app, ["report", str(DOCS / "results" / "h200-range.json")]).stdout
+    assert set(shown.splitlines()) <= set(told.splitlines())

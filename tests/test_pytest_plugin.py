@@ -1,5 +1,6 @@
 """The fixture `dilabench_benchmark`, in a pytest session of its own and by a clock that the test winds."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,12 @@ def test_in_a_session_of_its_own(pytester, monkeypatch):
     )
     result = pytester.runpytest_subprocess("-p", "dilabench.pytest_plugin", "-k", "light")
     result.assert_outcomes(passed=1, deselected=1)
-    result = pytester.runpytest_subprocess("-p", "dilabench.pytest_plugin", "-k", "good")
+    written = ("--dilabench-json", "timed.json")
+    result = pytester.runpytest_subprocess("-p", "dilabench.pytest_plugin", "-k", "good", *written)
     result.assert_outcomes(failed=1)
+    (entry,) = json.loads((pytester.path / "timed.json").read_text())["benchmarks"]
+    assert entry["fullname"].endswith("::test_good: sum")
+    stats = entry["stats"]
+    assert stats["rounds"] == len(stats["data"]) == 10
+    assert 0 < stats["min"] <= stats["q1"] <= stats["median"] <= stats["q3"] <= stats["max"] < 1
     result.stdout.fnmatch_lines(["*SLOWER*", "*= dilabench =*", "*test_good: sum: *"])

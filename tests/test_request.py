@@ -4,7 +4,14 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.plugins.manager import discover
-from dilabench.request import RunRequest, read_assignments, read_config, run_request, workload_request
+from dilabench.request import (
+    RunRequest,
+    read_assignments,
+    read_budget,
+    read_config,
+    run_request,
+    workload_request,
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +142,14 @@ def test_a_set_is_not_one_workload(catalogue):
     assert "'gqa' is a set of workloads (qwen3_4b, qwen3_14b, qwen3_32b); name one" in refusal(
         workload_request, catalogue, "gqa", {}
     )
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("none", None), (" none ", None), ("90s", 90.0), ("2m", 120.0)])
+def test_a_budget_is_a_time_or_none(text, seconds):
+    assert read_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "None", "never", "-5s"])
+def test_other_words_are_no_budget(text):
+    with pytest.raises(ConfigError):
+        read_budget(text)

@@ -5,26 +5,55 @@ from typing import Annotated
 import typer
 
 import dilabench
-from dilabench.cli.compare.baseline import baseline_app
-from dilabench.cli.compare.calibrate import calibrate
-from dilabench.cli.compare.check import check
-from dilabench.cli.compare.command import compare
-from dilabench.cli.compare.history import history
-from dilabench.cli.guard import guarded
-from dilabench.cli.run.command import run
-from dilabench.cli.run.plan import plan
-from dilabench.cli.run.tune import tune
-from dilabench.cli.show.describe import describe
-from dilabench.cli.show.doctor import doctor
-from dilabench.cli.show.list import list_names
-from dilabench.cli.show.report import report
-from dilabench.cli.verify.command import verify
+from dilabench.cli.commands import Command, Commands
 
-# What they are for is the record, or the exit code.
-MEASURING = frozenset({"run", "verify", "check", "calibrate", "tune"})
+COMMANDS = (
+    Command("run", "dilabench.cli.run.command:run", "Measure a suite: verify, time, report.", prints=False),
+    Command("plan", "dilabench.cli.run.plan:plan", "What fits into memory; nothing is run."),
+    Command(
+        "verify",
+        "dilabench.cli.verify.command:verify",
+        "Check outputs and gradients; nothing is timed.",
+        prints=False,
+    ),
+    Command("list", "dilabench.cli.show.list:list_names", "What there is, and why something cannot be used here."),
+    Command("describe", "dilabench.cli.show.describe:describe", "Everything known about one name."),
+    Command("doctor", "dilabench.cli.show.doctor:doctor", "The machine, the packages, and what makes times noisy."),
+    Command("report", "dilabench.cli.show.report:report", "Show a stored run again."),
+    Command(
+        "compare", "dilabench.cli.compare.command:compare", "Slower, faster or the same: two runs, or rows of one."
+    ),
+    Command(
+        "check",
+        "dilabench.cli.compare.check:check",
+        "Measure again and fail on what is slower than a baseline.",
+        prints=False,
+    ),
+    Command("history", "dilabench.cli.compare.history:history", "Stored runs, and how a case developed over them."),
+    Command(
+        "calibrate",
+        "dilabench.cli.compare.calibrate:calibrate",
+        "Find out how noisy this machine is between sessions.",
+        prints=False,
+    ),
+    Command("tune", "dilabench.cli.run.tune:tune", "Measure what is fastest here, for `-i auto`.", prints=False),
+    Command(
+        "baseline",
+        "dilabench.cli.compare.baseline:baseline_app",
+        "Name runs to compare with; list and remove names.",
+    ),
+)
+
+
+class OurCommands(Commands):
+    """The commands of dilabench."""
+
+    entries = COMMANDS
+
 
 app = typer.Typer(
     name="dilabench",
+    cls=OurCommands,
     help="A verified benchmark for long-context attention: dilated, ring and block-sparse.",
     epilog="Start with `dilabench run quick`. Exit codes: 0 fine, 2 bad request, 3 environment, 4 some case failed, "
     "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 130 interrupted "
@@ -51,22 +80,3 @@ def _root(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-# Beside each command what `--help` says of it in one line of 80 columns; its own page has the whole of it.
-for _name, _command, _summary in (
-    ("run", run, "Measure a suite: verify, time, report."),
-    ("plan", plan, "What fits into memory; nothing is run."),
-    ("verify", verify, "Check outputs and gradients; nothing is timed."),
-    ("list", list_names, "What there is, and why something cannot be used here."),
-    ("describe", describe, "Everything known about one name."),
-    ("doctor", doctor, "The machine, the packages, and what makes times noisy."),
-    ("report", report, "Show a stored run again."),
-    ("compare", compare, "Slower, faster or the same: two runs, or rows of one."),
-    ("check", check, "Measure again and fail on what is slower than a baseline."),
-    ("history", history, "Stored runs, and how a case developed over them."),
-    ("calibrate", calibrate, "Find out how noisy this machine is between sessions."),
-    ("tune", tune, "Measure what is fastest here, for `-i auto`."),
-):
-    app.command(_name, short_help=_summary)(guarded(_command, prints=_name not in MEASURING))
-app.add_typer(baseline_app, name="baseline", short_help="Name runs to compare with; list and remove names.")

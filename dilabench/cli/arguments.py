@@ -1,10 +1,61 @@
 """Makes the option styles of the source documents readable for the parser, before it sees them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 # Options that take several values after one name, as argparse's nargs="+" does.
 SEVERAL_VALUES = frozenset({"--implementations", "--sequence-lengths", "--custom-lengths"})
+
+# Names that other benchmarks, and older scripts, have for an option of ours: taken where the command has that option.
+OLD_NAMES = {
+    "--seq-len": "--seq-length",
+    "--sequence-length": "--seq-length",
+    "--max-seq-len": "--max-seq-length",
+    "--batch": "--batch-size",
+    "--heads": "--num-heads",
+    "--n-heads": "--num-heads",
+    "--kv-heads": "--num-kv-heads",
+    "--dim": "--head-dim",
+    "--precision": "--dtype",
+    "--warmup": "--warmup-runs",
+    "--warmup-iters": "--warmup-runs",
+    "--num-warmup": "--warmup-runs",
+    "--iterations": "--timing-runs",
+    "--num-iterations": "--timing-runs",
+    "--iters": "--timing-runs",
+    "--repeats": "--timing-runs",
+    "--runs": "--timing-runs",
+    "--world-size": "--nproc",
+    "--num-gpus": "--nproc",
+    "--nproc-per-node": "--nproc",
+    "--output-dir": "--output",
+    "--config-file": "--config",
+    "--verbose": "--details",
+    "--backends": "--backend",
+}
+# Options that others have where dilabench has another way: what to write instead.
+INSTEAD = {
+    "--segment-lengths": "--set segment_lengths=2048,4096",
+    "--dilation-rates": "--set dilation_rates=1,2",
+    "--causal": "--set causal=true",
+    "--no-causal": "--set causal=false",
+    "--window-size": "--set window=512,0",
+    "--backward": "--mode backward, or --mode both",
+    "--forward-only": "--mode forward",
+    "--profile": "--timing profiler",
+    "--test-flash": "-b flash2",
+    "--test-sdpa": "-b sdpa-flash",
+    "--test-xformers": "-b xformers",
+    "--test-ring": "dilabench run ring --nproc 2",
+    "--quick": "dilabench run quick",
+    "--list-implementations": "dilabench list implementations",
+    "--list-backends": "dilabench list backends",
+    "--save-results": "nothing: every run leaves run.json, report.md and report.html",
+    "--save": "nothing: every run leaves run.json, report.md and report.html",
+    "--plot": "nothing: every run leaves its plots",
+    "--csv": "dilabench report latest -f csv",
+    "--master-port": "torchrun ... -m dilabench run ring",
+}
 
 _OPTION = re.compile(r"--?[A-Za-z]")
 
@@ -29,3 +80,15 @@ def spread(argv: Sequence[str]) -> list[str]:
         else:
             spelt.append(word)
     return spelt
+
+
+def renamed(argv: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words with old names of options replaced by those of the command, whose options are `known`."""
+    words: list[str] = []
+    for index, word in enumerate(argv):
+        if word == "--":
+            return [*words, *argv[index:]]
+        name, equals, value = word.partition("=")
+        new = OLD_NAMES.get(name)
+        words.append(new + equals + value if new and new in known and name not in known else word)
+    return words

@@ -31,33 +31,33 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         code = ExitCode.OK
         try:
-            _require_working_folder()
             command(*args, **kwargs)
         except typer.Exit as end:
             code = ExitCode(end.exit_code)
         except KeyboardInterrupt:
-            raise _stop("interrupted", ExitCode.INTERRUPTED) from None
+            raise stopped("interrupted", ExitCode.INTERRUPTED) from None
         # The outermost boundary: what arrives here and is no message for the user is a bug of dilabench.
         except Exception as error:
             if os.environ.get(DEBUG_VARIABLE):
                 raise
             if isinstance(error, DilabenchError):
-                raise _stop(f"error: {error}", error.exit_code) from None
+                raise stopped(f"error: {error}", error.exit_code) from None
             text = (
                 f"internal error: {said(error)}\n"
                 f"This is a bug in dilabench. Run again with {DEBUG_VARIABLE}=1 for the traceback and report it, "
                 "with the output of `dilabench doctor`, in the project's issue tracker."
             )
-            raise _stop(text, ExitCode.INTERNAL) from None
+            raise stopped(text, ExitCode.INTERNAL) from None
         if prints and code is ExitCode.OK and (lost := output_lost()):
-            raise _stop(f"error: standard output cannot be written: {lost.strerror}", ExitCode.ENVIRONMENT)
+            raise stopped(f"error: standard output cannot be written: {lost.strerror}", ExitCode.ENVIRONMENT)
         if code is not ExitCode.OK:
             raise typer.Exit(code)
 
     return run
 
 
-def _require_working_folder() -> None:
+def require_working_folder() -> None:
+    """Raise EnvironmentNotReady where the working folder is gone."""
     try:
         os.getcwd()
     except OSError as error:
@@ -92,6 +92,7 @@ def ignore_signals() -> None:
         signal.signal(one, signal.SIG_IGN)
 
 
-def _stop(message: str, code: ExitCode) -> typer.Exit:
+def stopped(message: str, code: ExitCode) -> typer.Exit:
+    """Say on stderr why a command ends, and return how."""
     say(message, err=True)
     return typer.Exit(code)

@@ -7,12 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
 from dilabench.errors import printable
-from dilabench.plugins.boundary import standard_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,6 +74,14 @@ def own_streams() -> None:
     sys.stderr = Output(2, encoding)
 
 
+def standard_output() -> TextIO:
+    """Where the command's answer goes, whatever a plug-in does to `sys.stdout` meanwhile."""
+    # It comes with all of plug-ins, which --help should not wait for.
+    from dilabench.plugins.boundary import standard_output as outside
+
+    return outside()
+
+
 def output_lost() -> OSError | None:
     """Why something could not be written to standard output; None when all was."""
     stream = standard_output()
@@ -92,6 +99,16 @@ def _is_open(descriptor: int) -> bool:
 def _spelt_out(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def say_folded(text: str, indent: str = "") -> None:
+    """Print a text as wide as the terminal; what goes on stands under what came before, behind `indent`."""
+    import textwrap
+
+    from dilabench.report.grid import output_width
+
+    width = output_width(standard_output(), WIDE)
+    say(textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def say(text: str = "", err: bool = False, styled: bool = False) -> None:
@@ -116,9 +133,16 @@ def console(to_stderr: bool = False) -> "Console":
 
 
 def print_table(
-    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Sequence[str] = (),
+    spare: Sequence[str] = (),
 ) -> None:
-    """A table without frame; `right` names the columns of numbers. On a narrow terminal texts fold (`report.grid`)."""
+    """A table without frame; `right` names the columns of numbers.
+
+    On a narrow terminal texts fold, and columns named in `spare` may be left out (`report.grid`).
+    """
     from rich.text import Text
 
     from dilabench.report.grid import grid
@@ -127,7 +151,7 @@ def print_table(
     with screen.capture() as captured:
         if title:
             screen.print(Text(title, style="bold"))
-        screen.print(grid(columns, cells, right, screen.width))
+        screen.print(grid(columns, cells, right, screen.width, spare))
     say("\n".join(line.rstrip() for line in captured.get().splitlines()), styled=True)
 
 

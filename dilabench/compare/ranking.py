@@ -47,7 +47,8 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     if not quotable:
         return None
     baseline = next((row for row in quotable if row.planned.role == "plain"), quotable[0])
-    speedups = {row.case.case_id: 1 / _ratio(baseline, row) for row in quotable}
+    ratios = _ratios(baseline, quotable)
+    speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
     fastest = max(quotable, key=lambda row: speedups[row.case.case_id])
     others = [row for row in quotable if row is not fastest]
     tied, unheard = _not_slower(fastest, others, device)
@@ -56,15 +57,24 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     )
 
 
-def _ratio(baseline: Row, candidate: Row) -> float:
-    from dilabench.stats.decisions.paired import estimate
+def _ratios(baseline: Row, candidates: Sequence[Row]) -> list[float]:
+    """Time of each candidate over that of the baseline, from the rounds that they share where there are any."""
+    from dilabench.stats.decisions.paired import estimate_many
 
+    rounds = []
+    for row in candidates:
+        timings = None if row is baseline else common_timings(baseline, row)
+        rounds.append(pair([timings]).rounds if timings else None)
+    estimates = iter(estimate_many([one for one in rounds if one is not None]))
+    return [
+        next(estimates).ratio if found is not None else _ratio_of_medians(baseline, row)
+        for row, found in zip(candidates, rounds, strict=True)
+    ]
+
+
+def _ratio_of_medians(baseline: Row, candidate: Row) -> float:
     if candidate is baseline:
         return 1.0
-    timings = common_timings(baseline, candidate)
-    rounds = pair([timings]).rounds if timings else None
-    if rounds is not None:
-        return estimate(rounds).ratio
     times = _median_ns(candidate), _median_ns(baseline)
     assert times[0] is not None
     assert times[1] is not None

@@ -1,6 +1,6 @@
 """Which cases a text names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from dilabench.record import Case
 
@@ -12,15 +12,20 @@ def everything(case: Case) -> bool:  # noqa: ARG001
     return True
 
 
-def selection(texts: Sequence[str]) -> Selection:
+def selection(texts: Sequence[str], implementations: Collection[str] = (), backends: Collection[str] = ()) -> Selection:
     """Cases that contain any of the texts in their name; all words of one text must be there, in any order.
 
     The name holds implementation, backend, shape label, pattern, mode and case id, so that "strided 8K fp32" works.
+    Implementations and backends that are named narrow that to theirs.
     """
-    if not texts:
+    if not texts and not implementations and not backends:
         return everything
-    wanted = [text.lower().split() for text in texts]
-    return lambda case: any(all(word in searchable(case) for word in words) for words in wanted)
+    wanted = [text.lower().split() for text in texts] or [[]]
+    return lambda case: (
+        (not implementations or case.implementation in implementations)
+        and (not backends or case.backend in backends)
+        and any(all(word in searchable(case) for word in words) for words in wanted)
+    )
 
 
 def searchable(case: Case) -> str:

@@ -11,7 +11,7 @@ from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, e
 from dilabench.compare.pairing import Pairing, common_timings, pair, sessions_of
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
-from dilabench.errors import unknown_name
+from dilabench.errors import counted, unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide, judge_many
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
@@ -157,4 +157,4 @@ def _pairing_notes(pairing: Pairing) -> Iterator[str]:
     if pairing.rounds is None:
         yield "the two did not take turns in the same rounds, so they are compared as if measured at different times"
     elif pairing.left_out:
-        yield f"{pairing.left_out} rounds without a sound partner were left out"
+        yield f"{counted(pairing.left_out, 'round')} without a sound partner left out"

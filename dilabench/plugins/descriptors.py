@@ -167,7 +167,9 @@ class Backend:
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
-    that names no priority there. `library`: it brings a library of its own, which gets a process of its own.
+    that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `install`:
+    the command that installs it. `family`: the name that generations of one kernel
+    share; the suite `backends` sets them against each other.
     """
 
     name: str
@@ -184,6 +186,8 @@ class Backend:
     places_results: bool = False
     priority: Mapping[DeviceClass, int] = field(default_factory=dict)
     library: bool = False
+    install: str | None = None
+    family: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """What a descriptor requires of a machine, and what of it is missing. Nothing is imported to find out."""
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
@@ -86,20 +87,30 @@ def _unmet_module(name: str, version: str | None) -> str | None:
         return f"module {name} is not installed"
     if version is None:
         return None
-    top = name.partition(".")[0]
-    distributions = _distributions_by_module().get(top, [top])
-    try:
-        installed = importlib.metadata.version(distributions[0])
-    except importlib.metadata.PackageNotFoundError:
+    installed = _version_of_module(name.partition(".")[0])
+    if installed is None:
         return f"module {name} has no version, {version} or newer is needed"
     if _version_key(installed) < _version_key(version):
         return f"needs {name} {version} or newer, have {installed}"
     return None
 
 
+def _version_of_module(name: str) -> str | None:
+    """The version of the distribution that a module comes from, nearly always one of the same name."""
+    for distribution in _distributions_of(name):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
+
+
+def _distributions_of(module: str) -> Iterator[str]:
+    yield module
+    yield from _distributions_by_module().get(module, ())
+
+
 @functools.cache
 def _distributions_by_module() -> Mapping[str, list[str]]:
-    # Reads what every installed distribution lists: a tenth of a second, and asked for by every case of a plan.
+    # Reads what every installed distribution lists: a tenth of a second.
     return importlib.metadata.packages_distributions()
 
 

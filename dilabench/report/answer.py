@@ -207,6 +207,32 @@ def _told(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
     ]
     if dense and sides:
         yield f"Full attention ({row_name(dense)}), another function, is {' and '.join(sides)}."
+    if short := _in_short(rows, axis):
+        yield short
+
+
+def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
+    """What to use where, full attention among it: 'In short: dense up to length 4K, fused from length 8K on.'
+
+    None unless every place has a proven choice, there are several, and none comes back after another.
+    """
+    names = [row_name(one) if one else None for one in map(_choice, rows)]
+    runs = [(name, [place for place, _ in group]) for name, group in groupby(enumerate(names), key=lambda one: one[1])]
+    if None in names or len(runs) < 2 or len(runs) != len(set(names)):
+        return None
+    texts = [f"{name} at {axis} {_runs(places, rows)}" for name, places in runs]
+    texts[0] = f"{runs[0][0]} up to {axis} {rows[runs[0][1][-1]].at}"
+    texts[-1] = f"{runs[-1][0]} from {axis} {rows[runs[-1][1][0]].at} on"
+    return f"In short: {', '.join(texts)}."
+
+
+def _choice(row: AnswerRow) -> Row | None:
+    """The fastest there, full attention among it; None where that is not proven."""
+    if row.ranking is None or (row.dense is not None and not row.dense_proven):
+        return None
+    if row.times_dense is not None and row.times_dense < 1:
+        return row.dense
+    return row.fastest if row.ranking.proven or len(row.ranking.speedups) == 1 else None
 
 
 def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:

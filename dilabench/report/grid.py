@@ -3,7 +3,9 @@
 import io
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import IO
 
 from rich.box import SIMPLE_HEAD
@@ -44,26 +46,92 @@ def text_console(width: int, colour: bool = False) -> tuple[Console, io.StringIO
     return console, out
 
 
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], width: int) -> RenderableType:
+def grid(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Collection[str],
+    width: int,
+    spare: Sequence[str] = (),
+) -> RenderableType:
     """A table without frame; columns of numbers, named in `right`, stand to the right.
 
-    Where it is wider than `width`, its widest texts fold, then its widest numbers and the names of rows; where even
-    words do not fit, each row becomes a list, a cell to a line.
+    Where it is wider than `width`, its widest texts fold. Where even words do not fit, what all rows have in common is
+    said above them, then rows stand under the name in their first column, then the columns in `spare` are left out, one
+    by one; then numbers fold. In the end each row becomes a list, a cell to a line.
     """
-    by_column = list(zip(columns, *rows, strict=True))
-    widths = [max(map(cell_len, column)) for column in by_column]
-    words = [max(map(_longest_word, column)) for column in by_column]
-    numbers = [
-        max(map(cell_len, column[1:]), default=0) if column[0] in (columns[0], *right) else 0 for column in by_column
-    ]
-    room = width - GAP * (len(columns) - 1)
-    whole = [max(pair) for pair in zip(words, numbers, strict=True)]
-    least = next((one for one in (whole, words) if sum(one) <= room), None)
-    if least is None:
-        return Group(*_as_lists(columns, rows))
-    for _ in range(sum(widths) - room):
-        widest = max((index for index, size in enumerate(widths) if size > least[index]), key=widths.__getitem__)
-        widths[widest] -= 1
+    for whole in (True, False):
+        for form in _narrower(columns, rows, spare):
+            if (widths := form.widths(right, width, whole=whole)) is not None:
+                return form.drawn(widths, right)
+    return Group(*_as_lists(columns, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A table as it may be drawn, with a line above it; `headed`: rows stand under the name in their first column."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    above: str = ""
+    headed: bool = False
+
+    def without(self, names: Collection[str]) -> "_Form":
+        kept = [index for index, name in enumerate(self.columns) if name not in names]
+        rows = [[row[index] for index in kept] for row in self.rows]
+        return replace(self, columns=[self.columns[index] for index in kept], rows=rows)
+
+    def widths(self, right: Collection[str], width: int, *, whole: bool) -> list[int] | None:
+        """Widths of the columns; None where they do not fit. `whole`: numbers and the names of rows do not fold."""
+        first = int(self.headed)
+        by_column = list(zip(self.columns, *self.rows, strict=True))[first:]
+        widths = [max(map(cell_len, column)) for column in by_column]
+        least = [max(map(_longest_word, column)) for column in by_column]
+        if whole:
+            numbers = (self.columns[0], *right)
+            least = [
+                max(size, *map(cell_len, column[1:])) if column[0] in numbers and column[1:] else size
+                for size, column in zip(least, by_column, strict=True)
+            ]
+        room = width - GAP * (len(widths) - 1)
+        if sum(least) > room:
+            return None
+        for _ in range(sum(widths) - room):
+            widest = max((index for index, size in enumerate(widths) if size > least[index]), key=widths.__getitem__)
+            widths[widest] -= 1
+        return widths
+
+    def drawn(self, widths: Sequence[int], right: Collection[str]) -> RenderableType:
+        parts: list[RenderableType] = [Text(self.above, style="dim")] if self.above else []
+        if not self.headed:
+            parts.append(_table(self.columns, self.rows, widths, right))
+        else:
+            for name, rows in groupby(self.rows, key=lambda row: row[0]):
+                parts += [Text(name, style="bold"), _table(self.columns[1:], [row[1:] for row in rows], widths, right)]
+        return Group(*parts)
+
+
+def _narrower(columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]) -> Iterator[_Form]:
+    form = _Form(columns, rows)
+    yield form
+    if len(rows) < 2:
+        return
+    by_column = list(zip(columns, *rows, strict=True))[1:]
+    alike = {name: cells[0] for name, *cells in by_column if len(set(cells)) == 1}
+    if alike:
+        said = " · ".join(f"{name} {cell}".strip() for name, cell in alike.items() if cell)
+        form = replace(form.without(alike), above=said)
+        yield form
+    if len({row[0] for row in form.rows}) < len(form.rows):
+        form = replace(form, headed=True)
+        yield form
+    for name in spare:
+        form = form.without({name})
+        yield form
+
+
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int], right: Collection[str]
+) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
     for name, size in zip(columns, widths, strict=True):
         table.add_column(Text(name), justify="right" if name in right else "left", width=size)

@@ -52,20 +52,10 @@ def to_text(
 
 def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None, names: Sequence[str]) -> Iterator[str]:
     yield f"# dilabench {record.suite}"
-    yield from ("", _escaped(headline(record)))
+    yield from ("", escaped(headline(record)))
     for finding in sections:
-        yield from _finding(finding, folder)
-    yield from ("", "## Results")
-    tables = workload_tables(record)
-    for table in tables:
-        yield from ("", f"### {_escaped(table.title)}")
-        for section in table.sections:
-            if section.title is not None:
-                yield from ("", f"{_escaped(section.title)}:")
-            yield ""
-            yield from _section(section, names)
-    for meaning in footnotes(tables, names):
-        yield from ("", _escaped(meaning))
+        yield from finding_lines(finding, folder)
+    yield from ("", "## Results", *tables_lines(record, names))
     entries = unmeasured(record)
     for status, heading in (("failed", "Failures"), ("skipped", "Skipped")):
         chosen = [entry for entry in entries if entry.status == status]
@@ -78,50 +68,66 @@ def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None, 
         for group in groups:
             yield from _notes(group)
     yield from ("", "## Environment", "")
-    yield from _table(("what", "value"), ("---", "---"), environment_rows(record))
+    yield from table_lines(("what", "value"), ("---", "---"), environment_rows(record))
     yield from ("", "## Reproduce", "", "```", reproduce_command(record), "```", "")
     yield f"Run `{record.run_id}`, dilabench {record.tool_version}, record schema {record.schema_version}."
 
 
-def _finding(finding: Finding, folder: Path | None) -> Iterator[str]:
-    yield from ("", f"## {_escaped(finding.title)}", "", _escaped(finding.sentence))
+def tables_lines(record: RunRecord, names: Sequence[str]) -> Iterator[str]:
+    """A table per workload with these columns, and what their marks mean."""
+    tables = workload_tables(record)
+    for table in tables:
+        yield from ("", f"### {escaped(table.title)}")
+        for section in table.sections:
+            if section.title is not None:
+                yield from ("", f"{escaped(section.title)}:")
+            yield ""
+            yield from _section(section, names)
+    for meaning in footnotes(tables, names):
+        yield from ("", escaped(meaning))
+
+
+def finding_lines(finding: Finding, folder: Path | None = None, heading: str = "##") -> Iterator[str]:
+    """Heading, sentence and table of a finding, and its plots where they lie in the folder."""
+    yield from ("", f"{heading} {escaped(finding.title)}", "", escaped(finding.sentence))
     if finding.rows:
         rules = ["---:" if name in finding.numeric else "---" for name in finding.columns]
         yield ""
-        yield from _table([_escaped(name) for name in finding.columns], rules, finding.rows)
+        yield from table_lines([escaped(name) for name in finding.columns], rules, finding.rows)
     for plot in finding.plots:
         picture = f"{FOLDER}/{plot.name}.png"
         if folder is not None and (folder / picture).exists():
-            yield from ("", f"![{_escaped(plot.caption)}]({picture})")
+            yield from ("", f"![{escaped(plot.caption)}]({picture})")
 
 
 def _notes(group: NoteGroup) -> Iterator[str]:
     """One line for the notes of a kind; those of several rows stand folded below it."""
-    yield from ("", f"- {_escaped(group.brief)}")
+    yield from ("", f"- {escaped(group.brief)}")
     if len(group.texts) > 1:
         yield from ("", "  <details><summary>all rows</summary>", "")
-        yield from (f"  - {_escaped(text)}" for text in group.texts)
+        yield from (f"  - {escaped(text)}" for text in group.texts)
         yield from ("", "  </details>")
 
 
 def _section(section: Section, names: Sequence[str]) -> Iterator[str]:
     rules = ["---" if name in TEXT_COLUMNS else "---:" for name in names]
     rows = [[_cell(row, name) for name in names] for row in section.rows]
-    return _table(names, rules, rows, escape=False)
+    return table_lines(names, rules, rows, escape=False)
 
 
 def _cell(row: DisplayRow, name: str) -> str:
-    text = _escaped(row.cells[ALL_COLUMNS.index(name)])
+    text = escaped(row.cells[ALL_COLUMNS.index(name)])
     return f"**{text}**" if row.fastest else text
 
 
-def _table(
+def table_lines(
     header: Sequence[str], rules: Sequence[str], rows: Sequence[Sequence[str]], escape: bool = True
 ) -> Iterator[str]:
+    """A table, with the alignment of its columns as `rules`."""
     yield _line(header)
     yield _line(rules)
     for row in rows:
-        yield _line([_escaped(cell) for cell in row] if escape else row)
+        yield _line([escaped(cell) for cell in row] if escape else row)
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -130,14 +136,14 @@ def _line(cells: Sequence[str]) -> str:
 
 def _unmeasured(entry: Unmeasured) -> Iterator[str]:
     stage = f" failed at {entry.stage}" if entry.stage else ""
-    yield f"- **{_escaped(entry.rows)}**{stage}: {_escaped(entry.why)}"
+    yield f"- **{escaped(entry.rows)}**{stage}: {escaped(entry.why)}"
     for check in entry.checks:
-        yield f"  - {_escaped(check)}"
+        yield f"  - {escaped(check)}"
     if entry.traceback:
         yield from ("", "  ```", *(f"  {line}" for line in entry.traceback.rstrip().splitlines()), "  ```")
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that cannot end a table cell, a line or open markup."""
     for mark in "\\|*_<`":
         text = text.replace(mark, f"\\{mark}")

@@ -132,6 +132,24 @@ class RunFolder:
             raise
 
 
+def folder_of_run(text: str, base: Path) -> Path:
+    """The folder or file of a run that a text means: a path, the id of a run under `base`, or 'latest', the newest.
+
+    Raises ConfigError when there is none.
+    """
+    if text != "latest" and os.path.exists(text):
+        return Path(text)
+    # Their names begin with the time.
+    runs = sorted(path.parent for path in base.glob(f"*/{ROWS_NAME}"))
+    found = runs if text == "latest" else [path for path in runs if path.name.endswith(f"-{text}")]
+    if not found:
+        raise ConfigError(
+            f"run {text!r} does not exist, nor is it the id of one of the {len(runs)} runs in {str(base)!r}; name the "
+            "folder of a run, or with -o the folder that its folder is in"
+        )
+    return found[-1]
+
+
 def read_record(run: Path) -> RunRecord:
     """The record of a run, given as folder, run.json or rows.jsonl; without a run.json, what its rows tell.
 

@@ -7,7 +7,6 @@ the package ships one for each GPU that it was tuned on. Without any, the priori
 import hashlib
 import importlib.metadata
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from dilabench.cache_folder import cache_folder
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
@@ -24,7 +24,6 @@ from dilabench.validation import Model
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs
 
-CACHE_VARIABLE = "DILABENCH_CACHE"
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "tuned"
 KERNELS = PACKAGE / "kernels"
@@ -141,11 +140,9 @@ def shipped_path(machine: Machine) -> Path:
 
 def tune_path(machine: Machine) -> Path:
     """This machine's file: another GPU, torch, Triton or kernel source means another file."""
-    base = os.environ.get(CACHE_VARIABLE)
-    folder = Path(base) if base else Path.home() / ".cache" / "dilabench"
     versions = [f"{name}{version}" for name, version in package_versions().items()]
     parts = [_slug(device_name(machine)), f"sm{machine.compute_capability}", *versions, kernel_hash()]
-    return folder / "tune" / ("-".join(parts) + ".json")
+    return cache_folder() / "tune" / ("-".join(parts) + ".json")
 
 
 def device_name(machine: Machine) -> str:

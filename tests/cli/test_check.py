@@ -247,3 +247,25 @@ def test_a_selection_that_fits_nothing(cli, measured):
     result = cli("check", "--against", "main", "-k", "nonesuch")
     assert result.exit_code == 2
     assert "'nonesuch'" in result.stderr
+
+
+def test_update_makes_a_baseline_and_adds_only_what_passes(cli, tmp_path, make_row, make_record):
+    def record_of(run_id, peak):
+        record = make_record([make_row(seed=run_id, peak=peak)], run_id=run_id)
+        (tmp_path / f"{run_id}.json").write_text(record.model_dump_json())
+        return f"{run_id}.json"
+
+    def sessions():
+        return json.loads(cli("baseline", "list", "--json").stdout)["main"]["runs"]
+
+    made = cli("check", "--against", "main", "--run", record_of("a", 2**24), "--update")
+    assert made.exit_code == 0, made.output
+    assert len(sessions()) == 1
+    assert cli("check", "--against", "main", "--run", record_of("b", 2**24), "--update").exit_code == 0
+    assert len(sessions()) == 2
+    assert cli("check", "--against", "main", "--run", record_of("c", 2**25), "--update").exit_code == 6
+    assert len(sessions()) == 2
+    for run_id in range(12):
+        cli("check", "--against", "main", "--run", record_of(f"d{run_id}", 2**24), "--update")
+    assert len(sessions()) == 10
+    assert "d11" in sessions()[-1]

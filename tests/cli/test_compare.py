@@ -174,3 +174,21 @@ def test_torch_is_not_loaded(fresh):
     )
     result = fresh("-c", code)
     assert result.returncode == 0, result.stderr
+
+
+def test_two_machines_have_a_ratio_and_no_verdict(cli, tmp_path, make_row, make_record):
+    host = [make_row(ns=8e7), make_row("gather", ns=9e7), make_row("dense", ns=1e7)]
+    # On the GPU over two backends, of which the faster counts.
+    gpu = [make_row(ns=2e7, backend="flash2"), make_row(ns=3e7), make_row("gather", ns=3e7, dtype="float32")]
+    for name, rows, device in (("host", host, "cpu"), ("gpu", gpu, "cuda:0")):
+        record = make_record(rows, run_id=name, device=device, hard={"device": device})
+        (tmp_path / f"{name}.json").write_text(record.model_dump_json())
+    refused = cli("compare", "host.json", "gpu.json")
+    assert refused.exit_code == 2
+    assert "--across-machines" in refused.stderr
+    shown = cli("compare", "host.json", "gpu.json", "--across-machines")
+    assert shown.exit_code == 0, shown.output
+    assert "strided (math against flash2)" in shown.stdout
+    assert not {"SLOWER", "FASTER", "SAME"} & set(shown.stdout.split())
+    cells = json.loads(cli("compare", "host.json", "gpu.json", "--across-machines", "--json").stdout)["cells"]
+    assert {one["new"]["implementation"]: round(one["base_over_new"]) for one in cells} == {"strided": 4, "gather": 3}

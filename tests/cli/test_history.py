@@ -92,3 +92,25 @@ def test_no_store_and_no_such_case(cli):
     result = cli("history", "nonesuch")
     assert result.exit_code == 2
     assert "'nonesuch'" in result.stderr
+
+
+@pytest.mark.usefixtures("runs")
+def test_the_page_begins_with_the_steps(cli, tmp_path):
+    result = cli("history", "-i", "strided", "-f", "html", "-o", "out")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out" / "history.html").read_text()
+    banner = text.split('id="steps"')[1].split("</section>")[0]
+    assert "day10" in banner
+    assert "slower" in banner
+    # Two machines, so two trends; levels before and after the step are curves of their own.
+    assert text.count('class="chart" data-plot=') in (0, 2)
+    plots = json.loads(text.split('id="data">')[1].split("</script>")[0])["plots"]
+    assert sorted(len(plot["curves"]) for plot in plots.values()) == [1, 2]
+    assert "gather" not in banner
+
+
+@pytest.mark.usefixtures("runs")
+def test_one_implementation_by_its_name(cli):
+    assert "gather" not in cli("history", "-i", "strided").stdout
+    assert cli("history", "-i", "stride").exit_code == 2
+    assert cli("history", "-i", "improved").stdout == cli("history", "-i", "strided").stdout

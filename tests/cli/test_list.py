@@ -117,3 +117,13 @@ def test_describe_an_unknown_name(cli):
     result = cli("describe", "stridet")
     assert result.exit_code == 2
     assert "unknown name 'stridet'; did you mean strided" in result.stderr
+
+
+def test_description_as_json_holds_every_sheet_of_a_name(cli):
+    document = json.loads(cli("describe", "block-sparse", "--json").stdout)
+    # An implementation and a suite have that name.
+    assert [sheet["kind"] for sheet in document] == ["implementation", "suite"]
+    for sheet in document:
+        facts = dict(sheet["facts"])
+        assert facts["plug-in"] == "builtin"
+        assert facts["summary"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.cli.compare.noise import notes
+from dilabench.cli.compare.noise import busy, notes
 from dilabench.cli.reading import GpuReading, Reading, read
 from dilabench.machine import Machine
 
@@ -67,5 +67,12 @@ def test_doctor_reports_the_machine(cli):
 
 def test_doctor_json(cli):
     report = json.loads(cli("doctor", "--json").stdout)
-    assert set(report) == {"device", "no_cuda", "environment", "notes", "broken_plugins"}
+    assert set(report) == {"device", "no_cuda", "environment", "notes", "advice", "broken_plugins"}
     assert report["environment"]["cpu"]["threads"] >= 1
+
+
+def test_a_run_warns_of_what_works_beside_it_and_not_of_how_the_machine_is_set_up():
+    reading = Reading(**{**QUIET, "load_1m": 3.0, "governor": "powersave"})
+    assert {note.code for note in notes(reading)} == {"load", "governor"}
+    assert [note.code for note in busy(reading)] == ["load"]
+    assert busy(Reading(**QUIET)) == ()

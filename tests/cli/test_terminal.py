@@ -9,18 +9,39 @@ from dilabench.workload.spec import WorkloadRequest
 
 COLUMNS = ("verdict", "case", "baseline", "95 % CI", "A12")
 ROW = ("INCONCLUSIVE (advisory)", "strided over sdpa-flash against gather", "2.74 ms", "0.855 to 0.906", "0.24")
+OTHER = ("SLOWER", "gather over math", "3.74 ms", "0.955 to 0.996", "0.34")
 
 
 @pytest.mark.parametrize("width", [40, 60, 79, 80, 100, 200])
 def test_every_cell_is_there_whole(monkeypatch, capsys, width):
     monkeypatch.setenv("TERMINAL_WIDTH", str(width))
-    print_table("a title", COLUMNS, [ROW, ROW], right=COLUMNS[2:])
+    print_table("a title", COLUMNS, [ROW, OTHER], right=COLUMNS[2:])
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= width
-    assert {word for text in (*COLUMNS, *ROW) for word in text.split()} <= set(printed.split())
+    assert {word for text in (*COLUMNS, *ROW, *OTHER) for word in text.split()} <= set(printed.split())
     # Texts fold first, and numbers not before there is no other way.
-    for number in ROW[2:]:
-        assert printed.count(number) == 2
+    for number in (*ROW[2:], *OTHER[2:]):
+        assert printed.count(number) == 1
+
+
+def test_a_narrow_table_says_once_what_rows_have_in_common(monkeypatch, capsys):
+    monkeypatch.setenv("TERMINAL_WIDTH", "40")
+    rows = [(name, "sdpa-flash", length, "12.3 MiB") for name in ("gather", "strided") for length in ("1K", "2K")]
+    print_table(None, ("implementation", "backend", "length", "peak memory"), rows, right=("length", "peak memory"))
+    printed = capsys.readouterr().out
+    assert printed.startswith("backend sdpa-flash · peak memory 12.3\nMiB\n")
+    assert printed.count("sdpa-flash") == printed.count("12.3") == 1, printed
+
+
+def test_where_that_is_not_enough_rows_stand_under_their_name_and_spare_columns_go(monkeypatch, capsys):
+    monkeypatch.setenv("TERMINAL_WIDTH", "24")
+    rows = [(name * 8, str(length), f"{length}1.5 ms", f"0.{length}") for name in "ab" for length in (1, 2)]
+    columns = ("name", "length", "time", "A12-of-samples")
+    print_table(None, columns, rows, right=columns[1:], spare=("A12-of-samples",))
+    printed = capsys.readouterr().out
+    assert printed.startswith("aaaaaaaa\n")
+    assert "A12" not in printed
+    assert printed.count("21.5") == 2
 
 
 def test_rows_that_do_not_fit_side_by_side_are_lists(monkeypatch, capsys):

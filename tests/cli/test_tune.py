@@ -39,3 +39,14 @@ def test_a_run_without_a_time_ends_as_it_ended(cli, monkeypatch, tmp_path, code)
     assert result.exit_code == code, result.output
     assert "0 workloads tuned" in result.stdout
     assert not (tmp_path / "tuned.json").exists()
+
+
+def test_json_is_all_that_stdout_holds(cli, monkeypatch, tmp_path):
+    def nothing(execution):
+        assert execution.formats == ()
+        execution.folder.discard_if_empty()
+        return ExitCode.OK
+
+    monkeypatch.setattr("dilabench.cli.run.execution.Execution.run", nothing)
+    result = cli("tune", "--lengths", "64", "--device", "cpu", "-i", "gather", "-o", "tuned.json", "--json")
+    assert json.loads(result.stdout) == {"exit_code": 0, "added": 0, "path": "tuned.json"}

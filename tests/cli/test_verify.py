@@ -1,5 +1,6 @@
 """`dilabench verify`: what it plans; the checks themselves are tested where they are made."""
 
+import json
 from time import sleep
 
 import pytest
@@ -8,6 +9,7 @@ from dilabench.cli.verify import command as verify
 from dilabench.cli.verify import outcomes as verify_outcomes
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
+from dilabench.record import Check, Verification
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
 
@@ -82,3 +84,17 @@ def test_nobody_goes_on_when_the_outcomes_are_not_wanted_any_more(monkeypatch):
     next(outcomes)
     outcomes.close()
     assert len(started) < len(cases)
+
+
+def test_json_holds_each_case_with_its_outcome(cli, monkeypatch):
+    wrong = Verification(checks=(Check(name="out", passed=False, where="row 3"),))
+    monkeypatch.setattr(verify, "outcomes_of", lambda planned, *_: [one.skip or wrong for one in planned])
+    result = cli("verify", "strided", "fused", "--lengths", "64", "--device", "cpu", "--json")
+    assert result.exit_code == 5
+    document = json.loads(result.stdout)
+    assert document["exit_code"] == 5
+    told = {
+        one["implementation"]: (one["result"], one["details"], one["workload"]["seq_len"]) for one in document["cases"]
+    }
+    assert told["strided"] == ("wrong", wrong.model_dump(mode="json"), 64)
+    assert told["fused"][0] == "skipped"

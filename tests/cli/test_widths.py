@@ -1,17 +1,32 @@
-"""The main commands at 80 and 120 columns: no line is wider, and no word of the full answer is cut in two."""
+"""The commands at 80 and 120 columns: snapshots where the machine does not matter, and no word is cut in two."""
 
 from pathlib import Path
 
 import pytest
 
-GOLDEN = str(Path(__file__).parents[1] / "golden" / "run_record.v1.json")
+from dilabench.store.archive import Archive
+from dilabench.store.run_files import read_record
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = str(FOLDER / "run_record.v1.json")
 COMMANDS = {
     "list": ("list",),
     "list with limits": ("list", "implementations", "--why"),
     "dry run": ("run", "quick", "--dry-run"),
     "report": ("report", GOLDEN, "--details", "--columns", "median,verified"),
-    "compare rows": ("compare", GOLDEN, "--by", "implementation"),
+    "compare rows": ("compare", GOLDEN, "--by", "implementation", "--only", "dense"),
+    "describe": ("describe", "block-sparse"),
 }
+# What does not depend on the machine; the last part of the golden record's path stands for it.
+SNAPSHOTS = (
+    ("list", "suites"),
+    ("run", "optimization", "-i", "gather,fused", "--lengths", "1K", "--device", "cpu", "--dry-run"),
+    ("compare", GOLDEN, GOLDEN),
+    ("compare", GOLDEN, "--by", "implementation"),
+    ("check", "--against", GOLDEN, "--run", GOLDEN),
+    ("history",),
+    ("history", "strided", "4K"),
+)
 
 
 def words(text: str) -> set[str]:
@@ -45,3 +60,20 @@ def test_configs_are_listed_without_a_suite(cli):
     listed = cli("run", "--list-configs")
     assert listed.exit_code == 0
     assert listed.stdout == cli("list", "workloads").stdout
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_snapshots(cli, monkeypatch, tmp_path, width):
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    monkeypatch.setenv("DILABENCH_STORE", str(tmp_path / "store"))
+    Archive().add(read_record(Path(GOLDEN)))
+    shown = []
+    for arguments in SNAPSHOTS:
+        done = cli(*arguments)
+        line = " ".join(arguments).replace(f"{FOLDER}/", "")
+        shown.append(f"$ dilabench {line}\n{done.stdout}[exit code {done.exit_code}]\n")
+    text = "\n".join(shown)
+    assert max(map(len, text.splitlines())) <= width
+    new, golden = tmp_path / "shown.txt", FOLDER / f"commands_{width}.txt"
+    new.write_text(text)
+    assert text == golden.read_text(), f"where the change is meant: cp {new} {golden}"

@@ -1,32 +1,21 @@
 """Who is fastest, by the rule that `compare` decides with; what cannot be true is neither ranked nor quoted."""
 
-from random import Random
+import pytest
 
 from dilabench.compare.ranking import is_quotable, rank
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
-from dilabench.record import Case, Check, Measured, PlannedCase, Row, Slot, Timing, Verification
-from dilabench.workload.spec import WorkloadRequest
-
-WORKLOAD = WorkloadRequest(seq_len=512).resolve("float32")
+from dilabench.record import Row, Slot
 
 
-def row(name: str, ms: float, *, turn: int = 0, rounds: int = 20, role: str = "method", notes=()) -> Row:
-    """`rounds` turns of three samples of about `ms`, spread by 0.2 %; turns differ, so that rounds pair."""
-    draw = Random(f"{name}{ms}")
-    slots = [
-        Slot(round=at, position=(turn + at) % 5, samples_ns=[int(1e6 * ms * draw.gauss(1, 0.002)) for _ in range(3)])
-        for at in range(rounds)
-    ]
-    outcome = Measured(
-        verification=Verification(checks=(Check(name="out", passed=True),)),
-        timings=(Timing(timer="wall", proves="host time", slots=tuple(slots)),),
-        notes=notes,
+@pytest.fixture
+def row(make_row):
+    """Twenty turns of three samples of about so many milliseconds; `turn` is the place in each round."""
+    return lambda name, ms, *, turn=0, **more: make_row(
+        name, ns=1e6 * ms, spread=0.002, samples=3, position=turn, **{"role": "method", **more}
     )
-    planned = PlannedCase(case=Case(implementation=name, workload=WORKLOAD), role=role)
-    return Row(planned=planned, outcome=outcome)
 
 
-def test_the_fastest_is_proven_against_every_other() -> None:
+def test_the_fastest_is_proven_against_every_other(row) -> None:
     rows = [row("slow", 12, turn=0, role="plain"), row("fast", 10, turn=1), row("slower", 14, turn=2)]
     found = rank(rows, "cpu")
     assert (found.fastest.case.implementation, found.proven) == ("fast", True)
@@ -34,7 +23,7 @@ def test_the_fastest_is_proven_against_every_other() -> None:
     assert abs(found.speedups[rows[1].case.case_id] - 1.2) < 0.01
 
 
-def test_rows_that_differ_by_less_than_the_margin_are_tied() -> None:
+def test_rows_that_differ_by_less_than_the_margin_are_tied(row) -> None:
     rows = [row("a", 10.0, turn=0), row("b", 10.05, turn=1), row("c", 15, turn=2)]
     found = rank(rows, "cpu")
     assert not found.proven
@@ -42,12 +31,12 @@ def test_rows_that_differ_by_less_than_the_margin_are_tied() -> None:
     assert [one.case.implementation for one in found.tied] == ["b"]
 
 
-def test_few_rounds_prove_nothing() -> None:
+def test_few_rounds_prove_nothing(row) -> None:
     found = rank([row("a", 10, turn=0, rounds=3), row("b", 20, turn=1, rounds=3)], "cpu")
     assert (found.fastest.case.implementation, found.proven, found.too_few_rounds) == ("a", False, True)
 
 
-def test_a_time_that_cannot_be_true_is_neither_ranked_nor_quoted() -> None:
+def test_a_time_that_cannot_be_true_is_neither_ranked_nor_quoted(row) -> None:
     impossible = row("cheat", 0.1, turn=1, notes=(ABOVE_PEAK_FLOPS.note("more than this device can do"),))
     bound = row("bound", 10, turn=0, notes=(LAUNCH_BOUND.note("the host takes longer"),))
     assert (is_quotable(impossible), is_quotable(bound)) == (False, True)
@@ -57,7 +46,7 @@ def test_a_time_that_cannot_be_true_is_neither_ranked_nor_quoted() -> None:
     assert rank([impossible], "cpu") is None
 
 
-def test_the_ratio_comes_from_common_rounds_and_not_from_medians() -> None:
+def test_the_ratio_comes_from_common_rounds_and_not_from_medians(row) -> None:
     """Both drift by a factor of three; in every round one takes 5 % longer than the other."""
     drift = [1 + 2 * at / 19 for at in range(20)]
 

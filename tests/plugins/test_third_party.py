@@ -15,7 +15,7 @@ from dilabench.predict.memory import plan_memory
 from dilabench.record import Case, KernelUse
 from dilabench.request import run_request
 from dilabench.suites.all import suites
-from dilabench.suites.choice import CACHE_VARIABLE, choose
+from dilabench.suites.choice import choose
 from dilabench.suites.findings.exposure import sharding_of
 from dilabench.suites.planner import Planner, expand
 from dilabench.workload.spec import WorkloadRequest
@@ -26,7 +26,7 @@ CPU = Machine(device="cpu")
 @pytest.fixture
 def catalogue(monkeypatch, tmp_path):
     """Ours, and theirs beside them."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     import third_party_package
 

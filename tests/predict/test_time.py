@@ -2,7 +2,16 @@
 
 import pytest
 
-from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like
+from dilabench.machine import Machine
+from dilabench.predict.time import (
+    budget_option,
+    case_seconds,
+    elapsed_seconds,
+    expected_seconds,
+    expected_time,
+    seconds_like,
+    slow_dtypes,
+)
 
 
 def with_verification(row, seconds):
@@ -39,3 +48,24 @@ def test_a_budget_is_rounded_up(seconds, option):
 def test_a_run_whose_end_is_not_known_has_no_duration(make_record):
     assert elapsed_seconds(make_record([])) == 0.0
     assert elapsed_seconds(make_record([], finished_at="2026-01-02T03:05:00+00:00")) == 55.0
+
+
+CPU = Machine(device="cpu", no_cuda="test")
+
+
+def test_what_is_expected_stands_against_the_budget(make_row):
+    cases = [make_row(seq_len=2**15, num_heads=8, num_kv_heads=8).case]
+    seconds = expected_seconds(cases, CPU, 2)
+    # Dense attention over 32K tokens takes longer than what surrounds it, and half as long on twice the cores.
+    assert seconds > 20
+    assert expected_seconds(cases, CPU, 4) - 6 == pytest.approx((seconds - 6) / 2)
+    assert expected_time(cases, CPU, 2, None).endswith("no limit")
+    assert "at most" in expected_time(cases, CPU, 2, 2 * seconds)
+    assert "what it leaves out is said at the end" in expected_time(cases, CPU, 2, seconds / 2)
+
+
+def test_half_precision_is_called_slow_on_a_cpu_only(make_row):
+    cases = [make_row(dtype=dtype).case for dtype in ("float32", "bfloat16", "float16", "bfloat16")]
+    assert slow_dtypes(cases, CPU) == "most processors are slow at bfloat16 and float16"
+    assert slow_dtypes(cases[:1], CPU) is None
+    assert slow_dtypes(cases, Machine(device="cuda")) is None

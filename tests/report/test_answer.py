@@ -1,66 +1,40 @@
 """The closing answer: who is fastest where, said only as far as it is proven."""
 
-from random import Random
-from typing import Any
-
 import pytest
 
 from dilabench.metadata import SPARSITY_REACHED
 from dilabench.plugins.axis import DENSITY, LENGTH, RANKS
-from dilabench.record import (
-    Case,
-    Check,
-    CpuInfo,
-    Environment,
-    Measured,
-    Memory,
-    PlannedCase,
-    Row,
-    RunRecord,
-    Skipped,
-    Slot,
-    Timing,
-    Verification,
-)
+from dilabench.record import Row, Skipped
 from dilabench.report.answer import answer
-from dilabench.workload.spec import WorkloadRequest
+
+DILATED = {"kind": "dilated", "segment_lengths": (2048, 4096), "dilation_rates": (1, 2)}
 
 
-def row(name: str, ms: float, length: int = 1024, *, turn: int = 0, rounds: int = 20, **changes: Any) -> Row:
-    """`rounds` turns of three samples of about `ms`, spread by 0.2 %; turns differ, so that rounds pair."""
-    draw = Random(f"{name}{ms}{length}")
-    slots = [
-        Slot(round=at, position=(turn + at) % 5, samples_ns=[int(1e6 * ms * draw.gauss(1, 0.002)) for _ in range(3)])
-        for at in range(rounds)
-    ]
-    outcome = Measured(
-        verification=Verification(checks=(Check(name="out", passed=True),)),
-        timings=(Timing(timer="wall", proves="host time", slots=tuple(slots)),),
-        memory=Memory(peak_bytes=3 * 2**20),
-    )
-    dense = changes.get("role") == "yardstick"
-    workload = WorkloadRequest(seq_len=length).resolve("float32")
-    case = Case(
-        implementation=name,
-        workload=workload.as_dense() if dense else workload,
-        world_size=changes.pop("world_size", 1),
-    )
-    return Row(planned=PlannedCase(case=case, **changes), outcome=outcome)
+@pytest.fixture
+def row(make_row):
+    """Twenty turns of three samples of about so many milliseconds; `turn` is the place in each round."""
+
+    def make(name, ms, length=1024, *, turn=0, role="method", **more):
+        pattern = {"kind": "dense"} if role == "yardstick" else DILATED
+        shape = {"pattern": pattern, "backend": None, "peak": 3 * 2**20, "seq_len": length}
+        return make_row(name, ns=1e6 * ms, spread=0.002, samples=3, position=turn, role=role, **{**shape, **more})
+
+    return make
 
 
-def unmeasured(name: str, length: int) -> Row:
-    case = Case(implementation=name, workload=WorkloadRequest(seq_len=length).resolve("float32"))
-    return Row(planned=PlannedCase(case=case), outcome=Skipped(code="budget", why="no time"))
+@pytest.fixture
+def unmeasured(make_row):
+    """A row that the budget left no time for."""
+    skipped = Skipped(code="budget", why="no time")
+    return lambda name, length: make_row(name, outcome=skipped, backend=None, seq_len=length, pattern=DILATED)
 
 
-def record(*rows: Row) -> RunRecord:
-    environment = Environment(os="Linux", python="3.12", cpu=CpuInfo(model="cpu", cores=1, threads=1))
-    return RunRecord(
-        tool_version="0", run_id="r", suite="range", started_at="2026-01-01", environment=environment, rows=rows
-    )
+@pytest.fixture
+def record(make_record):
+    return lambda *rows: make_record(rows)
 
 
-def test_each_length_has_a_winner_or_says_why_none() -> None:
+def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> None:
     rows = [
         *(row("fused", 1, length, turn=0) for length in (1024, 2048)),
         *(row("gather", 2, length, turn=1) for length in (1024, 2048)),
@@ -86,7 +60,7 @@ def test_each_length_has_a_winner_or_says_why_none() -> None:
     )
 
 
-def test_lines_follow_the_axis_whatever_the_order_of_the_record() -> None:
+def test_lines_follow_the_axis_whatever_the_order_of_the_record(row, record) -> None:
     found = answer(record(row("gather", 1, 4096), row("gather", 1, 512), row("gather", 1, 1024)), LENGTH)
     assert [line.at for line in found.rows] == ["512", "1K", "4K"]
 
@@ -94,7 +68,7 @@ def test_lines_follow_the_axis_whatever_the_order_of_the_record() -> None:
 @pytest.mark.parametrize(
     ("dense_ms", "shown", "side"), [(0.5, "0.50x", "faster"), (3.0, "3.00x", "slower"), (1.0, "≈1.00x", None)]
 )
-def test_full_attention_stands_beside_the_winner(dense_ms: float, shown: str, side: str | None) -> None:
+def test_full_attention_stands_beside_the_winner(row, record, dense_ms: float, shown: str, side: str | None) -> None:
     rows = [row("fused", 1, turn=0), row("gather", 2, turn=1), row("dense", dense_ms, role="yardstick", turn=2)]
     found = answer(record(*rows), LENGTH)
     columns, lines, _ = found.table()
@@ -109,13 +83,26 @@ def test_full_attention_stands_beside_the_winner(dense_ms: float, shown: str, si
     assert found.sentence.endswith(told) if side else "Full attention" not in found.sentence
 
 
-def test_full_attention_alone_is_an_answer_too() -> None:
+def test_in_short_it_says_what_to_use_up_to_which_length(row, record) -> None:
+    def at(length: int, fused: float, dense: float) -> list[Row]:
+        ours = [row("fused", fused, length, turn=0), row("gather", 2 * fused, length, turn=1)]
+        return [*ours, row("dense", dense, length, role="yardstick", turn=2)]
+
+    short = [*at(1024, 2, 1), *at(2048, 3, 2), *at(4096, 4, 8), *at(8192, 8, 32)]
+    in_short = "In short: dense up to length 2K, fused from length 4K on."
+    assert answer(record(*short), LENGTH).sentence.endswith(in_short)
+    # Not where one comes back, and not where a place is undecided.
+    assert "In short" not in answer(record(*short, *at(16384, 16, 8)), LENGTH).sentence
+    assert "In short" not in answer(record(*short, *at(16384, 16, 16)), LENGTH).sentence
+
+
+def test_full_attention_alone_is_an_answer_too(row, record) -> None:
     found = answer(record(row("dense", 1, role="yardstick")), LENGTH)
     assert [line.winner for line in found.rows] == ["only dense"]
     assert "vs dense" not in found.table()[0]
 
 
-def test_the_axis_is_the_suites() -> None:
+def test_the_axis_is_the_suites(row, record) -> None:
     ranks = answer(record(row("ring", 2, world_size=2), row("ring", 1, world_size=4)), RANKS)
     assert [(line.at, line.workload) for line in ranks.rows] == [("2", ""), ("4", "")]
     assert "at ranks 2, 4" in ranks.sentence
@@ -123,7 +110,8 @@ def test_the_axis_is_the_suites() -> None:
     assert [line.at for line in answer(record(half), DENSITY).rows] == ["50.0%"]
 
 
-def test_workloads_of_one_length_are_told_apart() -> None:
-    found = answer(record(row("ring", 2, world_size=2), row("ring", 1, world_size=4)), LENGTH)
+def test_workloads_of_one_length_are_told_apart(row, record) -> None:
+    rings = [row("ring", 4 / ranks, world_size=ranks, batch_size=32) for ranks in (2, 4)]
+    found = answer(record(*rings), LENGTH)
     assert [line.workload for line in found.rows] == ["2 ranks", "4 ranks"]
     assert found.table()[0][:3] == ("length", "batch", "workload")

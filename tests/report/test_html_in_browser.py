@@ -7,8 +7,9 @@ import pytest
 
 from dilabench.plugins.manager import discover
 from dilabench.record import Skipped
-from dilabench.report.findings import sections_of
-from dilabench.report.html import page
+from dilabench.report.findings import Curve, CurvePlot, Point, sections_of
+from dilabench.report.html import history, page
+from dilabench.report.html.history import Trend
 from dilabench.store.run_files import read_record
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is part of the browser extra")
@@ -48,13 +49,17 @@ def opened(browser, tmp_path):
 
     def open_page(record, width=1280, scheme="light"):
         page.render(record, tmp_path, sections_of(record, discover().catalogue))
+        return open_file(tmp_path / "report.html", width, scheme)
+
+    def open_file(path, width=1280, scheme="light"):
         tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         tab.on("console", lambda message: troubles.append(message.text))
         tab.on("pageerror", lambda error: troubles.append(str(error)))
         tab.on("request", lambda request: request.url.startswith(("file:", "data:")) or troubles.append(request.url))
-        tab.goto((tmp_path / "report.html").as_uri())
+        tab.goto(path.as_uri())
         return tab
 
+    open_page.file = open_file
     yield open_page
     assert troubles == []
 
@@ -101,3 +106,15 @@ def test_rows_are_sorted_filtered_and_opened(opened, make_row, make_record):
     tab.select_option("#row-status", "measured")
     tab.locator("#row-table .more").first.click()
     tab.locator("tr.detail svg").first.wait_for()
+
+
+@pytest.mark.library
+def test_the_history_draws_each_case(opened, tmp_path):
+    levels = [Curve(label=name, points=(Point(x=at, y=at), Point(x=at + 1, y=at))) for name, at in (("a", 1), ("b", 3))]
+    plot = CurvePlot(name="case0", title="a case", x_label="run", y_label="ms", curves=tuple(levels))
+    told = {"columns": ("run",), "numeric": (), "rows": [("x",)], "steps": ["slower"], "plot": plot}
+    trend = Trend(title="a case", where="here", **told)
+    (tmp_path / "history.html").write_text(history.to_text([trend], "all cases"))
+    tab = opened.file(tmp_path / "history.html")
+    tab.locator("#case0 ~ figure svg").first.wait_for()
+    assert tab.locator(".banner").inner_text() == "a case: slower"

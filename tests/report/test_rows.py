@@ -1,17 +1,12 @@
 from typing import Any
 
+import pytest
+
 from dilabench.record import (
-    Case,
     Check,
-    CpuInfo,
-    Environment,
     Failed,
     Measured,
     Optimizations,
-    Outcome,
-    PlannedCase,
-    Row,
-    RunRecord,
     Skipped,
     Slot,
     Timing,
@@ -22,18 +17,11 @@ from dilabench.stats.samples.location import median_interval
 from dilabench.workload.spec import Workload
 
 DILATED = {"kind": "dilated", "segment_lengths": (96, 192), "dilation_rates": (1, 2)}
+SHAPE = {"pattern": DILATED, "batch_size": 2, "seq_len": 389, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24}
 
 
 def workload(**changes: Any) -> Workload:
-    fields = {
-        "pattern": DILATED,
-        "batch_size": 2,
-        "seq_len": 389,
-        "num_heads": 5,
-        "num_kv_heads": 5,
-        "head_dim": 24,
-    }
-    return Workload.model_validate({**fields, **changes})
+    return Workload.model_validate({**SHAPE, **changes})
 
 
 def measured(*milliseconds: float) -> Measured:
@@ -44,38 +32,28 @@ def measured(*milliseconds: float) -> Measured:
     )
 
 
-def row(name: str, outcome: Outcome, *, backend: str | None = "math", takes: Any = "heads", **changes: Any) -> Row:
-    optimizations = changes.pop("optimizations", Optimizations())
-    role = changes.pop("role", "plain" if name.startswith("gather") else "method")
-    world_size = changes.pop("world_size", 1)
-    case = Case(
-        implementation=name,
-        backend=backend,
-        workload=workload(**changes),
-        optimizations=optimizations,
-        world_size=world_size,
-    )
-    return Row(planned=PlannedCase(case=case, role=role, takes=takes, requested_backend=backend), outcome=outcome)
+@pytest.fixture
+def row(make_row):
+    """A row with an outcome made by hand, of `workload`."""
+    return lambda name, outcome, **changes: make_row(name, outcome=outcome, **{**SHAPE, **changes})
 
 
-def record(*rows: Row) -> RunRecord:
-    environment = Environment(os="Linux", python="3.12", cpu=CpuInfo(model="cpu", cores=1, threads=1))
-    return RunRecord(
-        tool_version="0", run_id="r", suite="quick", started_at="2026-01-01", environment=environment, rows=rows
-    )
+@pytest.fixture
+def record(make_record):
+    return lambda *rows: make_record(rows)
 
 
 def shown(display: DisplayRow, column: str) -> str:
     return display.cells[ALL_COLUMNS.index(column)]
 
 
-def test_speed_up_refers_to_the_plain_method_wherever_it_stands() -> None:
+def test_speed_up_refers_to_the_plain_method_wherever_it_stands(row, record) -> None:
     (table,) = workload_tables(record(row("strided", measured(2, 2, 2)), row("gather", measured(6, 6, 6))))
     assert [shown(display, "speed-up") for display in table.rows] == ["3.00x", "1.00x"]
     assert [display.fastest for display in table.rows] == [False, False], "one turn each proves nothing"
 
 
-def test_speed_up_refers_to_the_first_measured_row_without_a_plain_method() -> None:
+def test_speed_up_refers_to_the_first_measured_row_without_a_plain_method(row, record) -> None:
     failed = Failed(stage="build", code="exception", why="x")
     (table,) = workload_tables(
         record(row("gather", failed), row("strided", measured(4)), row("fused", measured(2)), row("flex", measured(8)))
@@ -83,7 +61,7 @@ def test_speed_up_refers_to_the_first_measured_row_without_a_plain_method() -> N
     assert [shown(display, "speed-up") for display in table.rows] == ["–", "1.00x", "2.00x", "0.50x"]
 
 
-def test_rows_of_different_workloads_are_never_in_one_table() -> None:
+def test_rows_of_different_workloads_are_never_in_one_table(row, record) -> None:
     different = (
         {},
         {"seq_len": 390},
@@ -98,7 +76,7 @@ def test_rows_of_different_workloads_are_never_in_one_table() -> None:
     assert len(tables) == len(different)
 
 
-def test_rows_that_take_other_inputs_are_ranked_apart() -> None:
+def test_rows_that_take_other_inputs_are_ranked_apart(row, record) -> None:
     (table,) = workload_tables(
         record(
             row("gather", measured(1)),
@@ -113,7 +91,7 @@ def test_rows_that_take_other_inputs_are_ranked_apart() -> None:
     assert [shown(display, "speed-up") for display in embeddings.rows] == ["2.00x", "1.00x"]
 
 
-def test_a_yardstick_stands_in_the_table_of_its_shape_without_a_speed_up() -> None:
+def test_a_yardstick_stands_in_the_table_of_its_shape_without_a_speed_up(row, record) -> None:
     dense = row("dense", measured(1), role="yardstick", pattern={"kind": "dense"})
     other = row("dense", measured(1), role="yardstick", pattern={"kind": "dense"}, seq_len=500)
     first, second = workload_tables(record(dense, other, row("gather", measured(5)), row("strided", measured(4))))
@@ -123,7 +101,7 @@ def test_a_yardstick_stands_in_the_table_of_its_shape_without_a_speed_up() -> No
     assert "1x500" in second.title or "2x500" in second.title
 
 
-def test_a_row_without_a_time_shows_no_figures() -> None:
+def test_a_row_without_a_time_shows_no_figures(row, record) -> None:
     (table,) = workload_tables(
         record(
             row("gather", Skipped(code="unsupported", why="needs cuda"), backend=None),
@@ -137,19 +115,19 @@ def test_a_row_without_a_time_shows_no_figures() -> None:
     assert not any(display.fastest for display in table.rows)
 
 
-def test_few_samples_have_no_interval_and_five_have_their_range() -> None:
+def test_few_samples_have_no_interval_and_five_have_their_range(row, record) -> None:
     (table,) = workload_tables(record(row("gather", measured(1, 2, 3, 4)), row("strided", measured(1, 2, 3, 4, 5))))
     assert [shown(display, "95 % CI") for display in table.rows] == ["n<5, no CI", "1.000–5.000†"]
     assert any(text.startswith("†") for text in footnotes([table]))
 
 
-def test_changed_optimizations_are_part_of_the_name() -> None:
+def test_changed_optimizations_are_part_of_the_name(row, record) -> None:
     optimizations = Optimizations(pattern_cache_entries=0, buffer_pool_bytes=2**30, cuda_graph=True)
     (table,) = workload_tables(record(row("gather", measured(1), optimizations=optimizations)))
     assert shown(table.rows[0], "implementation") == "gather +cache 0 +pool 1G +cuda-graph"
 
 
-def test_a_backend_chosen_by_auto_is_marked() -> None:
+def test_a_backend_chosen_by_auto_is_marked(row, record) -> None:
     chosen = row("gather", measured(1))
     chosen = chosen.model_copy(update={"planned": chosen.planned.model_copy(update={"requested_backend": "auto"})})
     (table,) = workload_tables(record(chosen))
@@ -165,7 +143,7 @@ def test_pattern_text_names_what_is_unusual() -> None:
     assert text == "block-sparse local_window block 32 sparsity 0.75 dilated w 96,192 r 1,2"
 
 
-def test_the_interval_tells_that_turns_differ() -> None:
+def test_the_interval_tells_that_turns_differ(row) -> None:
     """Ten turns of ten like samples are not a hundred independent ones."""
     turns = [tuple(round(1e6 * (5 + turn % 10)) + sample for sample in range(10)) for turn in range(10)]
     slots = tuple(Slot(round=index, samples_ns=samples) for index, samples in enumerate(turns))

@@ -38,7 +38,7 @@ def everything_installed(monkeypatch, tmp_path):
     """Every library is there, nothing was tuned, and a host has 64 GiB."""
     for name in ("_unmet_module", "_unmet_distribution"):
         monkeypatch.setattr(requirements, name, lambda *_: None)
-    monkeypatch.setenv(choice.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(choice, "SHIPPED", tmp_path)
     monkeypatch.setattr(variants, "COMPILERS", ())
     monkeypatch.setattr(room, "GROUP_LIMIT_FILE", tmp_path / "no limit")

@@ -69,3 +69,11 @@ def test_host_time_is_what_is_measured_unless_another_timer_is_named(catalogue):
     assert run_request(catalogue, suite="optimization").timing == "wall"
     assert run_request(catalogue, suite="optimization", run={"timing": "cold"}).timing == "cold"
     assert run_request(catalogue, suite="range").timing == "warmup"
+
+
+def test_with_a_backward_pass_checkpointing_stands_beside_the_others_for_its_memory(catalogue):
+    request = run_request(
+        catalogue, suite="optimization", workload={"mode": "both"}, run={"implementations": ["gather"], "lengths": [64]}
+    )
+    planned = {p.labels["variant"]: p.case.optimizations for p in expand(catalogue, CPU, request)}
+    assert [name for name, one in planned.items() if one.gradient_checkpointing] == ["gradient checkpointing"]

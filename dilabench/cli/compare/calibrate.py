@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.options import Device, SeqLength
+from dilabench.cli import options as shared
 from dilabench.cli.terminal import print_table, say
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import detect
@@ -31,8 +31,14 @@ def calibrate(
     sessions: Annotated[
         int, typer.Option("--sessions", metavar="N", min=3, help="Sessions, each in fresh processes.")
     ] = DEFAULT_SESSIONS,
-    seq_length: SeqLength = None,
-    device: Device = None,
+    batch_size: shared.BatchSize = None,
+    seq_length: shared.SeqLength = None,
+    num_heads: shared.NumHeads = None,
+    num_kv_heads: shared.NumKvHeads = None,
+    head_dim: shared.HeadDim = None,
+    dtype: shared.DTypeName = None,
+    device: shared.Device = None,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Time one implementation against itself and against itself slowed down by 2, 5 and 10 %.
 
@@ -52,14 +58,15 @@ def calibrate(
     request = run_request(
         found.catalogue,
         suite="calibrate",
-        workload={"seq_len": seq_length or LENGTHS[machine.device], "batch_size": 1, "num_heads": 4},
+        workload={"seq_len": LENGTHS[machine.device], "batch_size": 1, "num_heads": 4}
+        | shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, None),
         run={"implementations": [calibration.BASELINE, *calibration.EFFECTS], "device": machine.device},
     )
     planner = Planner(found.catalogue, machine, request)
     planned = _runnable(planner.compare(planner.workload_requests([{}]), planner.implementations(())))
     method = choose_method(request.timing, machine.device, found.catalogue)
     header = new_header(found, machine, request)
-    say(f"{sessions} sessions of {planned[0].case.workload.label()} on {machine.device}")
+    say(f"{sessions} sessions of {planned[0].case.workload.label()} on {machine.device}", err=as_json)
     with progress_shown() as progress, device_lock(machine, header.run_id, progress):
         measured = [
             calibration.measure_session(planned, found.catalogue, machine, method, progress, seed)
@@ -69,8 +76,11 @@ def calibrate(
     here = RunRecord.model_validate({**header.model_dump(), "environment": environment.model_dump()})
     result = summary([session.timings for session in measured], here, planned[0].case.workload.label())
     path = Store().calibrations.save(result)
-    _show(result)
-    say(f"kept in {path}")
+    if as_json:
+        say(result.model_dump_json(indent=1))
+    else:
+        _show(result)
+    say(f"kept in {path}", err=as_json)
 
 
 def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:

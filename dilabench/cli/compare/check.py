@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated
@@ -9,19 +11,34 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.options import AsJson, RelativeTo, StrictPlugins
+from dilabench.cli.github import GithubSummary, append_summary
+from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names
+from dilabench.cli.plugins import real_names
+from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.errors import ConfigError, EnvironmentNotReady, ExitCode, counted
 from dilabench.plugins.manager import discover
 from dilabench.record import PlannedCase, RunRecord
 from dilabench.units import parse_duration
 
 if TYPE_CHECKING:
     from dilabench.compare.comparison import Comparison
+    from dilabench.compare.selection import Selection
     from dilabench.stats.decisions.policy import Policy
+    from dilabench.store.lookup import Store
 
 DEFAULT_FOLDER = Path("benchmark_results")
 DEFAULT_BUDGET = "5m"
+# Of a baseline that updates itself: enough for a gate, and young enough to follow the machine.
+MOST_SESSIONS = 10
+
+
+class Format(StrEnum):
+    """How the verdict is shown."""
+
+    TABLE = "table"
+    JSON = "json"
+    MARKDOWN = "markdown"
 
 
 def check(
@@ -39,12 +56,24 @@ def check(
     ] = None,
     threshold: Threshold = None,
     only: Only = None,
+    implementations: Implementations = None,
+    backends: Backends = None,
     relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
+    form: Annotated[Format, typer.Option("--format", "-f", help="markdown: for a pull request.")] = Format.TABLE,
+    github_summary: GithubSummary = False,
     as_json: AsJson = False,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for each session.")
     ] = DEFAULT_FOLDER,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help=f"Add sessions that pass to the baseline (the newest {MOST_SESSIONS} stay); where there is none of "
+            "that name, make it of --run, or of the latest run.",
+        ),
+    ] = False,
     keep: Annotated[bool, typer.Option("--store/--no-store", help="Keep what is measured in the store.")] = True,
     strict_plugins: StrictPlugins = False,
 ) -> None:
@@ -70,15 +99,25 @@ def check(
     given = [f"{option} {value}" for option, value in options.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} each say what is judged; give one of them")
-    store, select = Store(tell=note), selection(only or ())
+    store, select = Store(tell=note), selection(only or (), *real_names(implementations, backends))
+    if update and not keep:
+        raise ConfigError("--update keeps sessions in the baseline, --no-store keeps none; leave one out")
+    if update and against not in store.baselines.all():
+        _save(store, against, store.records(run or "latest"))
+        raise typer.Exit
     baseline = store.records(against)
-    cases = _cases(baseline, only or (), relative_to)
+    cases = _cases(baseline, select, relative_to)
+    if not cases:
+        asked = ", ".join(map(repr, (*(only or ()), *names(implementations, backends))))
+        fitting = f" that fits {asked}" if asked else ""
+        raise ConfigError(f"the baseline has no measured case{fitting}; save a run that has one")
     calibration = store.calibration_of(baseline)
     allowed = SessionBudget(cases, parse_duration(budget or DEFAULT_BUDGET))
     allowed.learn(baseline[-1], mean(map(elapsed_seconds, baseline)))
     stored = store.records(run) if run is not None else ()
     refuse_other_machine(baseline, stored, ConfigError)
     to_judge = [stored] if stored else []
+    complete = list(stored)
 
     def measure(ids: CaseIds, count: int) -> Sequence[RunRecord]:
         if to_judge:
@@ -92,6 +131,7 @@ def check(
             records = again.sessions(planned, count)
             allowed.learn(records[-1], (allowed.clock() - began_s) / count)
             refuse_other_machine(baseline, records, EnvironmentNotReady)
+            complete.extend(records if len(planned) == len(cases) else ())
         except EnvironmentNotReady as error:
             if not stored:
                 raise
@@ -114,25 +154,33 @@ def check(
     hints = filter(None, (allowed.sufficient(comparison), common_change(comparison)))
     comparison = replace(comparison, warnings=(*comparison.warnings, *hints))
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
-    if as_json:
+    if github_summary:
+        append_summary(verdict_view.as_markdown(comparison, code))
+    if as_json or form is Format.JSON:
         say(verdict_view.as_json(comparison, code, calibration))
+    elif form is Format.MARKDOWN:
+        say(verdict_view.as_markdown(comparison, code), styled=True)
     else:
         verdict_view.show(comparison, code, calibration)
+    if update and code is ExitCode.OK:
+        _save(store, against, [*baseline, *complete])
     raise typer.Exit(code)
 
 
-def _cases(baseline: Sequence[RunRecord], only: Sequence[str], reference: str | None) -> list[PlannedCase]:
-    """What the baseline measured, each case once, and the reference. Raises ConfigError when that is nothing."""
-    from dilabench.compare.comparison import is_measured
-    from dilabench.compare.selection import selection
+def _save(store: "Store", name: str, records: Sequence[RunRecord]) -> None:
+    """Let a baseline stand for the newest of these sessions."""
+    files = list(dict.fromkeys(store.archive.add(record) for record in records))[-MOST_SESSIONS:]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    store.baselines.save(name, files, now, replace=True)
+    note(f"baseline {name} holds {counted(len(files), 'session')}, the newest {files[-1]}")
 
-    select = selection(only)
+
+def _cases(baseline: Sequence[RunRecord], select: "Selection", reference: str | None) -> list[PlannedCase]:
+    """What the baseline measured, each case once, and the reference."""
+    from dilabench.compare.comparison import is_measured
+
     rows = [row for record in baseline for row in record.rows if is_measured(row) and select(row.case)]
     groups = {row.case.group_id for row in rows}
     for record in baseline if reference else ():
         rows += [row for row in record.rows if row.case.implementation == reference and row.case.group_id in groups]
-    cases = {row.case.case_id: row.planned for row in rows}
-    if not cases:
-        among = f" that contains {' or '.join(map(repr, only))}" if only else ""
-        raise ConfigError(f"the baseline has no measured case{among}; save a run that has one")
-    return list(cases.values())
+    return list({row.case.case_id: row.planned for row in rows}.values())

@@ -8,22 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.options import AsJson, RelativeTo
+from dilabench.cli.github import GithubSummary, append_summary
+from dilabench.cli.options import AsJson, Backends, RelativeTo
+from dilabench.cli.plugins import real_names
+from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, ExitCode
+from dilabench.errors import ConfigError, ExitCode, gravest
 
 if TYPE_CHECKING:
     from dilabench.compare.comparison import Comparison
     from dilabench.record import RunRecord
-
-
-GRAVEST_FIRST = (
-    ExitCode.WRONG_OUTPUT,
-    ExitCode.CASE_FAILED,
-    ExitCode.REGRESSION,
-    ExitCode.INCONCLUSIVE,
-    ExitCode.NOTHING_MEASURED,
-)
 
 
 class Format(StrEnum):
@@ -31,6 +25,7 @@ class Format(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+    MARKDOWN = "markdown"
     HTML = "html"
 
 
@@ -49,16 +44,23 @@ def compare(
     ],
     by: Annotated[By | None, typer.Option("--by", help="Compare rows inside RUN, which took turns.")] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="NAME", help="With --by: what to compare with.")] = None,
+    implementations: Implementations = None,
+    backends: Backends = None,
+    across_machines: Annotated[
+        bool, typer.Option("--across-machines", help="Two runs of two machines, CPU and GPU say: ratios, no verdict.")
+    ] = False,
     threshold: Threshold = None,
     only: Only = None,
     relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
     form: Annotated[
-        Format, typer.Option("--format", "-f", help="html: a page, also of more than two runs.")
+        Format,
+        typer.Option("--format", "-f", help="markdown: for a pull request; html: a page, also of more than two runs."),
     ] = Format.TABLE,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing.")
     ] = None,
+    github_summary: GithubSummary = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two records, or with --by the rows of one (or of several runs of it, each adding a session).
@@ -91,10 +93,26 @@ def compare(
     store = Store(tell=note)
     sides = [store.records(run) for run in runs]
     records = [record for side in sides for record in side]
+    if across_machines:
+        given = {
+            "--by": by,
+            "--relative-to": relative_to,
+            "--threshold": threshold,
+            "--only": only,
+            "--fail-on": fail_on,
+        }
+        if len(records) != 2 or any(given.values()):
+            raise ConfigError(
+                "--across-machines takes two runs and, because it judges nothing, no other option but --json"
+            )
+        from dilabench.cli.compare.machines import show_machines
+
+        raise typer.Exit(show_machines(records[0], records[1], as_json or form is Format.JSON))
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
-    policy, select = policy_for(records, threshold, calibration), selection(only or ())
+    policy = policy_for(records, threshold, calibration)
+    select = selection(only or (), *real_names(implementations, backends))
     wanted = set(fail_on or ())
     if by is None:
         baseline, *candidates = sides
@@ -111,7 +129,11 @@ def compare(
     else:
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)
     code = exit_code(comparison, wanted)
-    if as_json or form is Format.JSON:
+    if github_summary:
+        append_summary(verdict_view.as_markdown(comparison, code))
+    if form is Format.MARKDOWN and not as_json:
+        say(verdict_view.as_markdown(comparison, code), styled=True)
+    elif as_json or form is Format.JSON:
         say(verdict_view.as_json(comparison, code, calibration))
     else:
         verdict_view.show(comparison, code, calibration)
@@ -142,4 +164,4 @@ def _page(
         say(str(output / comparison.FILENAME), err=True)
         for line in named:
             say(line)
-    return next((code for code in GRAVEST_FIRST if code in codes), ExitCode.OK)
+    return gravest(codes)

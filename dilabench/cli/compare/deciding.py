@@ -58,5 +58,6 @@ def refuse_other_machine(
         fields = "; ".join(map(str, differing))
         raise error(
             f"the two sides cannot be compared, they differ in {fields}; measure the baseline again on this machine, "
-            "in this state (`dilabench run`, then `dilabench baseline save NAME`)"
+            "in this state (`dilabench run`, then `dilabench baseline save NAME`); `dilabench compare` with "
+            "--across-machines shows the ratios of two machines without a verdict"
         )

@@ -3,17 +3,30 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson
+from dilabench.cli.options import AsJson, Backends
+from dilabench.cli.plugins import real_names
+from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_table, say
 from dilabench.errors import ConfigError
 from dilabench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from dilabench.report.html.history import Trend
     from dilabench.store.index import CaseEntry, RunEntry
+
+
+class Format(StrEnum):
+    """How a history is shown."""
+
+    TABLE = "table"
+    HTML = "html"
+
 
 SHOWN_RUNS = 20
 RUN_COLUMNS = ("date", "run", "suite", "device", "status", "measured", "git")
@@ -25,14 +38,20 @@ def history(
         list[str] | None,
         typer.Argument(metavar="[CASE]...", help="Words of a case's name (strided 8K fp32) or its case id."),
     ] = None,
+    implementations: Implementations = None,
+    backends: Backends = None,
     reindex: Annotated[bool, typer.Option("--reindex", help="Make the index anew from the run files.")] = False,
     limit: Annotated[
         int | None,
         typer.Option("--limit", metavar="N", min=1, help="Newest runs to show (default 20; of a case, all)."),
     ] = None,
+    form: Annotated[Format, typer.Option("--format", "-f", help="html: a page with a chart per case.")] = Format.TABLE,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the stored runs, or every case that the words fit with its trend and the steps in it.
+    """Show the stored runs, or every case that the words, -i and -b fit, with its trend and the steps in it.
 
     Steps are looked for in the lower quartile, which is steadier between runs than the median, and never across
     machines or timers.
@@ -42,9 +61,19 @@ def history(
 
     archive = Archive()
     with HistoryIndex(archive, note, rebuild=reindex) as index:
-        if case:
-            words = [word for text in case for word in text.split()]
-            _show_cases(list(index.cases(words)), " ".join(words), limit, as_json)
+        if case or implementations or backends or form is Format.HTML:
+            words = [word for text in case or () for word in text.split()]
+            chosen, over = real_names(implementations, backends)
+            entries = [
+                entry
+                for entry in index.cases(words)
+                if (not chosen or entry.implementation in chosen) and (not over or entry.backend in over)
+            ]
+            asked = " ".join((*words, *chosen, *over)) or "all cases"
+            if form is Format.HTML:
+                _page(_trends(entries, asked), asked, output)
+            else:
+                _show_cases(_trends(entries, asked), limit, as_json)
         else:
             _show_runs(index.runs(limit or SHOWN_RUNS), str(archive.folder), as_json)
 
@@ -62,21 +91,72 @@ def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
         print_table(None, RUN_COLUMNS, rows, right=("measured",))
 
 
-def _show_cases(cases: "Sequence[CaseEntry]", asked: str, limit: int | None, as_json: bool) -> None:
+def _trends(cases: "Sequence[CaseEntry]", asked: str) -> "Sequence[Sequence[CaseEntry]]":
+    """The entries of each case on each machine, oldest first."""
     if not cases:
         raise ConfigError(f"no stored case has {asked!r} in its name; `dilabench history` lists the runs")
     groups: dict[tuple[str, str], list[CaseEntry]] = {}
     for entry in cases:
         groups.setdefault((entry.case_id, entry.run.machine), []).append(entry)
+    return list(groups.values())
+
+
+def _show_cases(groups: "Sequence[Sequence[CaseEntry]]", limit: int | None, as_json: bool) -> None:
     if as_json:
         document = [
-            {"cells": [asdict(entry) for entry in _newest(group, limit)], "steps": _steps(group)}
-            for group in groups.values()
+            {"cells": [asdict(entry) for entry in _newest(group, limit)], "steps": _steps(group)} for group in groups
         ]
         say(json.dumps(document, indent=2, ensure_ascii=False))
         return
-    for group in groups.values():
+    for group in groups:
         _show_trend(group, limit)
+
+
+def _page(groups: "Sequence[Sequence[CaseEntry]]", asked: str, output: Path | None) -> None:
+    from dilabench.atomic_file import write_text
+    from dilabench.report.html import history as html
+
+    text = html.to_text([_trend(group, number) for number, group in enumerate(groups)], asked)
+    if output is None:
+        say(text)
+    else:
+        write_text(output / html.FILENAME, text)
+        say(str(output / html.FILENAME), err=True)
+
+
+def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
+    """The chart counts runs; a new level begins at each step, and with each timer."""
+    from dilabench.report.findings import Curve, CurvePlot, Point
+    from dilabench.report.html.history import Trend
+
+    steps = _steps(group)
+    levels: dict[str, list[Point]] = {}
+    level, told = "", []
+    for index, entry in enumerate(group, 1):
+        if entry.p25_ns is None:
+            continue
+        if entry.run.file in steps or not level:
+            level = f"from {_date(entry.run)} (run {entry.run.run_id})"
+        if entry.run.file in steps:
+            told.append(
+                f"{_change(steps[entry.run.file])} from {_date(entry.run)} on (run {entry.run.run_id}, {entry.run.git})"
+            )
+        levels.setdefault(f"{entry.timer}, {level}", []).append(Point(x=index, y=entry.p25_ns / 1e6))
+    return Trend(
+        title=_title(group[0]),
+        where=f"case {group[0].case_id}, machine {group[0].run.machine}",
+        columns=CASE_COLUMNS,
+        numeric=CASE_COLUMNS[4:8],
+        rows=[_row(entry, steps.get(entry.run.file)) for entry in group],
+        steps=told,
+        plot=CurvePlot(
+            name=f"case{number}",
+            title=_title(group[0]),
+            x_label="run, oldest first",
+            y_label="lower quartile (ms)",
+            curves=tuple(Curve(label=name, points=tuple(points)) for name, points in levels.items()),
+        ),
+    )
 
 
 def _newest(group: "Sequence[CaseEntry]", limit: int | None) -> "Sequence[CaseEntry]":
@@ -85,10 +165,9 @@ def _newest(group: "Sequence[CaseEntry]", limit: int | None) -> "Sequence[CaseEn
 
 def _show_trend(group: "Sequence[CaseEntry]", limit: int | None) -> None:
     first, steps = group[0], _steps(group)
-    backend = f" over {first.backend}" if first.backend else ""
-    title = f"{first.implementation}{backend}, {first.title} [case {first.case_id}, machine {first.run.machine}]"
+    title = f"{_title(first)} [case {first.case_id}, machine {first.run.machine}]"
     rows = [_row(entry, steps.get(entry.run.file)) for entry in _newest(group, limit)]
-    print_table(title, CASE_COLUMNS, rows, right=CASE_COLUMNS[4:8])
+    print_table(title, CASE_COLUMNS, rows, right=CASE_COLUMNS[4:8], spare=("timer", "samples"))
     say()
 
 
@@ -98,7 +177,7 @@ def _row(entry: "CaseEntry", step: float | None) -> Sequence[str]:
         return (*start, "", "", "", "", f"{entry.status}: {entry.why}")
     change = ""
     if step is not None:
-        change = f"<- step: {abs(step - 1):.1%} {'slower' if step > 1 else 'faster'}"
+        change = f"<- step: {_change(step)}"
     times = (format_seconds(entry.p25_ns * 1e-9), format_seconds(entry.median_ns * 1e-9))
     peak = format_bytes(entry.peak_bytes) if entry.peak_bytes is not None else ""
     return (*start, *times, str(entry.samples), peak, change)
@@ -120,3 +199,12 @@ def _steps(group: "Sequence[CaseEntry]") -> dict[str, float]:
 
 def _date(run: "RunEntry") -> str:
     return run.started_at[:16].replace("T", " ") or "undated"
+
+
+def _title(entry: "CaseEntry") -> str:
+    backend = f" over {entry.backend}" if entry.backend else ""
+    return f"{entry.implementation}{backend}, {entry.title}"
+
+
+def _change(step: float) -> str:
+    return f"{abs(step - 1):.1%} {'slower' if step > 1 else 'faster'}"

@@ -2,21 +2,25 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dilabench.cli.terminal import print_table, say
+from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ExitCode
 from dilabench.record import Case
+from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
 from dilabench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from dilabench.compare.comparison import ComparedPair, Comparison
 
-COLUMNS = ("verdict", "case", "baseline", "candidate", "ratio", "CI", "MDE", "A12", "memory")
-NUMBERS = ("baseline", "candidate", "ratio", "CI", "MDE", "A12")
+# Left out first where the terminal is narrow.
+SPARE = ("A12", "MDE")
+# So many undecided pairs of one cause are told in full.
+MAX_TOLD = 2
+INDENT = "  "
 UNKNOWN = "—"
 WORDS = {
     ExitCode.OK: "ok",
@@ -31,17 +35,59 @@ WORDS = {
 def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> None:
     """Print the table, the reasons of verdicts that matter, what was not compared, and the final line."""
     for warning in comparison.warnings:
-        say(f"note: {warning}")
-    say(noise_line(calibration))
+        say_folded(f"note: {warning}", INDENT)
+    say_folded(noise_line(calibration), INDENT)
+    confidences = {one.verdict.numbers.confidence for one in comparison.pairs} - {None}
+    alike = confidences.pop() if len(confidences) == 1 else None
+    interval = "CI" if alike is None else f"{100 * alike:.4g} % CI"
+    columns = ("verdict", "case", "baseline", "candidate", "ratio", interval, "MDE", "A12", "memory")
     for title, pairs in _by_workload(comparison.pairs).items():
         say()
-        print_table(title, COLUMNS, [_row(pair) for pair in pairs], right=NUMBERS)
-        for pair in pairs:
-            _explain(pair)
-    say()
+        baselines = {_state(pair.baseline) for pair in pairs if pair.baseline != pair.candidate}
+        # Said once where all rows face the same one.
+        against = f", against {baselines.pop()}" if len(baselines) == 1 and len(pairs) > 1 else ""
+        rows = [_row(pair, _state(pair.candidate) if against else _facing(pair), alike) for pair in pairs]
+        print_table(title + against, columns, rows, right=columns[2:8], spare=SPARE)
+    if comparison.pairs:
+        say()
+    for text in _reasons(comparison.pairs):
+        say_folded(text, INDENT)
     for one in comparison.uncompared:
-        say(f"{one.lack}: {name(one.case)}: baseline {one.baseline}; candidate {one.candidate}")
-    say(final_line(comparison, code))
+        say_folded(f"{one.lack}: {name(one.case)}: baseline {one.baseline}; candidate {one.candidate}", INDENT)
+    say_folded(final_line(comparison, code), INDENT)
+
+
+def _reasons(pairs: Sequence["ComparedPair"]) -> Iterator[str]:
+    """Why verdicts are as they are: each change in full, of many undecided pairs with one cause the first."""
+    undecided: dict[str, list[ComparedPair]] = {}
+    notes: dict[str, list[ComparedPair]] = {}
+    for pair in pairs:
+        verdict = pair.verdict
+        if verdict.code is Code.INCONCLUSIVE:
+            undecided.setdefault(verdict.cause, []).append(pair)
+        elif verdict.code is not Code.SAME:
+            yield _reason(pair, verdict.code, verdict.reason, verdict.hint)
+        if pair.memory is not None and pair.memory.fails_gate:
+            yield _reason(pair, "LARGER", pair.memory.reason, pair.memory.hint)
+        for one in pair.notes:
+            notes.setdefault(one, []).append(pair)
+    for alike in undecided.values():
+        for pair in alike if len(alike) <= MAX_TOLD else alike[:1]:
+            more = f" (and {len(alike) - 1} pairs like it; --json has all)" if len(alike) > MAX_TOLD else ""
+            yield _reason(pair, pair.verdict.code, pair.verdict.reason, pair.verdict.hint) + more
+    for text, noted in notes.items():
+        more = f" and {len(noted) - 1} more" if len(noted) > 1 else ""
+        yield f"note: {text} ({_place(noted[0])}{more})"
+
+
+def _reason(pair: "ComparedPair", word: str, reason: str, hint: str) -> str:
+    return f"{word}: {_place(pair)} [{pair.timer}, {pair.route}]: {reason}" + (f"; {hint}" if hint else "")
+
+
+def _place(pair: "ComparedPair") -> str:
+    from dilabench.report.rows import workload_title
+
+    return f"{_facing(pair)}, {workload_title(pair.candidate)}"
 
 
 def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> str:
@@ -57,6 +103,13 @@ def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration |
         "warnings": list(comparison.warnings),
     }
     return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def as_markdown(comparison: "Comparison", code: ExitCode) -> str:
+    """The comparison for a pull request."""
+    from dilabench.report.pull_request import of_comparison
+
+    return of_comparison(comparison, final_line(comparison, code))
 
 
 def noise_line(calibration: Calibration | None) -> str:
@@ -101,18 +154,18 @@ def _by_workload(pairs: Sequence["ComparedPair"]) -> dict[str, list["ComparedPai
     return groups
 
 
-def _row(pair: "ComparedPair") -> Sequence[str]:
+def _row(pair: "ComparedPair", case: str, alike: float | None) -> Sequence[str]:
+    """Its cells; the confidence of the interval where not all pairs have it alike."""
     numbers = pair.verdict.numbers
     known = numbers.ratio_low is not None
+    confidence = "" if alike is not None else f" ({100 * (numbers.confidence or 0):.4g} %)"
     return (
         pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
-        _facing(pair),
+        case,
         format_seconds(numbers.baseline_ns * 1e-9),
         format_seconds(numbers.candidate_ns * 1e-9),
         f"{numbers.ratio:.3f}",
-        f"{numbers.ratio_low:.3f} to {numbers.ratio_high:.3f} ({100 * (numbers.confidence or 0):.4g} %)"
-        if known
-        else UNKNOWN,
+        f"{numbers.ratio_low:.3f}–{numbers.ratio_high:.3f}{confidence}" if known else UNKNOWN,
         f"{numbers.mde:.1%}" if numbers.mde is not None else UNKNOWN,
         f"{numbers.a12:.2f}",
         _memory(pair),
@@ -130,20 +183,6 @@ def _memory(pair: "ComparedPair") -> str:
     change = pair.memory.candidate_bytes - pair.memory.baseline_bytes
     sign = "-" if change < 0 else "+"
     return pair.memory.code + ("" if pair.memory.code == "SAME" else f" {sign}{format_bytes(abs(change))}")
-
-
-def _explain(pair: "ComparedPair") -> None:
-    verdict = pair.verdict
-    lines = []
-    if verdict.code != "SAME":
-        lines.append(f"{verdict.code}: {verdict.reason}" + (f"; {verdict.hint}" if verdict.hint else ""))
-    if pair.memory is not None and pair.memory.fails_gate:
-        lines.append(f"LARGER: {pair.memory.reason}; {pair.memory.hint}")
-    lines += pair.notes
-    if lines:
-        say(f"{_facing(pair)} [{pair.timer}, {pair.route}]")
-        for line in lines:
-            say(f"  {line}")
 
 
 def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dilabench.cli import options as shared
+from dilabench.cli.github import GithubSummary
 from dilabench.cli.options import given, names, one_or_none
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import dry_run as dry
@@ -14,15 +15,16 @@ from dilabench.cli.run import options as own
 from dilabench.cli.run.plan import show_predictions
 from dilabench.cli.run.ranks import asking_all, on_ranks
 from dilabench.cli.run.resume import recorded_request, resumed_header
+from dilabench.cli.run.way_on import together
 from dilabench.cli.terminal import say
-from dilabench.errors import ExitCode
+from dilabench.errors import ConfigError, ExitCode, gravest
 from dilabench.machine import detect
 from dilabench.patterns.registry import kind_with_fields
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import Found
 from dilabench.record import Row, RunHeader
 from dilabench.request import RunRequest, read_budget, run_request
-from dilabench.store.run_files import RunFolder, completed_rows
+from dilabench.store.run_files import RunFolder, completed_rows, folder_of_run
 from dilabench.suites.planner import Planner, expand
 from dilabench.units import parse_count
 from dilabench.workload.ranges import CUSTOM, range_lengths
@@ -77,16 +79,28 @@ def run(
     dry_run: own.DryRun = False,
     plan: own.Plan = False,
     resume: own.Resume = None,
+    sessions: own.Sessions = 1,
     output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
     keep: own.KeepInStore = True,
     columns: shared.Columns = None,
     details: shared.Details = False,
+    github_summary: GithubSummary = False,
     as_json: shared.AsJson = False,
     list_configs: own.ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
-    """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder."""
+    """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder.
+
+    --dry-run, --plan and --json print JSON together, too.
+    """
+    if sessions > 1 and resume is not None:
+        raise ConfigError(f"--resume goes on with one run, --sessions {sessions} begins several; leave one out")
+    if sessions > 1 and (as_json or output.suffix == ".json"):
+        raise ConfigError(
+            f"--sessions {sessions} makes several records, and there is place for one; leave --json or the .json file "
+            "out: each run's folder has its run.json"
+        )
     found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
@@ -118,21 +132,23 @@ def run(
     )
     if budget is not None:
         settings["budget_s"] = read_budget(budget)
+    as_file = output if output.suffix == ".json" else None
     asked = Asked(
         suite=suite,
         configs=config or [],
         assignments=assignments or [],
         workload=workload,
         settings=settings,
-        resume=resume,
-        # A record may be copied to a file besides; the run itself goes on where it is.
-        folder=None if output == DEFAULT_FOLDER or output.suffix == ".json" else output,
+        github_summary=github_summary,
+        resume=None if resume is None else folder_of_run(resume, output_base(output)),
+        sessions=sessions,
+        # A record may be copied to a file besides, and -o say where a run is that --resume names by its id.
+        folder=output if resume and Path(resume).exists() and output not in (DEFAULT_FOLDER, as_file) else None,
     )
     reporters = names(formats) or ["json" if as_json else TABLE]
     shown = {"details": details, "columns": shared.column_names(columns)}
-    raise typer.Exit(
-        on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, dry_run, plan, keep, shown, nodes))
-    )
+    look = _Look(dry_run=dry_run, plan=plan, as_json=as_json)
+    raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, look, keep, shown, nodes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +160,9 @@ class Asked:
     assignments: list[str]
     workload: dict[str, Any]
     settings: dict[str, Any]
+    github_summary: bool
     resume: Path | None
+    sessions: int
     folder: Path | None
 
     def request(self, catalogue: Catalogue) -> tuple[RunRequest, RunHeader | None]:
@@ -167,13 +185,21 @@ class Asked:
         ), header
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """A look at what would run instead of a run."""
+
+    dry_run: bool
+    plan: bool
+    as_json: bool
+
+
 def _carry_out(
     found: Found,
     asked: Asked,
     formats: list[str],
     output: Path,
-    dry_run: bool,
-    plan: bool,
+    look: _Look,
     keep: bool,
     shown: dict[str, Any],
     nodes: "Nodes | None",
@@ -189,38 +215,47 @@ def _carry_out(
     from dilabench.engine.method import choose_method
 
     choose_method(request.timing, machine.device, catalogue)
-    if plan:
-        show_predictions(planned, Planner(catalogue, machine, request))
+    if look.plan:
+        show_predictions(planned, Planner(catalogue, machine, request), look.as_json)
         return ExitCode.OK
-    if dry_run:
-        dry.show(planned)
+    if look.dry_run:
+        dry.show(planned, look.as_json)
         return ExitCode.OK
-    from dilabench.cli.run.execution import Execution, copy_record, new_header, output_base
+    from dilabench.cli.run.execution import Execution, copy_record, new_header
 
-    header = new_header(found, machine, request)
-    completed: tuple[Row, ...] = ()
-    if asked.resume is not None and earlier is not None:
-        folder = RunFolder.resume(asked.resume, lambda text: say(text, err=True))
-        completed = completed_rows(asked.resume, header)
-        header = resumed_header(earlier, header, machine)
-    else:
-        folder = RunFolder.create(output_base(output), request.suite, header.run_id)
-    execution = Execution(
-        found=found,
-        machine=machine,
-        request=request,
-        planned=planned,
-        header=header,
-        folder=folder,
-        formats=reporters,
-        completed=completed,
-        keep=keep,
-        options=shown,
-        launcher=nodes,
-    )
-    code = execution.run()
-    copy_record(folder, output)
-    return code
+    runs: list[tuple[ExitCode, str]] = []
+    for number in range(1, asked.sessions + 1):
+        header = new_header(found, machine, request)
+        completed: tuple[Row, ...] = ()
+        if asked.resume is not None and earlier is not None:
+            folder = RunFolder.resume(asked.resume, lambda text: say(text, err=True))
+            completed = completed_rows(asked.resume, header)
+            header = resumed_header(earlier, header, machine)
+        else:
+            folder = RunFolder.create(output_base(output), request.suite, header.run_id)
+        if asked.sessions > 1:
+            say(f"session {number} of {asked.sessions}", err=True)
+        execution = Execution(
+            found=found,
+            machine=machine,
+            request=request,
+            planned=planned,
+            header=header,
+            folder=folder,
+            formats=reporters,
+            completed=completed,
+            keep=keep,
+            options=shown,
+            launcher=nodes,
+            github_summary=asked.github_summary,
+        )
+        runs.append((execution.run(), str(folder.path)))
+        copy_record(folder, output)
+        if runs[-1][0] is ExitCode.INTERRUPTED:
+            break
+    if len(runs) > 1:
+        say(together([path for _, path in runs]), err=reporters != (catalogue.reporters.get(TABLE),))
+    return gravest(code for code, _ in runs)
 
 
 def _lengths(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
@@ -229,3 +264,8 @@ def _lengths(range_name: str | None, lengths: list[str], custom: list[str]) -> l
     if range_name is None and custom:
         range_name = CUSTOM
     return list(range_lengths(range_name, counts)) if range_name else counts
+
+
+def output_base(output: Path) -> Path:
+    """The folder that the run's own folder goes into; a path to a .json file stands for the folder it is in."""
+    return output.parent if output.suffix == ".json" else output

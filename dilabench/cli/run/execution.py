@@ -12,6 +12,7 @@ from typing import Any
 import dilabench
 from dilabench.atomic_file import write_text
 from dilabench.cli.compare.noise import busy
+from dilabench.cli.github import append_summary
 from dilabench.cli.plugins import tell_of
 from dilabench.cli.reading import read
 from dilabench.cli.run.progress_bar import progress_shown
@@ -32,6 +33,7 @@ from dilabench.plugins.manager import Found
 from dilabench.predict.time import expected_time, slow_dtypes
 from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.report.findings import render, sections_of
+from dilabench.report.pull_request import of_run
 from dilabench.request import RunRequest
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder
@@ -56,6 +58,7 @@ class Execution:
     keep: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     launcher: Launcher | None = None
+    github_summary: bool = False
 
     def run(self) -> ExitCode:
         """Measure, report, and say how it ended."""
@@ -123,6 +126,8 @@ class Execution:
                     text = render(reporter, record, None, sections, catalogue, self.options)
             if text is not None:
                 say(text, styled=True)
+        if self.github_summary:
+            append_summary(of_run(record, sections))
         paths = [self.folder.path / str(one.filename) for one in written]
         self._say("\n" + "\n".join(str(path) for path in paths if path.exists()))
 
@@ -208,11 +213,6 @@ def verdict(record: RunRecord, code: ExitCode) -> str:
     word = "incomplete" if code is ExitCode.OK and without_time(record) else VERDICTS[code]
     ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))
     return f"verdict: {word} ({ended}; exit code {code.value})"
-
-
-def output_base(output: Path) -> Path:
-    """The folder that the run's own folder goes into; a path to a .json file stands for the folder it is in."""
-    return output.parent if output.suffix == ".json" else output
 
 
 def copy_record(folder: RunFolder, output: Path) -> None:

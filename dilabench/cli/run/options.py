@@ -107,13 +107,30 @@ Budget = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the cases with their work and leave.")]
+
+
+def _as_it_was_asked_for(context: typer.Context, run: str | None) -> str | None:
+    """A run goes on as it was asked for: the defaults of today are not for it."""
+    if run is not None:
+        context.default_map = None
+    return run
+
+
 Resume = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--resume",
         metavar="RUN",
-        help="Go on with a run (its folder or file): cases without a row, and those that the budget left no time for. "
-        "Other rows stand, failed ones too.",
+        callback=_as_it_was_asked_for,
+        is_eager=True,
+        help="Go on with a run (its folder, file or id, or latest): cases without a row, and those that the budget "
+        "left no time for. Other rows stand, failed ones too.",
+    ),
+]
+Sessions = Annotated[
+    int,
+    typer.Option(
+        "--sessions", metavar="N", min=1, help="Runs in fresh processes, one after another, each with the budget."
     ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for this run.")]

@@ -13,7 +13,8 @@ from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
 from dilabench.cli.run.plan_check import WITHIN, peaks_of, show_peaks, verdict
-from dilabench.cli.terminal import print_table, say
+from dilabench.cli.show.advice import advice_on_shortage
+from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect
 from dilabench.metadata import FORM
@@ -36,7 +37,14 @@ COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
 TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "form", "memory", "fits", "time", "runs")
 NO_TRACE = "no trace"
+NO = "NO"
 
+Lengths = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lengths", "--sequence-lengths", "--seq-length", "--seqlen", metavar="N...", help="Lengths: 4K,64K,1M."
+    ),
+]
 BatchSizes = Annotated[
     list[str] | None, typer.Option("--batch-size", metavar="B...", help="Sequences per call: 1 or 1,2,4 (default 1).")
 ]
@@ -54,7 +62,7 @@ def plan(
     backends: shared.Backends = None,
     config: shared.Configs = None,
     assignments: shared.Assignments = None,
-    lengths: own.Lengths = None,
+    lengths: Lengths = None,
     batch_sizes: BatchSizes = None,
     num_heads: shared.NumHeads = None,
     num_kv_heads: shared.NumKvHeads = None,
@@ -117,11 +125,19 @@ def plan(
     raise typer.Exit(ExitCode.OK if known else ExitCode.NOTHING_MEASURED)
 
 
-def show_predictions(planned: Sequence[PlannedCase], planner: Planner) -> None:
+def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: bool = False) -> None:
     """`run --plan`: memory and time of the cases of a suite, as predicted before anything runs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     machine = planner.machine
     capacity, total_s = memory_bytes(machine), 0.0
+    if as_json:
+        told = [
+            _as_data(one, planner, rank_memory_bytes(machine, one.case.world_size))
+            | {"seconds": plan_time(one.case, machine, cores).seconds}
+            for one in planned
+        ]
+        say(json.dumps(told, indent=1))
+        return
     rows = []
     for one in planned:
         time = plan_time(one.case, machine, cores)
@@ -175,16 +191,25 @@ def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
 
 def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None) -> None:
     rows: list[tuple[str, ...]] = []
+    skipped: dict[str, list[str]] = {}
     for one in planned:
         found, workload, head = _memory(one, planner), one.case.workload, _head(one)
+        if found is None and one.skip is not None:
+            skipped.setdefault(one.skip.why, []).append(one.case.implementation)
+            continue
         if found is None:
-            rows.append((*head, NO_TRACE, "-", "-", "-", _unknown(one)))
+            rows.append((*head, NO_TRACE, "-", "-", "-", "?"))
             continue
         parts = (found.inputs_bytes, found.saved_bytes)
         per_token = f"{found.peak_bytes * one.case.world_size / workload.tokens:.0f}"
         fits = _fits(found.peak_bytes, capacity)
         rows.append((*head, format_bytes(found.peak_bytes), per_token, *map(format_bytes, parts), fits))
     print_table(None, COLUMNS, rows, right=COLUMNS[3:9])
+    if any(row[-1] == NO for row in rows):
+        for tip in advice_on_shortage():
+            say_folded(f"- {tip}", "  ")
+    for why, implementations in skipped.items():
+        say_folded(f"no trace of {', '.join(dict.fromkeys(implementations))}: {why}", "  ")
     if capacity is None:
         return
     alike = {(*_names(one), one.case.workload.mode, str(one.case.workload.batch_size)): one for one in planned}
@@ -195,7 +220,7 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
     ranks = max(one.case.world_size for one in planned)
     title = f"Into {format_bytes(capacity)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
     print_table(title, LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
-    say("Traced without data, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
+    say_folded("Traced without data, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 
 
 def _as_data(one: PlannedCase, planner: Planner, capacity: int | None) -> dict[str, Any]:
@@ -246,8 +271,4 @@ def _longest(one: PlannedCase, planner: Planner, capacity: int) -> int | None:
 def _fits(needed: int | None, capacity: int | None) -> str:
     if needed is None or capacity is None:
         return "?"
-    return "yes" if needed <= capacity else "NO"
-
-
-def _unknown(one: PlannedCase) -> str:
-    return f"? ({one.skip.why})" if one.skip else "?"
+    return "yes" if needed <= capacity else NO

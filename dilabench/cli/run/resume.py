@@ -14,10 +14,8 @@ from dilabench.validation import validated
 def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
     """What the run was asked for and its header. `given` names the options that were given beside `--resume`.
 
-    Raises ConfigError when there is no such run, it was of another suite, or an option would change what it measures.
+    Raises ConfigError when it was of another suite, or an option would change what it measures.
     """
-    if not run.exists():
-        raise ConfigError(f"run {str(run)!r} does not exist; name the folder of an interrupted run")
     header, _ = read_rows(run if run.is_dir() else run.parent)
     given = sorted(given)
     if header.suite != suite:

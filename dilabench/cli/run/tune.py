@@ -1,5 +1,6 @@
 """`dilabench tune`: measure what is fastest here, and keep it for `-i auto`."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from dilabench.machine import detect
 from dilabench.request import ALL, read_budget, run_request
 from dilabench.store.run_files import RunFolder
 from dilabench.suites.planner import expand
+from dilabench.units import parse_count
 
 TunePath = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write this file instead of the one for this machine.")
@@ -22,13 +24,23 @@ TunePath = Annotated[
 
 
 def tune(
+    implementations: own.Implementations = None,
+    backends: shared.Backends = None,
     config: shared.Configs = None,
     assignments: shared.Assignments = None,
     lengths: own.Lengths = None,
+    batch_size: shared.BatchSize = None,
+    seq_length: shared.SeqLength = None,
+    num_heads: shared.NumHeads = None,
+    num_kv_heads: shared.NumKvHeads = None,
+    head_dim: shared.HeadDim = None,
+    dtype: shared.DTypeName = None,
     mode: shared.ModeName = None,
     device: shared.Device = None,
     budget: own.Budget = None,
     output: TunePath = None,
+    as_json: shared.AsJson = False,
+    strict_plugins: shared.StrictPlugins = False,
 ) -> None:
     """Measure every implementation over every backend on the workloads, and keep the fastest of each for `-i auto`.
 
@@ -38,14 +50,20 @@ def tune(
     from dilabench.suites.choice import tune_path
     from dilabench.suites.tuner import add_to_file
 
-    found = discovered()
+    found = discovered(strict_plugins)
     request = run_request(
         found.catalogue,
         suite=next(suite.name for suite in found.catalogue.suites if suite.tunes),
         configs=config or (),
         assignments=assignments or (),
-        workload=given(mode=mode),
-        run=given(backends=[ALL], lengths=names(lengths), device=device) | {"budget_s": budget and read_budget(budget)},
+        workload=shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode),
+        run=given(
+            implementations=names(implementations),
+            backends=names(backends) or [ALL],
+            lengths=[parse_count(length, "length") for length in names(lengths)],
+            device=device,
+        )
+        | {"budget_s": budget and read_budget(budget)},
     )
     machine = detect(request.device)
     planned = tuple(
@@ -61,11 +79,15 @@ def tune(
         planned=planned,
         header=header,
         folder=RunFolder.create(Path("benchmark_results"), "tune", header.run_id),
-        formats=(found.catalogue.reporters.get("table"),),
+        formats=() if as_json else (found.catalogue.reporters.get("table"),),
     )
     code = execution.run()
     path = output or tune_path(machine)
     # A run that was interrupted before its first row leaves no folder.
     added = add_to_file(path, execution.folder.path, machine) if execution.folder.path.exists() else 0
-    say(f"{counted(added, 'workload')} tuned in {path}")
+    if as_json:
+        tuned = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        say(json.dumps({"exit_code": int(code), "added": added, "path": str(path), **tuned}, indent=1))
+    else:
+        say(f"{counted(added, 'workload')} tuned in {path}")
     raise typer.Exit(code)

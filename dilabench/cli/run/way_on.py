@@ -1,5 +1,6 @@
 """What to say when a budget ended before the cases did: how to go on, and which budget would do."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dilabench.errors import counted
@@ -36,3 +37,12 @@ def way_on(record: RunRecord, machine: Machine, folder: Path) -> str | None:
         needed_s, source = max(predicted_s, 2 * elapsed_s), "for the first of them, predicted"
     way = f"`{resume} {budget_option(needed_s)}` should suffice ({format_seconds(needed_s)} {source})"
     return f"{counted(len(missing), 'case')} had no time: {way}"
+
+
+def together(folders: Sequence[str]) -> str:
+    """What can be done with several sessions of one request."""
+    runs = " ".join(folders)
+    return (
+        f"{len(folders)} sessions. What they say together: `dilabench compare {runs} --by implementation`; "
+        f"as a baseline for `check`: `dilabench baseline save NAME {runs}`"
+    )

@@ -10,7 +10,7 @@ import typer
 from dilabench.cli.options import AsJson
 from dilabench.cli.show.availability import limits_of, reasons_against
 from dilabench.cli.show.picture import mask_facts, pattern_picture
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import say, say_folded
 from dilabench.errors import DilabenchError, unknown_name
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
@@ -52,7 +52,12 @@ def describe(
     for index, (kind, facts) in enumerate(sheets):
         say(("\n" if index else "") + f"{kind} {name}")
         for key, value in facts:
-            say(f"  {key + ':' if key else '':<18} {value}")
+            line = f"  {key + ':' if key else '':<18} {value}"
+            # A picture keeps its lines.
+            if "\n" in value:
+                say(line)
+            else:
+                say_folded(line, " " * 21)
 
 
 def _sheets(
@@ -100,6 +105,8 @@ def _target_facts(descriptor: object, catalogue: Catalogue, machine: Machine) ->
             "priority",
             ", ".join(f"{there} {rank}" for there, rank in descriptor.priority.items()) or "none: by name only",
         )
+        if descriptor.install:
+            yield "install", descriptor.install
     if isinstance(descriptor, Implementation):
         yield "takes", "q, k, v [B, N, H, D]" if descriptor.takes == "heads" else f"{descriptor.takes} [B, N, E]"
         only = " or ".join(descriptor.backends)

@@ -5,12 +5,14 @@ import json
 from dilabench.cli.compare.noise import notes
 from dilabench.cli.options import AsJson
 from dilabench.cli.reading import read
+from dilabench.cli.show.advice import advice
 from dilabench.cli.show.availability import reasons_against
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import say, say_folded
 from dilabench.machine import Machine, detect
 from dilabench.metadata import note_text
 from dilabench.plugins.manager import Found, discover
 from dilabench.record import Environment
+from dilabench.suites.room import memory_bytes
 from dilabench.units import format_bytes
 
 
@@ -21,18 +23,20 @@ def doctor(as_json: AsJson = False) -> None:
     machine, found = detect(), discover()
     environment = snapshot(machine)
     warnings = notes(read(machine))
+    tips = list(advice(machine, found.catalogue, memory_bytes(machine)))
     if as_json:
         report = {
             "device": machine.device,
             "no_cuda": machine.no_cuda,
             "environment": environment.model_dump(mode="json"),
             "notes": [note.model_dump(mode="json", exclude_none=True) for note in warnings],
+            "advice": tips,
             "broken_plugins": {problem.plugin: problem.why for problem in found.problems},
         }
         say(json.dumps(report, indent=2, ensure_ascii=False))
         return
     for name, value in _facts(machine, environment, found):
-        say(f"{name + ':':<12} {value}")
+        say_folded(f"{name + ':':<12} {value}", " " * 13)
     for problem in found.problems:
         say(f"broken plug-in {problem.plugin}: {problem.why}")
     say(
@@ -41,7 +45,10 @@ def doctor(as_json: AsJson = False) -> None:
         else "\nNothing found that makes times here noisy."
     )
     for note in warnings:
-        say(f"- {note_text(note)}")
+        say_folded(f"- {note_text(note)}", "  ")
+    say("\nWhat to try here:")
+    for tip in tips:
+        say_folded(f"- {tip}", "  ")
 
 
 def _facts(machine: Machine, environment: Environment, found: Found) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from dilabench.cli.github import GithubSummary, append_summary
 from dilabench.cli.options import AsJson, Columns, Details, StrictPlugins, column_names, names
 from dilabench.cli.plugins import discovered, tell_of
 from dilabench.cli.terminal import note, say
@@ -12,6 +13,7 @@ from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.report.findings import render, sections_of
+from dilabench.report.pull_request import of_run
 
 
 def report(
@@ -25,6 +27,7 @@ def report(
     samples: Annotated[bool, typer.Option("--samples", help="csv, parquet: a line per sample, not per case.")] = False,
     columns: Columns = None,
     details: Details = False,
+    github_summary: GithubSummary = False,
     as_json: AsJson = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
@@ -42,6 +45,8 @@ def report(
     known = len(catalogue.problems)
     sections = sections_of(records[0], catalogue)
     options = {"details": details, "columns": column_names(columns)}
+    if github_summary:
+        append_summary(of_run(records[0], sections))
     written: list[tuple[str | None, Path | None]] = []
     for reporter in reporters:
         folder = output if output is not None or reporter.prints else _own_folder(store.path_of(run), run, reporter)

@@ -1,6 +1,8 @@
 """`dilabench verify`: is the output right? Nothing is timed."""
 
+import json
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
@@ -8,10 +10,10 @@ import typer
 from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
-from dilabench.cli.run.options import Implementations, Processes
+from dilabench.cli.run.options import Implementations, Lengths, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import Lines, say
-from dilabench.cli.verify.everything import SIGNS, Marks, Result, trials_of
+from dilabench.cli.verify.everything import SIGNS, Marks, Result, Trial, trials_of
 from dilabench.cli.verify.outcomes import Outcome, outcomes_of
 from dilabench.errors import ExitCode, counted
 from dilabench.machine import detect
@@ -20,6 +22,7 @@ from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Check, PlannedCase, Verification
 from dilabench.request import ALL, run_request
 from dilabench.suites.planner import Planner
+from dilabench.units import parse_count
 from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
 # Small and awkward on purpose: no segment, block or rate divides N, and queries are grouped.
@@ -35,6 +38,7 @@ def verify(
     backends: shared.Backends = None,
     config: shared.Configs = None,
     assignments: shared.Assignments = None,
+    lengths: Lengths = None,
     batch_size: shared.BatchSize = None,
     seq_length: shared.SeqLength = None,
     num_heads: shared.NumHeads = None,
@@ -48,6 +52,7 @@ def verify(
         bool, typer.Option("--all", help="Every implementation, backend, dtype and family, as a table of marks.")
     ] = False,
     device: shared.Device = None,
+    as_json: shared.AsJson = False,
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
     """Check outputs and gradients against the oracle. Exit code 5 when any is wrong, 4 when a check itself fails."""
@@ -62,6 +67,7 @@ def verify(
         run=given(
             implementations=names(implementations, named),
             backends=names(backends),
+            lengths=[parse_count(length, "length") for length in names(lengths)],
             device=device,
             nproc=processes,
             seed=seed,
@@ -69,37 +75,62 @@ def verify(
     )
     machine = detect(request.device)
     planner = Planner(found.catalogue, machine, request)
-    if everything:
-        raise typer.Exit(_everything(planner))
-    planned = _planned(planner)
+    trials = trials_of(planner) if everything else ()
+    planned = tuple(trial.planned for trial in trials) if everything else _planned(planner)
+    outcomes = outcomes_of(planned, found.catalogue, machine, request.seed)
+    if as_json:
+        code, text = _as_json(planned, outcomes)
+        say(text)
+    else:
+        shown = _marks(trials, outcomes) if everything else _lines(planned, outcomes)
+        code, text = _verdict(shown)
+        say(text)
+    raise typer.Exit(code)
+
+
+def _lines(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """A line per case, as soon as it is known."""
     names_of = [_names(plan) for plan in planned]
-    lines = Lines(COLUMNS, names_of)
-    outcomes: list[Outcome] = []
-    for cells, outcome in zip(names_of, outcomes_of(planned, found.catalogue, machine, request.seed), strict=True):
-        outcomes.append(outcome)
+    lines, shown = Lines(COLUMNS, names_of), []
+    for cells, outcome in zip(names_of, outcomes, strict=True):
+        shown.append(outcome)
         result, details = _result(outcome)
         lines.print((*cells, SIGNS[result], details))
-    raise typer.Exit(_verdict(outcomes))
+    return shown
 
 
-def _everything(planner: Planner) -> ExitCode:
+def _as_json(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> tuple[ExitCode, str]:
+    """Every case with what its checks found, for programs; on stderr how far it is."""
+    told, silent = [], CheckedLines(len(planned))
+    for plan, outcome in zip(planned, outcomes, strict=True):
+        told.append((plan.case, outcome))
+        silent.checked(len(told), " ".join(_names(plan)))
+    code, _ = _verdict([outcome for _, outcome in told])
+    cases = [
+        {
+            **case.model_dump(mode="json"),
+            "case_id": case.case_id,
+            "result": _result(outcome)[0],
+            "details": outcome.model_dump(mode="json"),
+        }
+        for case, outcome in told
+    ]
+    return code, json.dumps({"exit_code": int(code), "cases": cases}, indent=1, ensure_ascii=False)
+
+
+def _marks(trials: Sequence[Trial], outcomes: Iterable[Outcome]) -> list[Outcome]:
     """The table of `--all`: a line per implementation, backend and dtype, a mark per family."""
-    trials = trials_of(planner)
-    planned = tuple(trial.planned for trial in trials)
-    table = Marks(trials)
-    outcomes: list[Outcome] = []
-    silent = CheckedLines(len(trials))
+    table, silent = Marks(trials), CheckedLines(len(trials))
+    shown: list[Outcome] = []
     say(f"{len(trials)} checks; a line appears when all families of an implementation and dtype are known", err=True)
-    for trial, outcome in zip(
-        trials, outcomes_of(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
-    ):
-        outcomes.append(outcome)
+    for trial, outcome in zip(trials, outcomes, strict=True):
+        shown.append(outcome)
         if table.add(trial, *_result(outcome)):
             silent.spoke()
         else:
-            silent.checked(len(outcomes), f"{' '.join(trial.line)}, {trial.family}")
+            silent.checked(len(shown), f"{' '.join(trial.line)}, {trial.family}")
     table.close()
-    return _verdict(outcomes)
+    return shown
 
 
 def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
@@ -160,13 +191,14 @@ def _check(check: Check) -> str:
     return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))
 
 
-def _verdict(outcomes: list[Outcome]) -> ExitCode:
+def _verdict(outcomes: Sequence[Outcome]) -> tuple[ExitCode, str]:
+    """How it ended, and the line that says so."""
     # What raised or hung has shown no output to be wrong.
     counts = Counter(_result(outcome)[0] for outcome in outcomes)
     crashed = f"{counts['failed']} failed, " if counts["failed"] else ""
-    say(f"{counts['right']} right, {counts['wrong']} wrong, {crashed}{counts['skipped']} skipped")
+    text = f"{counts['right']} right, {counts['wrong']} wrong, {crashed}{counts['skipped']} skipped"
     if counts["wrong"]:
-        return ExitCode.WRONG_OUTPUT
+        return ExitCode.WRONG_OUTPUT, text
     if counts["failed"]:
-        return ExitCode.CASE_FAILED
-    return ExitCode.OK if counts["right"] else ExitCode.NOTHING_MEASURED
+        return ExitCode.CASE_FAILED, text
+    return ExitCode.OK if counts["right"] else ExitCode.NOTHING_MEASURED, text

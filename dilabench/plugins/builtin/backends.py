@@ -67,6 +67,8 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)_",),
         priority={"sm80": 40, "sm90": 40},
         library=True,
+        install="pip install flash-attn --no-build-isolation",
+        family="FlashAttention",
     ),
     Backend(
         "flash3",
@@ -79,6 +81,7 @@ BACKENDS = (
         kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
         priority={"sm90": 60},
         library=True,
+        family="FlashAttention",
     ),
     Backend(
         "flash4",
@@ -94,6 +97,8 @@ BACKENDS = (
         places_results=True,
         priority={"sm90": 70},
         library=True,
+        install="pip install 'dilabench[flash4]'",
+        family="FlashAttention",
     ),
     Backend(
         "xformers",
@@ -105,6 +110,7 @@ BACKENDS = (
         kernels=(r"flash_(fwd|bwd)|fmha_cutlass",),
         priority={"older": 15, "sm80": 25},
         library=True,
+        install="pip install 'dilabench[xformers]'",
     ),
     Backend(
         "flex",

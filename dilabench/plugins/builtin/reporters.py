@@ -20,6 +20,13 @@ REPORTERS = (
         options=("columns",),
     ),
     Reporter(
+        "pull-request",
+        "the answer as Markdown to paste into a pull request",
+        "dilabench.report.pull_request:render",
+        filename="pull-request.md",
+        shows_sections=True,
+    ),
+    Reporter(
         "html",
         "one page that opens offline: tables to sort, charts",
         "dilabench.report.html.page:render",

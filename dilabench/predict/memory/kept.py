@@ -4,12 +4,12 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-CACHE_VARIABLE = "DILABENCH_CACHE"
+from dilabench.cache_folder import cache_folder
+
 PACKAGE = Path(__file__).parents[2]
 # What decides how much an implementation allocates.
 SOURCES = ("backends", "distributed", "engine/call", "engine/trace", "impls", "kernels", "patterns", "workload")
@@ -58,9 +58,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _file() -> Path:
-    base = os.environ.get(CACHE_VARIABLE)
-    folder = Path(base) if base else Path.home() / ".cache" / "dilabench"
-    return folder / "memory" / f"{_sources_hash()}.jsonl"
+    return cache_folder() / "memory" / f"{_sources_hash()}.jsonl"
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dilabench.engine.lower_bounds import least_bytes, least_flops
@@ -60,8 +60,7 @@ class PageData:
             "command": "dilabench",
             "plots": {key: _plot(plot) for key, plot in plots.items()},
         }
-        text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return text.replace("<", "\\u003c")
+        return _in_script(document)
 
     def _text(self, text: str) -> int:
         return self._texts.setdefault(text, len(self._texts))
@@ -194,9 +193,30 @@ def _ceilings(record: RunRecord) -> dict[str, Any]:
     }
 
 
+def plots_as_json(plots: Mapping[str, Plot]) -> str:
+    """Plots alone, for a page without rows. Their x counts runs, so its axis is linear."""
+    return _in_script({"plots": {key: {**_plot(plot), "linear_x": True} for key, plot in plots.items()}})
+
+
+def _in_script(document: dict[str, Any]) -> str:
+    """JSON that may stand inside of a script element."""
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
 def _plot(plot: Plot) -> dict[str, Any]:
     kind = "curves" if isinstance(plot, CurvePlot) else "bars" if isinstance(plot, BarPlot) else "mask"
-    return {"kind": kind, **asdict(plot)}
+    return {"kind": kind, **_plain(plot)}
+
+
+def _plain(value: Any) -> Any:
+    """A plot as JSON holds it: fields without a value left out, numbers as long as a drawing needs them."""
+    if is_dataclass(value):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {name: _plain(one) for name, one in named.items() if one is not None}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return _short(value) if isinstance(value, float) else value
 
 
 def _short(value: float) -> float:

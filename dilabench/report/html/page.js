@@ -116,7 +116,7 @@ function scaled(labels) {
 }
 
 // points: {x, y, lo, hi, series, fitted}
-function curves({ points, xTitle, yTitle, joined = true, unit = "" }) {
+function curves({ points, xTitle, yTitle, joined = true, unit = "", linearX = false }) {
   const labels = [...new Set(points.map((point) => point.series))];
   const xs = [...new Set(points.map((point) => point.x))].sort((a, b) => a - b);
   const shown = xs.filter((_, index) => (xs.length - 1 - index) % Math.ceil(xs.length / 10) === 0);
@@ -124,7 +124,7 @@ function curves({ points, xTitle, yTitle, joined = true, unit = "" }) {
   const axis = lengths ? { values: shown, labelExpr: "datum.value >= 1073741824 && datum.value % 268435456 == 0 ? datum.value / 1073741824 + 'G' : datum.value >= 1048576 && datum.value % 262144 == 0 ? datum.value / 1048576 + 'M' : datum.value >= 1024 && datum.value % 256 == 0 ? datum.value / 1024 + 'K' : format(datum.value, ',')", labelOverlap: "greedy" } : {};
   const positive = points.every((point) => point.x > 0 && point.y > 0);
   const span = (values) => Math.max(...values) / Math.min(...values);
-  const logX = positive && span(xs) > 3, logY = positive && span(points.map((point) => point.y)) > 3;
+  const logX = positive && !linearX && span(xs) > 3, logY = positive && span(points.map((point) => point.y)) > 3;
   const scale = (log) => (log ? { type: "log" } : { type: "linear", zero: false });
   const x = { field: "x", type: "quantitative", title: xTitle, scale: { ...scale(logX), nice: false, padding: 14 }, axis };
   const ends = points.flatMap((point) => [point.y, point.lo ?? point.y, point.hi ?? point.y]);
@@ -163,7 +163,7 @@ function bars({ values, title, reference = null, stacked = false, order = null }
 function ofPlot(plot) {
   if (plot.kind === "curves") {
     const points = plot.curves.flatMap((curve) => curve.points.map((point) => ({ x: point.x, y: point.y, lo: point.low, hi: point.high, series: curve.label, fitted: curve.fitted })));
-    return curves({ points, xTitle: plot.x_label, yTitle: plot.y_label });
+    return curves({ points, xTitle: plot.x_label, yTitle: plot.y_label, linearX: plot.linear_x });
   }
   const values = plot.bars.flatMap((bar) => plot.categories.map((category, index) => ({ category, series: bar.label, y: bar.values[index], lo: bar.low[index] ?? null, hi: bar.high[index] ?? null })));
   return bars({ values: values.filter((value) => value.y !== null), title: plot.value_label, reference: plot.reference, order: plot.categories });
@@ -176,6 +176,7 @@ if (holder) report(JSON.parse(holder.textContent));
 
 function report(data) {
   for (const target of document.querySelectorAll("[data-plot]")) whenNear(target, () => draw(target, ofPlot(data.plots[target.dataset.plot])));
+  if (!data.rows) return;
   rowTable(data);
   if (charts) explorer(data);
 }

@@ -1,13 +1,17 @@
 """report.html: everything that is known of a run, in one file that fetches nothing."""
 
+import contextlib
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from dilabench.atomic_file import write_text
+from dilabench.cache_folder import cache_folder
+from dilabench.errors import EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
 from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
@@ -123,8 +127,15 @@ def chart_library() -> str | None:
         import vl_convert
     except ImportError:
         return None
+    # Bundling takes a second; the result depends on nothing but the version.
+    kept = cache_folder() / f"vega-{version('vl-convert-python')}.js"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return kept.read_text(encoding="utf-8")
     # Inside of a script element nothing else would end the element.
-    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")
+    text = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")
+    with contextlib.suppress(EnvironmentNotReady):
+        write_text(kept, text)
+    return text
 
 
 def _drawn(record: RunRecord, sections: Sequence[Section], scripted: bool) -> Iterator[tuple[Plot, Drawn]]:

@@ -2,6 +2,7 @@
 
 from math import ceil, expm1, sqrt
 
+from dilabench.errors import counted
 from dilabench.stats.decisions.policy import Margin, Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers
 from dilabench.stats.samples.estimate import MIN_ROUNDS, Estimate
@@ -27,7 +28,7 @@ def rounds_missing(estimate: Estimate) -> int:
 def reason(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, margin: Margin) -> str:
     """One sentence that holds the figures the verdict rests on."""
     if cause is Cause.TOO_FEW_ROUNDS:
-        return f"{estimate.rounds} rounds; {MIN_ROUNDS} are the least that give an interval"
+        return f"{counted(estimate.rounds, 'round')}; {MIN_ROUNDS} are the least that give an interval"
     if cause is Cause.TOO_FEW_SESSIONS:
         apart = percent(abs(numbers.ratio - 1))
         return f"{apart} apart, but one session on each side tells nothing of the spread between sessions"

@@ -47,6 +47,13 @@ class Standing:
         assert found is not None
         return found.median_ns
 
+    def among(self, names: Sequence[str]) -> Iterator[str]:
+        """'flash4', 'flash3 (1.31x)': those of the backends that are here, times against the first of them."""
+        found = [(row, ratio) for row, ratio in zip(self.rows, self.ratios, strict=True) if row.case.backend in names]
+        for row, ratio in found:
+            times = ratio / found[0][1]
+            yield f"{row.case.backend}" + ("" if row is found[0][0] else f" ({figures.ratio(times)})")
+
     def order_text(self) -> str:
         """'flash3, sdpa-cudnn (1.02x, tied), math (31x)': times as multiples of the fastest one's."""
         texts = [str(self.best.case.backend)]
@@ -61,7 +68,39 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     standings = standings_of(record)
     if not standings:
         return ()
-    return (_recommendation(record, standings, catalogue), _kernels(standings))
+    families = _families(record, standings, catalogue)
+    return (_recommendation(record, standings, catalogue), *families, _kernels(standings))
+
+
+def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catalogue) -> Iterator[Section]:
+    """The generations of one kernel against each other, FlashAttention 2, 3 and 4 say; why others did not run."""
+    members: dict[str, list[str]] = {}
+    for backend in catalogue.backends:
+        if backend.family:
+            members.setdefault(backend.family, []).append(backend.name)
+    for family, names in members.items():
+        found = [(standing, tuple(standing.among(names))) for standing in standings]
+        table = [
+            (_subject(one.best), one.best.case.workload.dtype, order[0], ", ".join(order[1:]) or figures.ABSENT)
+            for one, order in found
+            if order
+        ]
+        if not table:
+            continue
+        ran = {row.case.backend for standing in standings for row in standing.rows}
+        whys = {
+            row.case.backend: row.outcome.why
+            for row in reversed(record.rows)
+            if row.case.backend in names and row.case.backend not in ran and not isinstance(row.outcome, Measured)
+        }
+        first = dict.fromkeys(order[0] for _, order in found if order)
+        missing = "".join(f" {name} did not run: {why}." for name, why in whys.items())
+        yield Section(
+            title=f"{family}: {', '.join(names)}",
+            sentence=f"Fastest of those that ran: {', '.join(first)}.{missing}",
+            columns=("attention", "dtype", "fastest", "the others"),
+            rows=tuple(table),
+        )
 
 
 def standings_of(record: RunRecord) -> tuple[Standing, ...]:

@@ -11,7 +11,8 @@ LENGTHS = {"cpu": (1024, 4096), "cuda": (4096, 16384, 65536)}
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Each implementation at each length with everything off, each optimization alone, and all of them together.
+    """Each implementation at each length with everything off, each optimization alone, and all of them together; with a
+    backward pass also gradient checkpointing, whose gain is in memory.
 
     Together leaves out what this device does not have. All variants of a length are timed in the same rounds. To
     torch.compile the implementations of heads are one operator each: it compiles what is around them, nothing inside.
@@ -20,6 +21,6 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     cases: list[PlannedCase] = []
     for workload in planner.workload_requests(defaults):
         for implementation in planner.implementations(planner.on_one_device(workload.pattern)):
-            for name, fields in variants(request, planner.machine).items():
+            for name, fields in variants(request, planner.machine, workload.mode).items():
                 cases += planner.plan(implementation, workload, VARIANT.entry(name), **fields)
     return tuple(cases)

@@ -15,10 +15,10 @@ POOL_BYTES = 2**30
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def variants(request: RunRequest, machine: Machine) -> dict[str, dict[str, Any]]:
+def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict[str, Any]]:
     """Fields of Optimizations by the name of what is switched on; all together are those that can be here.
 
-    A size that the request names is the one used.
+    A size that the request names is the one used. Gradient checkpointing is there where a backward pass is.
     """
     alone: dict[str, dict[str, Any]] = {
         "pattern cache": {"pattern_cache_entries": request.pattern_cache_entries or CACHE_ENTRIES},
@@ -37,6 +37,8 @@ def variants(request: RunRequest, machine: Machine) -> dict[str, dict[str, Any]]
         NONE: off,
         **{name: {**off, **fields} for name, fields in alone.items()},
         ALL_TOGETHER: {**off, **together},
+        # It trades time for memory, so it is none of those that make things faster together.
+        **({"gradient checkpointing": {**off, "gradient_checkpointing": True}} if mode != "forward" else {}),
     }
 
 

@@ -98,7 +98,7 @@ def test_a_compiled_backward_pass_copies_dout(implementation, peak_mib, peaks):
 
 
 def test_an_answer_is_kept_for_later_processes(peaks, tmp_path, monkeypatch):
-    monkeypatch.setenv(kept.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     first, later = kept.KeptAnswers(), kept.KeptAnswers()
     assert first.get("a") is None
     first.put("a", {"workspace_bytes": 1}, lasting=True)

@@ -50,3 +50,12 @@ def test_the_longest_kernel_is_named(row, record):
 
 def test_skipped_backends_give_no_recommendation(row, record):
     assert analyse(record(row("dense"), suite="backends"), CATALOGUE) == ()
+
+
+def test_generations_of_a_kernel_face_each_other_and_the_missing_say_why(row, record):
+    times = {"math": 1.0, "flash2": 30.0, "flash4": 10.0}
+    rows = [row("dense", ms, at=at, backend=name) for at, (name, ms) in enumerate(times.items())]
+    missing = row("dense", backend="flash3")
+    _, family, _ = analyse(record(*rows, missing, suite="backends"), CATALOGUE)
+    assert family.rows[0][2:] == ("flash4", "flash2 (3.00x)")
+    assert family.sentence == f"Fastest of those that ran: flash4. flash3 did not run: {missing.outcome.why}."

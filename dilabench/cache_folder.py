@@ -1,0 +1,12 @@
+"""Where is kept what can be made again: traced memory, what `tune` found, the charting library as one script."""
+
+import os
+from pathlib import Path
+
+CACHE_VARIABLE = "DILABENCH_CACHE"
+
+
+def cache_folder() -> Path:
+    """$DILABENCH_CACHE, else ~/.cache/dilabench."""
+    base = os.environ.get(CACHE_VARIABLE)
+    return Path(base) if base else Path.home() / ".cache" / "dilabench"

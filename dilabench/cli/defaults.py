@@ -1,0 +1,99 @@
+"""Defaults of options from `dilabench.toml`, or `[tool.dilabench]` of a pyproject.toml.
+
+A key is an option's name without its dashes. What stands at the top is for every command that has the option, a table
+called like a command for that one only:
+
+    device = "cpu"
+    [run]
+    budget = "60s"
+    implementations = ["gather", "strided"]
+
+The first such file counts, from the working folder upwards. What is given on the command line goes before it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dilabench.errors import ConfigError, unknown_name
+
+OWN_FILE = "dilabench.toml"
+PROJECT_FILE = "pyproject.toml"
+TOOL = "dilabench"
+
+
+def defaults_of(name: str, command: Any, commands: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The defaults of a command by the names of its parameters; those of a group by the names of its commands.
+
+    Raises ConfigError for a key that is no option of the command, or, at the top, of none of `commands`.
+    """
+    found = _file(Path.cwd())
+    if found is None:
+        return {}
+    path, settings = found
+    try:
+        return _of_command(name, command, settings, commands)
+    except ConfigError as error:
+        raise ConfigError(f"defaults in {str(path)!r}: {error}") from None
+
+
+def _of_command(
+    name: str, command: Any, settings: Mapping[str, Any], commands: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    everywhere = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+    options = _options(command)
+    unknown = everywhere.keys() - options.keys()
+    tables = {key for key, value in settings.items() if isinstance(value, dict)} - {name}
+    if unknown or tables:
+        # Rarely: each command has to be imported for that.
+        known = commands()
+        for key in sorted(tables - known.keys()):
+            raise unknown_name("command", key, known, command="dilabench --help")
+        all_options = {option for one in known.values() for option in _options(one)}
+        for key in sorted(unknown - all_options):
+            raise unknown_name("option", key, all_options, command="dilabench --help")
+    own = settings.get(name, {})
+    for key in own:
+        if key not in options:
+            raise unknown_name(f"option of {name}", key, options, command=f"dilabench {name} --help")
+    values = {**{key: everywhere[key] for key in everywhere.keys() & options.keys()}, **own}
+    return {options[key]: value for key, value in values.items()}
+
+
+def _options(command: Any) -> dict[str, str]:
+    """Names of a command's options, with dashes or underscores between words, and the parameters that they set."""
+    spelt = {
+        option.lstrip("-"): parameter.name
+        for parameter in command.params
+        for option in parameter.opts
+        if option.startswith("--") and not parameter.is_eager
+    }
+    return spelt | {option.replace("-", "_"): parameter for option, parameter in spelt.items()}
+
+
+def _file(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The nearest file with defaults, and what it holds. Raises ConfigError when it cannot be read."""
+    for path in _candidates(folder):
+        if not path.is_file():
+            continue
+        settings = _tables(path)
+        if path.name == PROJECT_FILE:
+            settings = settings.get("tool", {}).get(TOOL)
+        if settings is not None:
+            return path, settings
+    return None
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    for above in (folder, *folder.parents):
+        yield from (above / OWN_FILE, above / PROJECT_FILE)
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"defaults in {str(path)!r} cannot be read: {error}") from None

@@ -1,0 +1,35 @@
+"""`--github-summary`: what a job of GitHub Actions shows on its page."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dilabench.errors import EnvironmentNotReady
+
+VARIABLE = "GITHUB_STEP_SUMMARY"
+
+
+def _checked(asked: bool) -> bool:
+    if asked and not os.environ.get(VARIABLE):
+        raise typer.BadParameter(
+            f"{VARIABLE} is not set, so this is no job of GitHub Actions; `-f pull-request` (run, report) and "
+            "`-f markdown` (compare, check) print the same"
+        )
+    return asked
+
+
+GithubSummary = Annotated[
+    bool, typer.Option("--github-summary", callback=_checked, help="Show it on the page of the GitHub Actions job.")
+]
+
+
+def append_summary(text: str) -> None:
+    """Add a text to the summary of the job. Raises EnvironmentNotReady when its file cannot be written."""
+    path = Path(os.environ[VARIABLE])
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise EnvironmentNotReady(f"{VARIABLE} {str(path)!r} cannot be written: {error.strerror}") from None

@@ -1,0 +1,39 @@
+"""history.html: how cases developed over stored runs, with the steps in them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import dilabench
+from dilabench.report.findings import CurvePlot
+from dilabench.report.html.data import plots_as_json
+from dilabench.report.html.page import chart_library, page
+
+FILENAME = "history.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """One case on one machine: a line per run, a curve per level between steps. `steps` are sentences."""
+
+    title: str
+    where: str
+    columns: Sequence[str]
+    numeric: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    steps: Sequence[str]
+    plot: CurvePlot
+
+
+def to_text(trends: Sequence[Trend], heading: str) -> str:
+    """The page; it fetches nothing."""
+    charts = chart_library()
+    plots = {trend.plot.name: trend.plot for trend in trends}
+    return page(
+        "history.html.j2",
+        heading=heading,
+        trends=trends,
+        stepped=[trend for trend in trends if trend.steps],
+        charts=charts,
+        data=plots_as_json(plots),
+        version=dilabench.__version__,
+    )

@@ -1,0 +1,99 @@
+"""Markdown to paste into a pull request, or for a job's summary: the answer or the verdict first, the rest folded."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dilabench.atomic_file import write_text
+from dilabench.compare.comparison import ComparedPair, Comparison
+from dilabench.record import Case, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Section
+from dilabench.report.markdown import escaped, finding_lines, table_lines, tables_lines
+from dilabench.report.rows import COLUMNS, implementation_text, workload_title
+from dilabench.report.summary import device_text, headline, reproduce_command, unmeasured
+from dilabench.stats.decisions.verdicts import Code
+
+FILENAME = "pull-request.md"
+# GitHub takes 65,536 characters in a comment.
+MOST_CHARACTERS = 60_000
+COMPARED = ("verdict", "case", "workload", "baseline", "candidate", "ratio", "memory")
+RULES = ("---", "---", "---", "---:", "---:", "---:", "---")
+
+
+def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> str | None:
+    """Write pull-request.md into `folder` and print nothing; without a folder, return the text to print."""
+    text = of_run(record, sections)
+    if folder is None:
+        return text
+    write_text(folder / FILENAME, text)
+    return None
+
+
+def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
+    """The answer of a run with its table, and its results folded."""
+    lines = [f"### dilabench {record.suite} on {escaped(device_text(record))}", "", escaped(headline(record))]
+    for section in sections:
+        if section.answers:
+            lines += finding_lines(section, heading="####")
+    findings = [line for section in sections if not section.answers for line in finding_lines(section, heading="####")]
+    told = [f"- {escaped(f'{one.rows}: {one.why}')}" for one in unmeasured(record)]
+    parts = [("Findings", findings), ("Rows without a time", told), ("Results", list(tables_lines(record, COLUMNS)))]
+    return _limited(lines, [*parts, ("Command", ["```", reproduce_command(record), "```"])])
+
+
+def of_comparison(comparison: Comparison, verdict: str) -> str:
+    """The verdict of a comparison, what changed with its reasons, and what did not, folded."""
+    changed = [pair for pair in comparison.pairs if _matters(pair)]
+    same = [pair for pair in comparison.pairs if not _matters(pair)]
+    lines = [f"### dilabench: {escaped(verdict)}"]
+    if changed:
+        lines += ["", *_compared(changed)]
+        for pair in changed:
+            lines += ["", f"- {escaped(f'{_name(pair.candidate)}: {pair.verdict.reason}')}"]
+    lines += [line for text in comparison.warnings for line in ("", f"> {escaped(text)}")]
+    lacking = [
+        escaped(f"{one.lack}: {_name(one.case)}, {workload_title(one.case)}: {one.baseline}; {one.candidate}")
+        for one in comparison.uncompared
+    ]
+    parts = [("Without a proven change", list(_compared(same)) if same else [])]
+    return _limited(lines, [*parts, ("Not compared", [f"- {text}" for text in lacking])])
+
+
+def _matters(pair: ComparedPair) -> bool:
+    larger = pair.memory is not None and pair.memory.fails_gate
+    return larger or pair.verdict.code in (Code.SLOWER, Code.FASTER)
+
+
+def _compared(pairs: Sequence[ComparedPair]) -> Iterator[str]:
+    return table_lines(COMPARED, RULES, [_cells(pair) for pair in pairs])
+
+
+def _cells(pair: ComparedPair) -> Sequence[str]:
+    numbers = pair.verdict.numbers
+    known = numbers.ratio_low is not None and numbers.ratio_high is not None
+    interval = f" ({numbers.ratio_low:.3f}–{numbers.ratio_high:.3f})" if known else ""
+    return (
+        pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
+        _name(pair.candidate),
+        workload_title(pair.candidate),
+        figures.latency(numbers.baseline_ns),
+        figures.latency(numbers.candidate_ns),
+        f"{numbers.ratio:.3f}{interval}",
+        figures.ABSENT if pair.memory is None else pair.memory.code,
+    )
+
+
+def _name(case: Case) -> str:
+    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
+
+
+def _limited(lines: Sequence[str], folded: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The lines, and the folded parts for which there is room; the others are said to be left out."""
+    text = "\n".join(lines) + "\n"
+    for title, part in folded:
+        if not part:
+            continue
+        block = f"\n<details><summary>{title}</summary>\n\n" + "\n".join(part) + "\n\n</details>\n"
+        room = len(text) + len(block) <= MOST_CHARACTERS
+        text += block if room else f"\n{title} left out: too long for a comment; report.md has it.\n"
+    return text

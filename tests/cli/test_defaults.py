@@ -1,0 +1,53 @@
+"""Defaults from dilabench.toml or pyproject.toml: found, checked, and weaker than the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def lengths(result):
+    assert result.exit_code == 0, result.output
+    return [case["workload"]["seq_len"] for case in json.loads(result.stdout)]
+
+
+def test_a_file_sets_what_the_command_line_does_not(cli, tmp_path, monkeypatch):
+    text = 'device = "cpu"\njson = true\n[run]\nlengths = ["1K", 512]\nimplementations = ["gather"]\n'
+    (tmp_path / "dilabench.toml").write_text(text)
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    assert lengths(cli("run", "quick", "--dry-run")) == [1024, 512]
+    assert lengths(cli("run", "quick", "--dry-run", "--lengths", "256")) == [256]
+    # A key at the top is for the commands that have such an option.
+    assert json.loads(cli("list", "suites").stdout)
+
+
+def test_the_table_of_a_project_file_counts_as_well(cli):
+    Path("pyproject.toml").write_text("[tool.dilabench.run]\nseq-length = 96\ndry_run = true\njson = true\n")
+    assert set(lengths(cli("run", "implementations", "-i", "gather", "--device", "cpu"))) == {96}
+    # A file without such a table is not the end of the search, and no error.
+    Path("pyproject.toml").write_text("[tool.other]\n")
+    assert cli("list", "suites").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("devise = 1", "unknown option 'devise'; did you mean device"),
+        ("[runs]\na = 1", "unknown command 'runs'; did you mean run?"),
+        ("[run]\nbudge = 1", "unknown option of run 'budge'; did you mean budget?"),
+        ("[run", "cannot be read"),
+        ('[run]\nsessions = "many"', "'--sessions'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_refused(cli, text, message):
+    Path("dilabench.toml").write_text(text)
+    result = cli("run", "quick", "--dry-run")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_run_that_goes_on_does_so_as_it_was_asked_for(cli):
+    Path("dilabench.toml").write_text("[run]\nseed = 5\n")
+    result = cli("run", "quick", "--resume", "abc")
+    assert "run 'abc' does not exist, nor is it the id of one of the 0 runs in 'benchmark_results'" in result.stderr
