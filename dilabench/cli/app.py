@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 import dilabench
+from dilabench.cli.author.app import plugin_app
 from dilabench.cli.compare.baseline import baseline_app
 from dilabench.cli.compare.calibrate import calibrate
 from dilabench.cli.compare.check import check
@@ -70,3 +71,4 @@ for _name, _command, _summary in (
 ):
     app.command(_name, short_help=_summary)(guarded(_command, prints=_name not in MEASURING))
 app.add_typer(baseline_app, name="baseline", short_help="Name runs to compare with; list and remove names.")
+app.add_typer(plugin_app, name="plugin", short_help="Begin a plug-in; hold one to everything that is asked of it.")

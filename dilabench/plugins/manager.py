@@ -67,10 +67,11 @@ _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 @dataclass(slots=True)
 class Found:
-    """The catalogue and the plug-ins it came from."""
+    """The catalogue and the plug-ins it came from. `modules`: the module that holds the hooks of each, by its name."""
 
     catalogue: Catalogue
     plugins: list[PluginInfo] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[Problem]:
@@ -125,6 +126,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
     for kind, pattern in patterns:
         register(kind, pattern)
     found.plugins.append(info)
+    found.modules[name] = getattr(module, "__name__", type(module).__module__)
 
 
 def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:

@@ -11,13 +11,13 @@ from dilabench.cli.plugins import discovered
 from dilabench.cli.run.options import Implementations, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import Lines, say
-from dilabench.cli.verify.everything import SIGNS, Marks, Result, trials_of
-from dilabench.cli.verify.outcomes import Outcome, outcomes_of
-from dilabench.errors import ExitCode, counted
+from dilabench.cli.verify.everything import SIGNS, Marks, trials_of
+from dilabench.engine.worker.outcomes import Outcome, outcomes_of, said_of
+from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import Check, PlannedCase, Verification
+from dilabench.record import PlannedCase
 from dilabench.request import ALL, run_request
 from dilabench.suites.planner import Planner
 from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
@@ -77,7 +77,7 @@ def verify(
     outcomes: list[Outcome] = []
     for cells, outcome in zip(names_of, outcomes_of(planned, found.catalogue, machine, request.seed), strict=True):
         outcomes.append(outcome)
-        result, details = _result(outcome)
+        result, details = said_of(outcome)
         lines.print((*cells, SIGNS[result], details))
     raise typer.Exit(_verdict(outcomes))
 
@@ -94,7 +94,7 @@ def _everything(planner: Planner) -> ExitCode:
         trials, outcomes_of(planned, planner.catalogue, planner.machine, planner.request.seed), strict=True
     ):
         outcomes.append(outcome)
-        if table.add(trial, *_result(outcome)):
+        if table.add(trial, *said_of(outcome)):
             silent.spoke()
         else:
             silent.checked(len(outcomes), f"{' '.join(trial.line)}, {trial.family}")
@@ -139,30 +139,9 @@ def _names(plan: PlannedCase) -> tuple[str, ...]:
     )
 
 
-def _result(outcome: Outcome) -> tuple[Result, str]:
-    """How a case came out, and what there is to say about it."""
-    if not isinstance(outcome, Verification):
-        return outcome.status, outcome.why
-    if outcome.passed:
-        rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
-        against = f", all rows against {outcome.against}" if outcome.against else ""
-        return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
-    failed = [_check(check) for check in outcome.checks if not check.passed] or ["nothing was checked"]
-    return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
-
-
-def _check(check: Check) -> str:
-    error = (
-        ""
-        if check.error is None or check.tolerance is None
-        else f" error {check.error:.3g}, allowed {check.tolerance:.3g}"
-    )
-    return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))
-
-
 def _verdict(outcomes: list[Outcome]) -> ExitCode:
     # What raised or hung has shown no output to be wrong.
-    counts = Counter(_result(outcome)[0] for outcome in outcomes)
+    counts = Counter(said_of(outcome)[0] for outcome in outcomes)
     crashed = f"{counts['failed']} failed, " if counts["failed"] else ""
     say(f"{counts['right']} right, {counts['wrong']} wrong, {crashed}{counts['skipped']} skipped")
     if counts["wrong"]:
