@@ -11,6 +11,8 @@ from dilabench.cli.compare.calibrate import calibrate
 from dilabench.cli.compare.check import check
 from dilabench.cli.compare.command import compare
 from dilabench.cli.compare.history import history
+from dilabench.cli.compare.merge import merge
+from dilabench.cli.compare.recheck import recheck
 from dilabench.cli.guard import guarded
 from dilabench.cli.run.command import run
 from dilabench.cli.run.plan import plan
@@ -22,7 +24,7 @@ from dilabench.cli.show.report import report
 from dilabench.cli.verify.command import verify
 
 # What they are for is the record, or the exit code.
-MEASURING = frozenset({"run", "verify", "check", "calibrate", "tune"})
+MEASURING = frozenset({"run", "verify", "check", "calibrate", "tune", "recheck"})
 
 app = typer.Typer(
     name="dilabench",
@@ -66,6 +68,8 @@ for _name, _command, _summary in (
     ("compare", compare, "Slower, faster or the same: two runs, or rows of one."),
     ("check", check, "Measure again and fail on what is slower than a baseline."),
     ("history", history, "Stored runs, and how a case developed over them."),
+    ("recheck", recheck, "Measure some rows of a record again, and compare."),
+    ("merge", merge, "Join shards, or runs of different workloads, to one record."),
     ("calibrate", calibrate, "Find out how noisy this machine is between sessions."),
     ("tune", tune, "Measure what is fastest here, for `-i auto`."),
 ):

@@ -74,6 +74,7 @@ def run(
     device: shared.Device = None,
     budget: own.Budget = None,
     seed: own.Seed = None,
+    shard: own.ShardOption = None,
     dry_run: own.DryRun = False,
     plan: own.Plan = False,
     resume: own.Resume = None,
@@ -115,6 +116,7 @@ def run(
         nproc=nproc,
         device=device,
         seed=seed,
+        shard=shard,
     )
     if budget is not None:
         settings["budget_s"] = read_budget(budget)
