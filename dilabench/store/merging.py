@@ -146,11 +146,12 @@ def _joined(records: Sequence[RunRecord], rows: tuple[Row, ...]) -> RunRecord:
 
 
 def _dealt_back(hands: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
-    """Workloads in the order planned: the first of each shard, then the second of each."""
+    """Workloads in the order planned: they were dealt back and forth (`dilabench.suites.planner.in_shard`)."""
     groups = []
     for rows in hands:
         by_group: dict[str, list[Row]] = {}
         for row in rows:
             by_group.setdefault(row.case.group_id, []).append(row)
         groups.append(list(by_group.values()))
-    return tuple(row for turn in zip_longest(*groups, fillvalue=[]) for group in turn for row in group)
+    turns = enumerate(zip_longest(*groups, fillvalue=[]))
+    return tuple(row for turn, dealt in turns for group in dealt[:: -1 if turn % 2 else 1] for row in group)

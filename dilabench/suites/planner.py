@@ -227,7 +227,7 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
 
 
 def in_shard(planned: Sequence[PlannedCase], shard: Shard | None) -> tuple[PlannedCase, ...]:
-    """The cases of one part of a request: workloads are dealt out in turn, each with all its cases, which take turns.
+    """The cases of one part of a request: workloads are dealt out, each with all its cases, which take turns.
 
     Raises ConfigError for more parts than there are workloads.
     """
@@ -240,7 +240,9 @@ def in_shard(planned: Sequence[PlannedCase], shard: Shard | None) -> tuple[Plann
             f"shard {index}/{count}: the request has {counted(len(groups), 'workload')}, so there can be at most "
             "as many shards; the cases of one workload are measured together"
         )
-    mine = set(groups[index - 1 :: count])
+    # Back and forth, so that what alternates (a workload, its yardstick) and what grows (lengths) are spread alike.
+    places = {at: index - 1 if at // count % 2 == 0 else count - index for at in range(len(groups))}
+    mine = {group for at, group in enumerate(groups) if at % count == places[at]}
     return tuple(one for one in planned if one.case.group_id in mine)
 
 

@@ -20,7 +20,8 @@ def cases(cli, *more):
 
 def test_shards_part_the_cases_and_keep_workloads_whole(cli):
     whole, parts = cases(cli), [cases(cli, "--shard", f"{index}/2") for index in (1, 2)]
-    assert [len(part) for part in parts] == [4, 2]
+    assert [len(part) for part in parts] == [2, 4]
+    assert parts[1] == [*parts[1][:2], *whole[4:]]
     assert sorted(parts[0] + parts[1]) == sorted(whole)
     assert not {case[2:] for case in parts[0]} & {case[2:] for case in parts[1]}
 

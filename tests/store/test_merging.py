@@ -11,10 +11,11 @@ from dilabench.store.run_files import RunFolder, read_record, refuse_other_rows
 
 @pytest.fixture
 def shard(make_row, make_record):
-    """The k-th of n shards: two implementations on its share of six lengths."""
+    """The k-th of n shards: two implementations on its share of six lengths, dealt back and forth."""
 
     def made(index, count=2, **more):
-        lengths = range(index * 32, 6 * 32 + 1, count * 32)
+        dealt = [*range(1, count + 1), *range(count, 0, -1)]
+        lengths = [32 * length for length in range(1, 7) if dealt[(length - 1) % (2 * count)] == index]
         rows = [make_row(name, seq_len=length) for length in lengths for name in ("gather", "strided")]
         config = {"suite": "quick", "shard": [index, count], **more.pop("config", {})}
         return make_record(rows, f"run{index}", config=config, **more)
