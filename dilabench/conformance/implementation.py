@@ -7,7 +7,7 @@ from typing import get_args
 
 from dilabench.conformance.odd_workloads import has_empty_rows, odd_workloads_of
 from dilabench.conformance.scorecard import Findings
-from dilabench.engine.worker.outcomes import Outcome, Result, in_short, measured_memory, outcomes_of, said_of
+from dilabench.engine.worker.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of
 from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.patterns.registry import known_kinds, pattern_type
@@ -59,10 +59,11 @@ def check_implementation(
     planned = [_planned(case, implementation, backends, catalogue, machine) for case in _cases(implementation, wanted)]
     outcomes = list(outcomes_of(planned, catalogue, machine, SEED))
     tried = list(zip(planned, outcomes, strict=True))
+    told: set[str] = set()
     for aspect in _aspects(wanted):
         with_it = [(one, outcome) for one, outcome in tried if aspect.has(one.case)]
         if with_it:
-            _judge(aspect.name, with_it, findings)
+            _judge(aspect.name, with_it, told, findings)
     _judge_checks([outcome for outcome in outcomes if isinstance(outcome, Verification)], implementation, findings)
     passed = [one for one, outcome in tried if isinstance(outcome, Verification) and outcome.passed]
     _check_memory(passed, catalogue, machine, findings)
@@ -129,22 +130,27 @@ def _aspects(kinds: Iterable[str]) -> Iterator[Aspect]:
     yield Aspect(f"{RANKS} ranks", lambda case: case.world_size > 1)
 
 
-def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], findings: Findings) -> None:
-    """One finding for the cases that have something in common: the gravest result, with the first reason for it."""
+def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], told: set[str], findings: Findings) -> None:
+    """One finding for the cases that have something in common: the gravest result, with the first reason for it.
+
+    `told`: mistakes that were shown with a place before; they are only named again.
+    """
     results = [(one, said_of(outcome)[0], outcome) for one, outcome in tried]
     graves: tuple[Result, ...] = ("wrong", "failed")
     for grave in graves:
-        found = [(one, in_short(outcome)) for one, result, outcome in results if result == grave]
+        found = [(one, outcome) for one, result, outcome in results if result == grave]
         if found:
-            case = found[0][0].case
+            case, (mistake, at_length) = found[0][0].case, mistake_of(found[0][1])
             where = f"{case.workload.label()} {case.workload.pattern.label()} {case.workload.mode}"
-            findings.add(name, grave, f"{found[0][1]}; on {where} ({len(found)} of {len(tried)})")
+            shown = mistake if mistake in told else f"{at_length}; on {where}"
+            told.add(mistake)
+            findings.add(name, grave, f"{len(found)} of {counted(len(tried), 'case')}: {shown}")
             return
     right = sum(result == "right" for _, result, _ in results)
     if right:
         findings.add(name, "right", counted(right, "case"))
     else:
-        findings.add(name, "skipped", in_short(results[0][2]))
+        findings.add(name, "skipped", mistake_of(results[0][2])[0])
 
 
 def _judge_checks(verifications: list[Verification], implementation: Implementation, findings: Findings) -> None:

@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 from pydantic import create_model
 
+from dilabench.conformance.check import CHECKS
 from dilabench.conformance.fresh_import import import_reports
 from dilabench.conformance.pattern import QUESTIONS, SHAPES
 from dilabench.conformance.scorecard import Finding, Findings, Scorecard
@@ -17,6 +19,7 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pairs, SequenceShape
 from dilabench.plugins import Suite, hookimpl
 from dilabench.plugins.manager import discover
+from dilabench.plugins.requirements import unmet
 from dilabench.testing import check_plugin
 
 CPU = Machine(device="cpu", no_cuda="test")
@@ -127,18 +130,35 @@ def test_what_we_ship_conforms(dilabench_check):
     assert {one.result for one in card.findings} == {"right"}
 
 
-SLOW_TO_CHECK = {"implementation", "pattern", "backend", "timer"}
-SHIPPED = [
-    (registry.kind, one.name)
-    for registry in vars(discover().catalogue).values()
-    if hasattr(registry, "kind") and registry.kind not in SLOW_TO_CHECK
-    for one in registry
-]
+CATALOGUE = discover().catalogue
+LIGHT_KINDS = ("suites", "reporters", "workloads")
+SHIPPED = [(registry, one.name) for registry in LIGHT_KINDS for one in getattr(CATALOGUE, registry)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), [*SHIPPED, ("timer", "wall"), ("implementation", "ring")])
-def test_everything_that_we_ship_conforms(kind, name):
+@pytest.mark.parametrize(("registry", "name"), SHIPPED)
+def test_every_light_thing_that_we_ship_conforms(registry, name):
+    findings = Findings()
+    CHECKS[registry](getattr(CATALOGUE, registry).get(name), CATALOGUE, CPU, findings)
+    assert [one for one in findings if one.result != "right"] == []
+
+
+def test_importing_what_we_ship_does_nothing_else():
+    """All light modules in one process, then those of implementations that need no library."""
+    shelves = {one: list(getattr(CATALOGUE, one)) for one in CHECKS}
+    light = {one.target.partition(":")[0] for name in ("patterns", "suites", "reporters") for one in shelves[name]}
+    heavy = {one.target.partition(":")[0] for one in shelves["implementations"] if not unmet(one.requires, CPU)}
+    reports = import_reports(sorted(light), sorted(heavy - light))
+    assert len(reports) == len(light | heavy)
+    allowed = {"module": ANY, "lasted_ns": ANY, "error": None, "network": (), "effects": ()}
+    for report in reports:
+        of_torch = {"heavy": ANY} if report.module in heavy else {"heavy": ()}
+        assert report.model_dump() == {**allowed, **of_torch}, report.module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [("timer", "wall"), ("implementation", "ring")])
+def test_what_runs_in_workers_conforms(kind, name):
     check_plugin(name, kind=kind, device="cpu")
 
 

@@ -70,5 +70,5 @@ def test_a_wrong_one_gets_the_name_of_its_mistake(site: Path) -> None:
     done = python(site, "dilabench", "plugin", "check", "generated-wrong", "--device", "cpu")
     assert done.returncode == 5, done.stdout + done.stderr
     text = " ".join(done.stdout.split())
-    assert "✗ pattern dilated: out is that of offset=blocked; out: error" in text
+    assert "cases: out is that of offset=blocked; out: error" in text
     assert "implementation generated-wrong: DOES NOT CONFORM" in text

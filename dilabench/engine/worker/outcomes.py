@@ -145,12 +145,15 @@ def said_of(outcome: Outcome) -> tuple[Result, str]:
     return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
 
 
-def in_short(outcome: Outcome) -> str:
-    """Of what is wrong only the mistake that it looks like, and the first check that failed; of the rest, why."""
+def mistake_of(outcome: Outcome) -> tuple[str, str]:
+    """In a few words, what is wrong: the mistake that it looks like, or else the check that failed first. And the same
+    with place and values. Of what could not be checked, why."""
     if not isinstance(outcome, Verification):
-        return outcome.why
-    failed = [_said_of_check(check) for check in outcome.checks if not check.passed]
-    return "; ".join(filter(None, (outcome.diagnosis, *failed[:1])))
+        return outcome.why, outcome.why
+    failed = [check for check in outcome.checks if not check.passed]
+    first = _said_of_check(failed[0]) if failed else "nothing was checked"
+    name = outcome.diagnosis or (failed[0].name if failed else first)
+    return name, "; ".join(filter(None, (outcome.diagnosis, first)))
 
 
 def _said_of_check(check: Check) -> str:
