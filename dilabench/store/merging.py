@@ -12,8 +12,8 @@ from dilabench.compare.fingerprint import hard_mismatches
 from dilabench.engine.plausibility import suspicions
 from dilabench.errors import ConfigError, listed
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.request import Shard
-from dilabench.validation import content_hash
+from dilabench.request import RunRequest, Shard
+from dilabench.validation import content_hash, validated
 
 # What must be the same: how cases were measured, and on which inputs.
 MEASURING = ("device", "timing", "warmup_runs", "timing_runs", "seed")
@@ -45,8 +45,7 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
 
 
 def _shard_of(record: RunRecord) -> Shard | None:
-    shard = record.config.get(SHARD)
-    return None if shard is None else (int(shard[0]), int(shard[1]))
+    return validated(RunRequest, {"suite": record.suite, SHARD: record.config.get(SHARD)}).shard
 
 
 def _refuse_unfinished(record: RunRecord, name: str) -> None:

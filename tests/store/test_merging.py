@@ -60,6 +60,7 @@ def test_shards_that_overlap_or_miss_are_refused(shard):
         ([first, shard(2, config={"lengths": [1]})], "0 and 1 are shards of different requests"),
         ([first], "one run is given"),
         ([first, first], "0 and 1 are the same run, run1; name it once"),
+        ([first, changed(second, config={"suite": "quick", "shard": [3, "x"]})], "shard"),
         ([first, changed(second, status="interrupted")], "run 1 did not end .* --resume 1`, then merge"),
     ):
         with pytest.raises(ConfigError, match=why):
