@@ -143,6 +143,7 @@ def test_every_light_thing_that_we_ship_conforms(registry, name):
     assert [one for one in findings if one.result != "right"] == []
 
 
+@pytest.mark.slow
 def test_importing_what_we_ship_does_nothing_else():
     """All light modules in one process, then those of implementations that need no library."""
     shelves = {one: list(getattr(CATALOGUE, one)) for one in CHECKS}
