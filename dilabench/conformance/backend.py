@@ -10,7 +10,7 @@ from dilabench.machine import Machine
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend
-from dilabench.plugins.requirements import unmet
+from dilabench.plugins.requirements import unmet, wrong_device
 from dilabench.workload.spec import DType, Workload
 
 TIMEOUT_S = 600.0
@@ -29,7 +29,7 @@ TRIALS: dict[str, dict[str, Any]] = {
 
 def check_backend(backend: Backend, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
     """`attend` and `attend_backward` by their contract, in every dtype; then the plain method over it."""
-    if lacking := unmet(backend.requires, machine):
+    if lacking := unmet(backend.requires, machine) or wrong_device(backend.supports.devices, machine):
         findings.add("contract", "skipped", "; ".join(lacking))
         return
     asked = dict(_trials(backend))

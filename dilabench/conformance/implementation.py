@@ -13,7 +13,7 @@ from dilabench.machine import Machine
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
-from dilabench.plugins.requirements import unmet
+from dilabench.plugins.requirements import unmet, wrong_device
 from dilabench.predict.memory import WITHIN, plan_memory, why_no_plan
 from dilabench.record import Case, Memory, PlannedCase, Skipped, Verification
 from dilabench.units import format_bytes
@@ -49,7 +49,7 @@ def check_implementation(
     `kinds`: only these patterns. `backend`: the dense kernel it is built over; where it needs one and none is named,
     the one that takes most.
     """
-    if lacking := unmet(implementation.requires, machine):
+    if lacking := unmet(implementation.requires, machine) or wrong_device(implementation.supports.devices, machine):
         findings.add("verification", "skipped", "; ".join(lacking))
         return
     wanted = [kind for kind in kinds or known_kinds() if implementation.supports.computes(kind)]

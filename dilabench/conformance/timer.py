@@ -9,6 +9,7 @@ from dilabench.metadata import note_text
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
+from dilabench.plugins.requirements import wrong_device
 from dilabench.record import Measured, Row, RunHeader, RunRecord
 from dilabench.request import run_request
 from dilabench.stats.samples.location import locate
@@ -31,8 +32,8 @@ class _Nowhere:
 
 def check_timer(timer: Timer, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
     """A dense case at two lengths, measured as `dilabench run --timing NAME` does."""
-    if machine.device not in timer.devices:
-        findings.add("samples", "skipped", f"runs on {', '.join(sorted(timer.devices))}, have {machine.device}")
+    if lacking := wrong_device(timer.devices, machine):
+        findings.add("samples", "skipped", "; ".join(lacking))
         return
     settings = {"timing": timer.name, "timing_runs": SAMPLES, "device": machine.device, "backends": ["auto"]}
     suite = max(catalogue.suites, key=lambda one: one.priority)
