@@ -122,4 +122,6 @@ def _command(request: RunRequest) -> Iterator[str]:
         yield from ("--device", request.device)
     if request.nproc != 1:
         yield from ("--nproc", str(request.nproc))
+    if request.shard:
+        yield from ("--shard", "{}/{}".format(*request.shard))
     yield from measuring_options(request.model_dump())

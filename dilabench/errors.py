@@ -114,6 +114,10 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+# A longer list is no help inside a sentence.
+MOST_SHOWN = 40
+
+
 def unknown_name(
     kind: str, name: str, known: Iterable[str], command: str = "dilabench list", left_out: Iterable[str] = ()
 ) -> ConfigError:
@@ -123,7 +127,10 @@ def unknown_name(
     """
     choices = sorted(known)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
-    hint = f"did you mean {listed(near, 'or')}?" if near else f"known: {', '.join(choices) or 'none'}"
+    known_names = (
+        f"known: {', '.join(choices) or 'none'}" if len(choices) <= MOST_SHOWN else f"{len(choices)} are known"
+    )
+    hint = f"did you mean {listed(near, 'or')}?" if near else known_names
     lacking = ", ".join(dict.fromkeys(map(repr, left_out)))
     missing = f"; left out, for it is broken: plug-in {lacking}" if lacking else ""
     return ConfigError(f"unknown {kind} {name!r}; {hint}{missing} (see `{command}`)")

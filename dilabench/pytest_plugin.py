@@ -1,4 +1,4 @@
-"""The pytest fixture `dilabench_benchmark`: time a function, or gate one against another, from your own tests.
+"""The pytest fixtures. `dilabench_benchmark`: time a function, or gate one against another, from your own tests.
 
     def test_merge_is_no_slower(dilabench_benchmark):
         faced = dilabench_benchmark.compare(old_merge, new_merge, data)   # interleaved rounds, like `dilabench run`
@@ -10,11 +10,17 @@
 `pytest --dilabench-json FILE` writes what was timed as pytest-benchmark's JSON, which services and `pytest-benchmark
 compare` read.
 
-It is found through the entry point `pytest11`; `-p no:dilabench` leaves it out. torch is never imported here: a GPU
-is waited for only when a test has put it to use.
+And `dilabench_check`: hold what your package registers to everything that dilabench asks of it.
+
+    def test_it_conforms(dilabench_check):
+        dilabench_check("my-attention")                  # `dilabench plugin check my-attention`, as an assertion
+
+Both are found through the entry point `pytest11`; `-p no:dilabench` leaves them out. torch is never imported here: a
+GPU is waited for only when a test has put it to use.
 """
 
 import gc
+import importlib
 import random
 import sys
 import time
@@ -183,6 +189,14 @@ class Benchmark:
             wait()
         # a host clock that is set back must not give a time that is none
         return max(1, (self.clock() - started) // batch)
+
+
+@pytest.fixture
+def dilabench_check() -> Callable[..., object]:
+    """The conformance suite of a name: `dilabench.testing.check_plugin`, imported when a test asks for it."""
+    # By name: the kit for authors lies beside this module, and imports torch.
+    check: Callable[..., object] = importlib.import_module("dilabench.testing").check_plugin
+    return check
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A run request: what the command line, a TOML file and presets come to, before any case is made."""
 
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ COMMAND_LINE_ONLY_HINT = "name the suite on the command line and put workload fi
 AUTO = "auto"
 ALL = "all"
 NO_BUDGET = "none"
+# (2, 8): the second of eight parts of a request.
+Shard = tuple[int, int]
 
 
 class RunRequest(Model):
@@ -46,6 +49,23 @@ class RunRequest(Model):
     buffer_pool_bytes: int = Field(default=0, ge=0)
     cuda_graph: bool = False
     compile: bool = False
+    shard: Shard | None = None
+
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _shard(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if not re.fullmatch(r"\d{1,4}/\d{1,4}", value.strip()):
+                raise ValueError(f"shard {value!r} must be like 2/8: the second of eight")
+            return tuple(value.split("/"))
+        return value
+
+    @field_validator("shard")
+    @classmethod
+    def _shard_is_possible(cls, value: Shard | None) -> Shard | None:
+        if value is not None and not 1 <= value[0] <= value[1] <= 4096:
+            raise ValueError(f"shard {value[0]}/{value[1]} must be like 2/8: from 1 to the number of shards")
+        return value
 
     @field_validator("lengths", mode="before")
     @classmethod

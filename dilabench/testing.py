@@ -1,6 +1,9 @@
-"""The kit for authors of implementations: `check_implementation` proves one, in your own test suite.
+"""The kit for authors: `check_plugin` holds anything that is registered to all that dilabench asks of its kind.
 
-    from dilabench.testing import check_implementation
+    from dilabench.testing import check_implementation, check_plugin
+
+    def test_it_conforms():
+        check_plugin("my-attention")                  # what `dilabench plugin check my-attention` does
 
     def test_my_attention():
         check_implementation("my-attention")          # by name, once the plug-in is installed
@@ -17,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilabench.backends.load import load_backend
+from dilabench.conformance.check import registries_with, scorecard
+from dilabench.conformance.odd_workloads import odd_workloads
+from dilabench.conformance.scorecard import Scorecard
 from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.engine.verify import Oracle, poisoned, summary, verify
-from dilabench.machine import Machine
-from dilabench.patterns.registry import known_kinds, pattern_type
+from dilabench.machine import Machine, detect
+from dilabench.patterns.registry import pattern_type
 from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.plugins.manager import discover
@@ -30,32 +36,24 @@ from dilabench.workload.spec import DType, Workload
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["check_implementation", "odd_workloads", "poisoned", "poisoned_memory", "random_workloads"]
-
-_SHAPE: dict[str, Any] = {"batch_size": 2, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24, "mode": "both"}
+__all__ = ["check_implementation", "check_plugin", "odd_workloads", "poisoned", "poisoned_memory", "random_workloads"]
 
 
-def odd_workloads(dtype: DType = "float32") -> tuple[Workload, ...]:
-    """Small workloads of every known pattern with the sizes that break things: H = 5, N prime or 3·2^k, D = 24 and 80,
-    K < H, windows, a single token, packed sequences; and each pattern's own examples (`Pattern.examples`)."""
-    shapes: tuple[dict[str, Any], ...] = (
-        {"seq_len": 97, "causal": True},
-        {"seq_len": 96, "causal": False, "head_dim": 80},
-        {"seq_len": 61, "causal": False},
-        {"seq_len": 53, "causal": True},
-        {"seq_len": 96, "num_heads": 6, "num_kv_heads": 2, "scale": 0.3},
-        {"seq_len": 48, "causal": False, "window": (9, 4)},
-        {"seq_len": 83, "causal": False},
-        {"seq_len": 1, "causal": True},
-        {"seq_len": 97, "batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 97)},
-    )
-    workloads = []
-    for kind in known_kinds():
-        examples = pattern_type(kind).examples()
-        for index in range(max(len(shapes), len(examples))):
-            pattern, shape = examples[index % len(examples)], shapes[index % len(shapes)]
-            workloads.append(Workload.model_validate({**_SHAPE, **shape, "pattern": pattern, "dtype": dtype}))
-    return tuple(workloads)
+def check_plugin(name: str, *, kind: str | None = None, device: str = "auto") -> tuple[Scorecard, ...]:
+    """Hold everything of this name that is registered to all that is asked of its kind (`dilabench plugin check`).
+
+    `kind`: 'implementation', 'backend', 'pattern', 'suite', 'reporter', 'timer' or 'workload', where a name stands for
+    several things. device: 'cpu', 'cuda' or 'auto'. What can be tried only on another machine is skipped.
+
+    Raises AssertionError with every failure, or when nothing could be tried; ConfigError for an unknown name.
+    """
+    found, machine = discover(), detect(device)
+    cards = tuple(scorecard(one, name, found, machine) for one in registries_with(name, found.catalogue, kind))
+    for card in cards:
+        if not card.passed:
+            told = "\n".join(card.failures()) or "nothing of what it does could be tried here"
+            raise AssertionError(f"{card.kind} {card.name} does not conform:\n{told}")
+    return cards
 
 
 def check_implementation(

@@ -1,4 +1,4 @@
-"""Does a backend really work here? A tiny forward and backward against float64, in a process of its own.
+"""Does a backend really work here? Tiny forwards and backwards against float64, in a process of their own.
 
 Requirements say what is installed; only a call shows whether it loads, meets its driver and computes the right
 numbers. A crash or a hang of a foreign library ends with the probe's process.
@@ -11,7 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 TIMEOUT_S = 120.0
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +24,25 @@ def probe(target: str, backward_target: str | None, device: str, timeout_s: floa
 
     Takes seconds: it imports torch and the library in a new process. Nothing is imported here.
     """
-    arguments = json.dumps([target, backward_target, device])
+    trial = {"head_dim": 64, "dtype": "bfloat16" if device == "cuda" else "float32"}
+    return probe_trials(target, backward_target, device, [trial], timeout_s)[0]
+
+
+def probe_trials(
+    target: str,
+    backward_target: str | None,
+    device: str,
+    trials: Sequence[Mapping[str, Any]],
+    timeout_s: float = TIMEOUT_S,
+) -> list[str | None]:
+    """As `probe`, an answer per trial: fields of `dilabench.backends.check.Trial`, the dtype by its name."""
+    answer = _answer([target, backward_target, device, list(trials)], timeout_s)
+    return [answer] * len(trials) if isinstance(answer, str) else answer
+
+
+def _answer(question: list[Any], timeout_s: float) -> list[str | None] | str:
+    """A reason per trial; one for all where the process did not get to an end."""
+    arguments = json.dumps(question)
     path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [sys.executable, "-m", "dilabench.backends.probe", arguments],
@@ -45,20 +65,19 @@ def probe(target: str, backward_target: str | None, device: str, timeout_s: floa
     if process.returncode or not lines:
         last = errors.strip().splitlines()[-1:] or ["no message"]
         return f"the probe ended with code {process.returncode}: {last[0]}"
-    reason = json.loads(lines[-1])["reason"]
-    return None if reason is None else str(reason)
+    reasons: list[str | None] = json.loads(lines[-1])["reasons"]
+    return reasons
 
 
-def _reason(target: str, backward_target: str | None, device: str) -> str | None:
-    """The probe itself, in its own process."""
+def _reason(target: str, backward_target: str | None, device: str, fields: Mapping[str, Any]) -> str | None:
+    """One trial, in the probe's own process."""
     import torch
 
     from dilabench.backends import math
     from dilabench.backends.check import Trial, findings
     from dilabench.plugins.catalogue import load_target
 
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    trial = Trial(heads=4, kv_heads=2, head_dim=64, dtype=dtype)
+    trial = Trial(**{**fields, "dtype": getattr(torch, fields["dtype"])})
     try:
         attend = load_target(target)
         attend_backward = math.attend_backward if backward_target is None else load_target(backward_target)
@@ -71,8 +90,9 @@ def _reason(target: str, backward_target: str | None, device: str) -> str | None
 
 def main() -> None:
     """Answer one probe on standard output; the last line is what counts, libraries may print before it."""
-    reason = _reason(*json.loads(sys.argv[1]))
-    sys.stdout.write("\n" + json.dumps({"reason": reason}) + "\n")
+    target, backward_target, device, trials = json.loads(sys.argv[1])
+    reasons = [_reason(target, backward_target, device, trial) for trial in trials]
+    sys.stdout.write("\n" + json.dumps({"reasons": reasons}) + "\n")
 
 
 if __name__ == "__main__":

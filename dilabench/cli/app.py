@@ -31,6 +31,15 @@ COMMANDS = (
     ),
     Command("history", "dilabench.cli.compare.history:history", "Stored runs, and how a case developed over them."),
     Command(
+        "recheck",
+        "dilabench.cli.compare.recheck:recheck",
+        "Measure some rows of a record again, and compare.",
+        prints=False,
+    ),
+    Command(
+        "merge", "dilabench.cli.compare.merge:merge", "Join shards, or runs of different workloads, to one record."
+    ),
+    Command(
         "calibrate",
         "dilabench.cli.compare.calibrate:calibrate",
         "Find out how noisy this machine is between sessions.",
@@ -41,6 +50,11 @@ COMMANDS = (
         "baseline",
         "dilabench.cli.compare.baseline:baseline_app",
         "Name runs to compare with; list and remove names.",
+    ),
+    Command(
+        "plugin",
+        "dilabench.cli.author.app:plugin_app",
+        "Begin a plug-in; hold one to everything that is asked of it.",
     ),
 )
 

@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 import pluggy
 from pydantic import TypeAdapter, ValidationError
 
+import dilabench
 from dilabench.errors import PluginError
 from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
@@ -67,10 +68,11 @@ _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 @dataclass(slots=True)
 class Found:
-    """The catalogue and the plug-ins it came from."""
+    """The catalogue and the plug-ins it came from. `modules`: the module that holds the hooks of each, by its name."""
 
     catalogue: Catalogue
     plugins: list[PluginInfo] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[Problem]:
@@ -99,8 +101,25 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
                 version=distribution.version if distribution else None,
             )
             with found.catalogue.left_out(entry_point.name, ""):
+                _refuse_other_version(distribution)
                 _admit(found, entry_point.name, entry_point.load(), info)
     return found
+
+
+def _refuse_other_version(distribution: importlib.metadata.Distribution | None) -> None:
+    """Refuse a package that asks for another dilabench: what it would fail with later says nothing of that."""
+    required = [text for text in (distribution and distribution.requires) or () if NAME in text]
+    if distribution is None or not required:
+        return
+    from packaging.requirements import Requirement
+
+    for one in map(Requirement, required):
+        asked = one.name == NAME and (one.marker is None or one.marker.evaluate())
+        if asked and not one.specifier.contains(dilabench.__version__, prereleases=True):
+            raise PluginError(
+                f"{distribution.name} {distribution.version} was made for dilabench {one.specifier}, this is "
+                f"{dilabench.__version__}; install a version of one of the two that goes with the other"
+            )
 
 
 def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
@@ -125,6 +144,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
     for kind, pattern in patterns:
         register(kind, pattern)
     found.plugins.append(info)
+    found.modules[name] = getattr(module, "__name__", type(module).__module__)
 
 
 def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:

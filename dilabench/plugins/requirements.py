@@ -26,6 +26,14 @@ def unmet(requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
     return tuple(reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine)))
 
 
+def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
+    """Why what runs on such kinds of device has none here; empty when it has."""
+    if machine.device in devices:
+        return ()
+    why = f" ({machine.no_cuda})" if machine.no_cuda else ""
+    return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)
+
+
 def refuse_unreadable(where: str, requirement: str) -> None:
     """Raise PluginError for a requirement that is in none of the forms of `unmet`."""
     for alternative in requirement.split("|"):

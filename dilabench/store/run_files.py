@@ -194,6 +194,25 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
     return header, tuple(rows.values())
 
 
+def refuse_other_rows(run: Path, record: RunRecord) -> None:
+    """Raise ConfigError where a run's own rows.jsonl tells other rows than its record: one was edited or cut."""
+    folder = run if os.path.isdir(run) else run.parent
+    if not os.path.exists(folder / ROWS_NAME) or not os.path.exists(folder / RECORD_NAME):
+        return
+    told = {row.case.case_id: row for row in read_rows(folder)[1]}
+    for row in record.rows:
+        if told.pop(row.case.case_id, None) != row:
+            where = f"{row.case.implementation} on {row.case.workload.label()}"
+            raise ConfigError(
+                f"run {str(run)!r}: {RECORD_NAME} and {ROWS_NAME} tell different things of {where}; "
+                "one of them was edited or cut, so take the run from where it was measured"
+            )
+    if told:
+        raise ConfigError(
+            f"run {str(run)!r}: {RECORD_NAME} lacks {len(told)} of the rows in {ROWS_NAME}; it was edited"
+        )
+
+
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
     """Rows that `--resume` keeps: all, failed ones too, but those without time in the budget and interrupted streams.
 

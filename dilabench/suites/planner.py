@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilabench.errors import ConfigError, PluginError
+from dilabench.errors import ConfigError, PluginError, counted
 from dilabench.machine import Machine
 from dilabench.metadata import CHOSEN_BY, refuse_unknown
 from dilabench.patterns.dense import DENSE
@@ -12,7 +12,7 @@ from dilabench.plugins.boundary import guarded, shown
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Implementation, Suite
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
-from dilabench.request import ALL, AUTO, RunRequest, preset_names, workload_request
+from dilabench.request import ALL, AUTO, RunRequest, Shard, preset_names, workload_request
 from dilabench.suites.choice import choose
 from dilabench.suites.optimization.variants import reasons_against
 from dilabench.workload.spec import Workload, WorkloadRequest
@@ -219,7 +219,31 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
     suite = catalogue.suites.get(request.suite)
     if suite.options is not None:
         refuse_unknown_options(request, suite.options)
-    return cases_of(suite, Planner(catalogue, machine, request))
+    if request.shard and suite.follow_up is not None:
+        raise ConfigError(
+            f"suite {suite.name!r} finds its next cases from its rows, so it has no shards; leave --shard out"
+        )
+    return in_shard(cases_of(suite, Planner(catalogue, machine, request)), request.shard)
+
+
+def in_shard(planned: Sequence[PlannedCase], shard: Shard | None) -> tuple[PlannedCase, ...]:
+    """The cases of one part of a request: workloads are dealt out, each with all its cases, which take turns.
+
+    Raises ConfigError for more parts than there are workloads.
+    """
+    if shard is None:
+        return tuple(planned)
+    index, count = shard
+    groups = list(dict.fromkeys(one.case.group_id for one in planned))
+    if count > len(groups):
+        raise ConfigError(
+            f"shard {index}/{count}: the request has {counted(len(groups), 'workload')}, so there can be at most "
+            "as many shards; the cases of one workload are measured together"
+        )
+    # Back and forth, so that what alternates (a workload, its yardstick) and what grows (lengths) are spread alike.
+    places = {at: index - 1 if at // count % 2 == 0 else count - index for at in range(len(groups))}
+    mine = {group for at, group in enumerate(groups) if at % count == places[at]}
+    return tuple(one for one in planned if one.case.group_id in mine)
 
 
 def cases_of(suite: Suite, planner: Planner) -> tuple[PlannedCase, ...]:

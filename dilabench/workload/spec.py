@@ -25,6 +25,7 @@ from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.registry import kinds_with, pattern_type, read_pattern, request_fields
 from dilabench.units import format_count
 from dilabench.validation import Model, content_hash, describe, read_count, unknown_key, validated
+from dilabench.workload.batch_spec import GIVEN_BY_IT, packed_fields
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -185,12 +186,21 @@ class Workload(Model):
         return f"{shape} {short}{causal}{window}{packed}"
 
 
+def _unpacked_batch(data: dict[str, Any]) -> dict[str, Any]:
+    """`batch`, which names the sequences of a packed workload in vLLM's grammar, as the fields that it stands for."""
+    clash = sorted(data.keys() & set(GIVEN_BY_IT))
+    if clash:
+        raise ValueError(f"batch={data['batch']!r} says what {clash[0]} is; leave one of the two out")
+    return {name: value for name, value in data.items() if name != "batch"} | packed_fields(data["batch"])
+
+
 class WorkloadRequest(Model):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
     Presets, TOML files, `--set` and the short options all fill this one model. Beside the fields here it takes those of
     every pattern that is installed (`Pattern.request_model`): the pattern asked for uses its own, and the others wait
-    for a suite that asks for theirs. `resolve` makes the Workload; the two differ only where `auto` stands here.
+    for a suite that asks for theirs. `batch="2q2k_4q512"` stands for the packed layout of these sequences
+    (`workload.batch_spec`). `resolve` makes the Workload; the two differ only where `auto` stands here.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -243,6 +253,8 @@ class WorkloadRequest(Model):
         """Read what is not a field of the shape as the pattern that has such a field reads it."""
         if not isinstance(data, dict):
             return data
+        if "batch" in data:
+            data = _unpacked_batch(data)
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
             kinds = tuple(kinds_with(name))

@@ -6,7 +6,7 @@ from time import sleep
 import pytest
 
 from dilabench.cli.verify import command as verify
-from dilabench.cli.verify import outcomes as verify_outcomes
+from dilabench.engine.worker import outcomes as verify_outcomes
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, Verification

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import dilabench
 from dilabench.errors import ExitCode, PluginError
 from dilabench.plugins import Backend, Capabilities, Implementation, hookimpl
 from dilabench.plugins.manager import DISABLE_VARIABLE, discover
@@ -247,3 +248,15 @@ def test_an_entry_point_is_found_with_its_version_and_can_be_disabled(
     assert (info.name, info.distribution, info.version) == ("healthy_entry_point", "healthy_entry_point", "1.0")
     monkeypatch.setenv(DISABLE_VARIABLE, "1")
     assert "installed" not in discover().catalogue.implementations
+
+
+def test_a_plugin_for_another_version_is_left_out_with_both_versions(tmp_path, monkeypatch):
+    info = tmp_path / "old_one-2.0.dist-info"
+    info.mkdir()
+    needs = "Requires-Dist: dilabench<0.1,>=0.0.5\nRequires-Dist: dilabench-other>=3; extra == 'x'\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: old-one\nVersion: 2.0\n{needs}")
+    (info / "entry_points.txt").write_text("[dilabench]\nold = module_that_is_never_imported\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("DILABENCH_DISABLE_PLUGINS", raising=False)
+    (why,) = [problem.why for problem in discover().problems if problem.plugin == "old"]
+    assert why.startswith(f"old-one 2.0 was made for dilabench <0.1,>=0.0.5, this is {dilabench.__version__}; ")

@@ -76,6 +76,7 @@ def run(
     device: shared.Device = None,
     budget: own.Budget = None,
     seed: own.Seed = None,
+    shard: own.ShardOption = None,
     dry_run: own.DryRun = False,
     plan: own.Plan = False,
     resume: own.Resume = None,
@@ -129,6 +130,7 @@ def run(
         nproc=nproc,
         device=device,
         seed=seed,
+        shard=shard,
     )
     if budget is not None:
         settings["budget_s"] = read_budget(budget)

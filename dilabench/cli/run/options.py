@@ -106,6 +106,10 @@ Budget = Annotated[
     typer.Option("--budget", metavar="TIME", help="Time the run may take: 60s, 5m, none (default: the suite's own)."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
+ShardOption = Annotated[
+    str | None,
+    typer.Option("--shard", metavar="K/N", help="Only the K-th of N parts; `dilabench merge` joins them: 2/8."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the cases with their work and leave.")]
 
 

@@ -12,14 +12,14 @@ from dilabench.cli import options as shared
 from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
-from dilabench.cli.run.plan_check import WITHIN, peaks_of, show_peaks, verdict
+from dilabench.cli.run.plan_check import peaks_of, show_peaks, verdict
 from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect
 from dilabench.metadata import FORM
 from dilabench.patterns.dense import DENSE
-from dilabench.predict.memory import MemoryPlan, longest_that_fits, plan_ahead, plan_memory
+from dilabench.predict.memory import WITHIN, MemoryPlan, longest_that_fits, plan_ahead, plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import PlannedCase
 from dilabench.request import run_request

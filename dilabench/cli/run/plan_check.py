@@ -4,21 +4,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dilabench.cli.terminal import Lines, say
-from dilabench.cli.verify.outcomes import ask_about
+from dilabench.engine.worker.outcomes import memory_in
 from dilabench.errors import ExitCode
-from dilabench.predict.memory import plan_memory
+from dilabench.predict.memory import WITHIN, plan_memory
 from dilabench.record import Failed, Memory, PlannedCase, Skipped
 from dilabench.suites.planner import Planner
 from dilabench.units import format_bytes
 
-if TYPE_CHECKING:
-    from dilabench.engine.worker.client import WorkerPool
-
-# How far a traced peak may lie from the measured one.
-WITHIN = 0.1
 COLUMNS = ("traced", "measured", "traced/measured", "")
 
 
@@ -68,23 +63,13 @@ def peaks_of(
             skip = one.skip or _shortage(traced, capacity)
             if skip is None and budget_s is not None and monotonic() - started > budget_s:
                 skip = Skipped(code="budget", why="no time left; allow more with --budget")
-            outcome = skip or _measured(one, planner, pool)
+            outcome = skip or memory_in(pool, one.case, planner.catalogue, planner.request.seed)
             if isinstance(outcome, Failed):
                 # What it left on the device is not the next one's.
                 pool.close()
             yield Peak(one, traced, outcome)
     finally:
         pool.close()
-
-
-def _measured(one: PlannedCase, planner: Planner, pool: "WorkerPool") -> Memory | Skipped | Failed:
-    from dilabench.engine.worker.protocol import case_spec
-
-    reply = ask_about(case_spec(one.case, planner.catalogue, planner.request.seed), pool, planner.catalogue, "memory")
-    if isinstance(reply, Skipped | Failed):
-        return reply
-    assert reply.memory is not None
-    return reply.memory
 
 
 def _shortage(traced: int | None, capacity: int | None) -> Skipped | None:

@@ -2,7 +2,7 @@
 
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Timer
-from dilabench.plugins.requirements import unmet
+from dilabench.plugins.requirements import unmet, wrong_device
 
 # What an implementation could do at most; a backend could do DENSE_KERNEL.
 EVERYTHING = Capabilities(
@@ -16,17 +16,10 @@ EVERYTHING = Capabilities(
 def reasons_against(descriptor: object, machine: Machine) -> tuple[str, ...]:
     """Why a descriptor cannot be used here, whatever the workload; empty when it can."""
     if isinstance(descriptor, Implementation | Backend):
-        return unmet(descriptor.requires, machine) or _wrong_device(descriptor.supports.devices, machine)
+        return unmet(descriptor.requires, machine) or wrong_device(descriptor.supports.devices, machine)
     if isinstance(descriptor, Timer):
-        return _wrong_device(descriptor.devices, machine)
+        return wrong_device(descriptor.devices, machine)
     return ()
-
-
-def _wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
-    if machine.device in devices:
-        return ()
-    why = f" ({machine.no_cuda})" if machine.no_cuda else ""
-    return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)
 
 
 def limits_of(descriptor: Implementation | Backend) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ from dilabench.cli.plugins import discovered
 from dilabench.cli.run.options import Implementations, Lengths, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import Lines, say
-from dilabench.cli.verify.everything import SIGNS, Marks, Result, Trial, trials_of
-from dilabench.cli.verify.outcomes import Outcome, outcomes_of
-from dilabench.errors import ExitCode, counted
+from dilabench.cli.verify.everything import SIGNS, Marks, Trial, trials_of
+from dilabench.engine.worker.outcomes import Outcome, outcomes_of, said_of
+from dilabench.errors import ExitCode
 from dilabench.machine import detect
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import Check, PlannedCase, Verification
+from dilabench.record import PlannedCase
 from dilabench.request import ALL, run_request
 from dilabench.suites.planner import Planner
 from dilabench.units import parse_count
@@ -94,7 +94,7 @@ def _lines(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> list[
     lines, shown = Lines(COLUMNS, names_of), []
     for cells, outcome in zip(names_of, outcomes, strict=True):
         shown.append(outcome)
-        result, details = _result(outcome)
+        result, details = said_of(outcome)
         lines.print((*cells, SIGNS[result], details))
     return shown
 
@@ -110,7 +110,7 @@ def _as_json(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> tup
         {
             **case.model_dump(mode="json"),
             "case_id": case.case_id,
-            "result": _result(outcome)[0],
+            "result": said_of(outcome)[0],
             "details": outcome.model_dump(mode="json"),
         }
         for case, outcome in told
@@ -125,7 +125,7 @@ def _marks(trials: Sequence[Trial], outcomes: Iterable[Outcome]) -> list[Outcome
     say(f"{len(trials)} checks; a line appears when all families of an implementation and dtype are known", err=True)
     for trial, outcome in zip(trials, outcomes, strict=True):
         shown.append(outcome)
-        if table.add(trial, *_result(outcome)):
+        if table.add(trial, *said_of(outcome)):
             silent.spoke()
         else:
             silent.checked(len(shown), f"{' '.join(trial.line)}, {trial.family}")
@@ -170,31 +170,10 @@ def _names(plan: PlannedCase) -> tuple[str, ...]:
     )
 
 
-def _result(outcome: Outcome) -> tuple[Result, str]:
-    """How a case came out, and what there is to say about it."""
-    if not isinstance(outcome, Verification):
-        return outcome.status, outcome.why
-    if outcome.passed:
-        rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
-        against = f", all rows against {outcome.against}" if outcome.against else ""
-        return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
-    failed = [_check(check) for check in outcome.checks if not check.passed] or ["nothing was checked"]
-    return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
-
-
-def _check(check: Check) -> str:
-    error = (
-        ""
-        if check.error is None or check.tolerance is None
-        else f" error {check.error:.3g}, allowed {check.tolerance:.3g}"
-    )
-    return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))
-
-
 def _verdict(outcomes: Sequence[Outcome]) -> tuple[ExitCode, str]:
     """How it ended, and the line that says so."""
     # What raised or hung has shown no output to be wrong.
-    counts = Counter(_result(outcome)[0] for outcome in outcomes)
+    counts = Counter(said_of(outcome)[0] for outcome in outcomes)
     crashed = f"{counts['failed']} failed, " if counts["failed"] else ""
     text = f"{counts['right']} right, {counts['wrong']} wrong, {crashed}{counts['skipped']} skipped"
     if counts["wrong"]:

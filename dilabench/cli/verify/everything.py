@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from dilabench.cli.terminal import Lines, say
+from dilabench.engine.worker.outcomes import Result
 from dilabench.errors import ConfigError
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
@@ -19,7 +20,6 @@ SHAPE: dict[str, Any] = {"batch_size": 1, "seq_len": 195, "num_heads": 4, "num_k
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 HEAD = ("implementation", "backend", "dtype")
 EVERY = "every"
-Result = Literal["right", "wrong", "failed", "skipped"]
 # How a result stands in a line of one case, and in a cell of the table.
 SIGNS: Mapping[Result, str] = {"right": "✓", "wrong": "✗", "failed": "failed", "skipped": "skipped"}
 MARKS: Mapping[Result, str] = {"right": "✓", "wrong": "✗", "failed": "!", "skipped": "-"}

@@ -4,6 +4,6 @@ A process of its own runs the implementation on tensors without data (`dilabench
 """
 
 from dilabench.predict.memory.longest import longest_that_fits
-from dilabench.predict.memory.plan import MemoryPlan, plan_ahead, plan_memory, why_no_plan
+from dilabench.predict.memory.plan import WITHIN, MemoryPlan, plan_ahead, plan_memory, why_no_plan
 
-__all__ = ["MemoryPlan", "longest_that_fits", "plan_ahead", "plan_memory", "why_no_plan"]
+__all__ = ["WITHIN", "MemoryPlan", "longest_that_fits", "plan_ahead", "plan_memory", "why_no_plan"]

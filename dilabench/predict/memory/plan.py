@@ -13,6 +13,8 @@ from dilabench.record import Case
 from dilabench.validation import Model, content_hash
 
 OURS = "dilabench."
+# How far a traced peak may lie from the measured one.
+WITHIN = 0.1
 
 
 class MemoryPlan(Model):

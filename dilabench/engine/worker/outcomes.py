@@ -1,4 +1,4 @@
-"""Verification of planned cases: an outcome per case, in their order.
+"""What worker processes find out about cases without timing them: whether they are right, and what they need.
 
 Nothing is timed, so a GPU may have several cases at once: most of what a check takes there is compiling and launching,
 on the host.
@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
+from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.record import Failed, PlannedCase, Skipped, Verification
+from dilabench.record import Case, Check, Failed, Memory, PlannedCase, Skipped, Verification
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.client import WorkerPool
@@ -29,6 +30,7 @@ CORES_PER_LANE = 4
 
 Outcome = Verification | Skipped | Failed
 """What the checks found, or why they could not be made."""
+Result = Literal["right", "wrong", "failed", "skipped"]
 
 
 def lanes_for(planned: Sequence[PlannedCase], machine: Machine, cores: int) -> int:
@@ -105,3 +107,59 @@ def ask_about(
             return unverified_in_time(failure.why, failure.traceback)
         return Failed(stage=question, code=failure.code, why=failure.why, traceback=failure.traceback)
     return reply
+
+
+def measured_memory(case: Case, catalogue: Catalogue, machine: Machine, seed: int) -> Memory | Skipped | Failed:
+    """The peak memory of one call, from a worker of its own; or why it was not measured."""
+    from dilabench.engine.worker.client import WorkerPool
+    from dilabench.engine.worker.protocol import WorkerSettings
+    from dilabench.engine.worker.rank_group import start_worker
+
+    pool = WorkerPool(WorkerSettings(device=machine.device), start_worker)
+    try:
+        return memory_in(pool, case, catalogue, seed)
+    finally:
+        pool.close()
+
+
+def memory_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> Memory | Skipped | Failed:
+    """The peak memory of one call in a worker of the pool; or why it was not measured."""
+    from dilabench.engine.worker.protocol import case_spec
+
+    reply = ask_about(case_spec(case, catalogue, seed), pool, catalogue, "memory")
+    if isinstance(reply, Skipped | Failed):
+        return reply
+    assert reply.memory is not None
+    return reply.memory
+
+
+def said_of(outcome: Outcome) -> tuple[Result, str]:
+    """How a case came out, and what there is to say about it: of a wrong one, the mistake that it looks like first."""
+    if not isinstance(outcome, Verification):
+        return outcome.status, outcome.why
+    if outcome.passed:
+        rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
+        against = f", all rows against {outcome.against}" if outcome.against else ""
+        return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
+    failed = [_said_of_check(check) for check in outcome.checks if not check.passed] or ["nothing was checked"]
+    return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
+
+
+def mistake_of(outcome: Outcome) -> tuple[str, str]:
+    """In a few words, what is wrong: the mistake that it looks like, or else the check that failed first. And the same
+    with place and values. Of what could not be checked, why."""
+    if not isinstance(outcome, Verification):
+        return outcome.why, outcome.why
+    failed = [check for check in outcome.checks if not check.passed]
+    first = _said_of_check(failed[0]) if failed else "nothing was checked"
+    name = outcome.diagnosis or (failed[0].name if failed else first)
+    return name, "; ".join(filter(None, (outcome.diagnosis, first)))
+
+
+def _said_of_check(check: Check) -> str:
+    error = (
+        ""
+        if check.error is None or check.tolerance is None
+        else f" error {check.error:.3g}, allowed {check.tolerance:.3g}"
+    )
+    return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))

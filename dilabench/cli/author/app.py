@@ -1,0 +1,16 @@
+"""`dilabench plugin`: begin a plug-in, and hold what it adds to everything that dilabench asks of it."""
+
+import typer
+
+from dilabench.cli.author.check import check
+from dilabench.cli.author.new import new
+from dilabench.cli.guard import guarded
+
+plugin_app = typer.Typer(
+    help="Begin a plug-in, and hold what it adds to everything that dilabench asks of it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+for _name, _command in (("new", new), ("check", check)):
+    plugin_app.command(_name)(guarded(_command, prints=_name == "new"))

@@ -1,0 +1,61 @@
+"""`dilabench plugin check`: the conformance suite."""
+
+import json
+import textwrap
+from typing import Annotated
+
+import typer
+
+from dilabench.cli.author.new import Kind
+from dilabench.cli.options import AsJson, Device, StrictPlugins
+from dilabench.cli.plugins import discovered
+from dilabench.cli.terminal import WIDE, say
+from dilabench.cli.verify.everything import MARKS
+from dilabench.errors import ExitCode, printable
+from dilabench.machine import detect
+from dilabench.plugins.boundary import standard_output
+
+ENDINGS = {ExitCode.OK: "conforms", ExitCode.NOTHING_MEASURED: "COULD NOT BE TRIED HERE"}
+
+
+def check(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of anything that `dilabench list` shows.")],
+    kind: Annotated[
+        Kind | None, typer.Option("--kind", "-k", help="Of which kind, where the name stands for several things.")
+    ] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+    strict_plugins: StrictPlugins = False,
+) -> None:
+    """Hold a thing to everything that dilabench asks of its kind, and show a scorecard.
+
+    Whatever it claims to compute is verified in every dtype, mode and layout; its package must be light to import, with
+    no network and no side effects. ✓ right, ✗ wrong, ! failed, - not claimed, or not to be tried here.
+
+    Exit codes: 0 conforms, 4 something failed, 5 an output is wrong, 8 nothing of what it does could be tried here.
+    """
+    from dilabench.conformance.check import registries_with, scorecard
+    from dilabench.conformance.scorecard import Finding, Scorecard
+    from dilabench.report.grid import output_width
+
+    found, machine = discovered(strict_plugins), detect(device or "auto")
+    cards: list[Scorecard] = []
+    width = output_width(standard_output(), WIDE)
+
+    def tell(finding: Finding) -> None:
+        if not as_json:
+            line = f"  {MARKS[finding.result]} {finding.name}" + (f": {finding.detail}" if finding.detail else "")
+            say(textwrap.fill(printable(line), width, subsequent_indent="    ", break_long_words=False))
+
+    for registry in registries_with(name, found.catalogue, kind):
+        if not as_json:
+            say(f"{getattr(found.catalogue, registry).kind} {name} on {machine.device}")
+        cards.append(scorecard(registry, name, found, machine, tell))
+    if as_json:
+        say(json.dumps([card.model_dump(mode="json") for card in cards], indent=2, ensure_ascii=False))
+    for card in cards:
+        counts = [sum(one.result == result for one in card.findings) for result in MARKS]
+        ended = ", ".join(f"{count} {result}" for count, result in zip(counts, MARKS, strict=True))
+        say(f"{card.kind} {card.name}: {ENDINGS.get(card.exit_code, 'DOES NOT CONFORM')} ({ended})", err=as_json)
+    gravest = max(cards, key=lambda card: (not card.passed, card.exit_code))
+    raise typer.Exit(gravest.exit_code)

@@ -1,0 +1,56 @@
+"""`dilabench merge`: shards of a run, or runs of different workloads, as one record."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dilabench.cli.options import AsJson
+from dilabench.cli.terminal import note, say
+from dilabench.errors import counted
+from dilabench.record import RunRecord
+
+DEFAULT_FOLDER = Path("benchmark_results")
+
+
+def merge(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders, run.json files or ids of runs.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for the record.")
+    ] = DEFAULT_FOLDER,
+    as_json: AsJson = False,
+) -> None:
+    """Join records of one machine to one, which every other command takes as it takes a run.
+
+    All shards of a run (`run --shard 2/8`), or runs of different workloads, measured in the same way. Refused are runs
+    that did not end, shards that overlap or miss, rows of one workload from two runs, times without a passed
+    verification, and records that were edited. The runs themselves stay as they are.
+    """
+    from dilabench.compare.fingerprint import soft_warnings
+    from dilabench.store.lookup import Store
+    from dilabench.store.merging import merged
+    from dilabench.store.run_files import RunFolder, refuse_other_rows
+
+    store = Store(tell=note)
+    records: list[RunRecord] = []
+    names: list[str] = []
+    for run in runs:
+        path = store.path_of(run)
+        found = store.records(run)
+        if path is not None:
+            refuse_other_rows(path, found[0])
+        records += found
+        names += [run] if len(found) == 1 else [f"{run} ({one.run_id})" for one in found]
+    record = merged(records, names)
+    for warning in soft_warnings(records[:1], records[1:]):
+        note(warning)
+    folder = RunFolder.create(output, record.suite, record.run_id)
+    folder.keep_masks(row.case.workload for row in record.rows)
+    folder.finish(record)
+    say(record.model_dump_json(indent=1) if as_json else str(folder.path))
+    measured = sum(row.outcome.status == "measured" for row in record.rows)
+    say(
+        f"{counted(len(record.rows), 'row')} of {counted(len(records), 'run')} ({measured} measured); "
+        f"see `dilabench report {folder.path}`",
+        err=as_json,
+    )

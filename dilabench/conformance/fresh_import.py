@@ -1,0 +1,201 @@
+"""What importing a module does beside defining things, seen from inside a fresh process.
+
+Python's audit hooks (PEP 578) tell of network, processes and files; settings of the process are read before and after.
+"""
+
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dilabench.errors import said
+from dilabench.validation import Model
+
+NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostby", "urllib.Request")
+PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn")
+CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+# What takes seconds to load, or memory that a command which lists names has no use for.
+HEAVY = frozenset({"torch", "triton", "jax", "tensorflow", "transformers", "xformers", "flash_attn", "cutlass"})
+OURS = ("numpy", "scipy.stats", "rich.console", "jinja2", "pluggy", "psutil", "matplotlib.figure")
+TIMEOUT_S = 300.0
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class ImportReport(Model):
+    """What importing one module did. `heavy`: packages that it loaded; `lasted_ns` is the time that it took."""
+
+    module: str
+    error: str | None = None
+    heavy: tuple[str, ...] = ()
+    network: tuple[str, ...] = ()
+    effects: tuple[str, ...] = ()
+    lasted_ns: int = 0
+
+
+def import_reports(light: Sequence[str], heavy: Sequence[str]) -> tuple[ImportReport, ...]:
+    """Import modules in a fresh process, one after another; before those in `heavy`, torch and our contracts.
+
+    Takes seconds; nothing is imported here. A process that dies is an error of the module that it was at.
+    """
+    path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
+    # Bytecode is Python's own affair.
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "dilabench.conformance.fresh_import", json.dumps([list(light), list(heavy)])]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        lines, ending = done.stdout, f"its process ended with code {done.returncode}: {done.stderr.strip()[-200:]}"
+    except subprocess.TimeoutExpired as late:
+        lines = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        ending = f"it did not end within {TIMEOUT_S:g} s"
+    reports = [ImportReport.model_validate_json(line[1:]) for line in lines.split("\n") if line.startswith("\x1e")]
+    missing = [*light, *heavy][len(reports) :]
+    return (*reports, *(ImportReport(module=module, error=ending) for module in missing[:1]))
+
+
+class _Watch:
+    """Tells of what happens from `start` to `stop`. A hook stays for as long as its process."""
+
+    def __init__(self) -> None:
+        self.network: list[str] = []
+        self.effects: list[str] = []
+        self._on = False
+        sys.addaudithook(self._hear)
+
+    def start(self) -> None:
+        self.network, self.effects, self._on = [], [], True
+
+    def stop(self) -> None:
+        self._on = False
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self._on:
+            return
+        told: list[str] | None = None
+        if event.startswith(NETWORK):
+            told = self.network
+        elif event.startswith((*PROCESSES, *CHANGES)) or (event == "open" and _writes(arguments)):
+            told = self.effects
+        if told is not None:
+            self._on = False
+            shown = ", ".join(f"{one!r:.60}" for one in arguments if one is not None and not _is_socket(one))
+            told.append(f"{event}({shown}){_place()}")
+            self._on = True
+
+
+def _is_socket(value: object) -> bool:
+    return isinstance(value, socket.socket)
+
+
+def _writes(arguments: tuple[Any, ...]) -> bool:
+    path, mode, flags = (*arguments, None, None, None)[:3]
+    writing = set(mode) & set("wax+") if isinstance(mode, str) else isinstance(flags, int) and flags & WRITING
+    return bool(writing) and not str(path).startswith("/dev/")
+
+
+def _place() -> str:
+    """The line that asked for it: the innermost one outside of Python's own library."""
+    library = os.path.dirname(os.__file__)
+    for frame in reversed(traceback.extract_stack()):
+        inside = frame.filename.startswith(library) and "site-packages" not in frame.filename
+        if not inside and not frame.filename.startswith("<") and frame.filename != __file__:
+            return f" ({frame.filename}:{frame.lineno})"
+    return ""
+
+
+def _settings() -> dict[str, object]:
+    """What belongs to the whole process, by name."""
+    found: dict[str, object] = {f"environment variable {name}": value for name, value in os.environ.items()}
+    found |= {
+        "working folder": os.getcwd(),
+        "sys.path": tuple(sys.path),
+        "recursion limit": sys.getrecursionlimit(),
+        "sys.excepthook": sys.excepthook,
+        "warnings filters": len(warnings.filters),
+        "logging": (logging.root.level, len(logging.root.handlers)),
+        "default timeout of sockets": socket.getdefaulttimeout(),
+        "state of random": hash(random.getstate()),
+        "threads of Python": threading.active_count(),
+    }
+    found |= {f"handler of {one.name}": signal.getsignal(one) for one in signal.valid_signals() if _has_name(one)}
+    if "torch" in sys.modules:
+        import torch
+
+        from dilabench.engine.call.torch_settings import read_settings
+
+        found |= {f"torch's {name}": value for name, value in read_settings().items()}
+        found |= {"torch's random state": torch.initial_seed(), "CUDA is in use": torch.cuda.is_initialized()}  # type: ignore[no-untyped-call]
+    return found
+
+
+def _has_name(one: object) -> bool:
+    return isinstance(one, signal.Signals)
+
+
+def _changes(before: dict[str, object], after: dict[str, object]) -> Iterator[str]:
+    for name in sorted(before.keys() | after.keys()):
+        # What torch sets, where the module is what loads it, is torch's own beginning.
+        new = name.startswith(("torch's", "CUDA")) and name not in before
+        if not new and before.get(name) != after.get(name):
+            yield f"{name} was {before.get(name)!r:.80}, is {after.get(name)!r:.80}"
+
+
+def _imported(module: str, watch: _Watch) -> ImportReport:
+    loaded, before, error = set(sys.modules), _settings(), None
+    watch.start()
+    started = time.perf_counter_ns()
+    try:
+        import_module(module)
+    # A module may raise anything, sys.exit() included.
+    except BaseException as raised:  # noqa: BLE001
+        error = said(raised)
+    lasted = time.perf_counter_ns() - started
+    watch.stop()
+    fresh = {name.partition(".")[0] for name in set(sys.modules) - loaded}
+    return ImportReport(
+        module=module,
+        error=error,
+        heavy=tuple(sorted(fresh & HEAVY)),
+        network=tuple(watch.network),
+        effects=(*watch.effects, *_changes(before, _settings())),
+        lasted_ns=lasted,
+    )
+
+
+def main() -> None:
+    """Import what the command line names, and print a report of each, on a line that begins with a record separator."""
+    light, heavy = json.loads(sys.argv[1])
+    import_module("dilabench.plugins")
+    # What dilabench itself depends on is there before, with what it does when it is loaded.
+    for name in OURS:
+        import_module(name)
+    watch = _Watch()
+    output, sys.stdout = sys.stdout, sys.stderr
+
+    def report(module: str) -> None:
+        output.write("\x1e" + _imported(module, watch).model_dump_json() + "\n")
+        output.flush()
+
+    for module in light:
+        report(module)
+    if heavy:
+        import_module("dilabench.contracts")
+        import_module("dilabench.engine.timers")
+    for module in heavy:
+        report(module)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Does an implementation compute what it claims to? Verification of odd workloads, by what they have in common."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from dilabench.conformance.odd_workloads import has_empty_rows, odd_workloads_of
+from dilabench.conformance.scorecard import Findings
+from dilabench.engine.worker.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of
+from dilabench.errors import counted
+from dilabench.machine import Machine
+from dilabench.patterns.registry import known_kinds, pattern_type
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Implementation
+from dilabench.plugins.requirements import unmet, wrong_device
+from dilabench.predict.memory import WITHIN, plan_memory, why_no_plan
+from dilabench.record import Case, Memory, PlannedCase, Skipped, Verification
+from dilabench.units import format_bytes
+from dilabench.workload.spec import UNBOUNDED, DType, Mode, Workload
+
+# What most workloads are in: the first that it takes. The others are tried on two workloads of each pattern.
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16", "float64")
+RANKS = 2
+SEED = 0
+MEMORY_LENGTH = 1024
+REPEAT = "repeat"
+
+
+@dataclass(frozen=True, slots=True)
+class Aspect:
+    """What some cases have in common and others have not."""
+
+    name: str
+    has: Callable[[Case], bool]
+
+
+def check_implementation(
+    implementation: Implementation,
+    catalogue: Catalogue,
+    machine: Machine,
+    findings: Findings,
+    *,
+    kinds: Iterable[str] = (),
+    backend: str | None = None,
+) -> None:
+    """Verify odd workloads of every pattern that it computes, in every dtype, mode and layout; then its memory.
+
+    `kinds`: only these patterns. `backend`: the dense kernel it is built over; where it needs one and none is named,
+    the one that takes most.
+    """
+    if lacking := unmet(implementation.requires, machine) or wrong_device(implementation.supports.devices, machine):
+        findings.add("verification", "skipped", "; ".join(lacking))
+        return
+    wanted = [kind for kind in kinds or known_kinds() if implementation.supports.computes(kind)]
+    # `auto` would take the quickest, which may have limits of its own.
+    over = [backend] if backend else implementation.backends or catalogue.preferred_backends(machine)[::-1]
+    backends = over if implementation.uses_backend else [None]
+    planned = [_planned(case, implementation, backends, catalogue, machine) for case in _cases(implementation, wanted)]
+    outcomes = list(outcomes_of(planned, catalogue, machine, SEED))
+    tried = list(zip(planned, outcomes, strict=True))
+    told: set[str] = set()
+    for aspect in _aspects(wanted):
+        with_it = [(one, outcome) for one, outcome in tried if aspect.has(one.case)]
+        if with_it:
+            _judge(aspect.name, with_it, told, findings)
+    _judge_checks([outcome for outcome in outcomes if isinstance(outcome, Verification)], implementation, findings)
+    passed = [one for one, outcome in tried if isinstance(outcome, Verification) and outcome.passed]
+    _check_memory(passed, catalogue, machine, findings)
+
+
+def _cases(implementation: Implementation, kinds: Iterable[str]) -> Iterator[Case]:
+    """Every odd workload in one dtype and mode both; some of them in every other dtype, mode, and over ranks."""
+    supports = implementation.supports
+    base = next((dtype for dtype in DTYPES if dtype in supports.dtypes), DTYPES[0])
+    ranks = supports.max_world_size is None or supports.max_world_size >= RANKS
+    seen: set[str] = set()
+    for kind in kinds:
+        odd = list(odd_workloads_of(kind, base))
+        # A sequence that can be halved, and one whose length is a prime.
+        some = [one for one in odd if one.seq_len in (96, 97) and one.layout == "padded"][:2]
+        varied = [one.replace(dtype=dtype) for one in some for dtype in get_args(DType)]
+        varied += [one.replace(mode=mode) for one in some for mode in get_args(Mode)]
+        cases = [Case(implementation=implementation.name, workload=one) for one in (*odd, *varied)]
+        if ranks:
+            cases += [one.model_copy(update={"world_size": RANKS}) for one in cases[: len(odd)]]
+        for case in cases:
+            if case.case_id not in seen:
+                seen.add(case.case_id)
+                yield case
+
+
+def _planned(
+    case: Case, implementation: Implementation, backends: Sequence[str | None], catalogue: Catalogue, machine: Machine
+) -> PlannedCase:
+    """The case over the first backend that can serve it; in mode forward where only the gradient is not computed."""
+    forward = case.workload.replace(mode="forward")
+    trials = [
+        case.model_copy(update={"workload": workload, "backend": backend})
+        for workload in (case.workload, forward)
+        for backend in backends
+    ]
+    reasons = [catalogue.reasons_against(one, machine) for one in trials]
+    able = next((one for one, against in zip(trials, reasons, strict=True) if not against), None)
+    skip = None if able else Skipped(code="unsupported", why="; ".join(reasons[0]))
+    return PlannedCase(case=able or case, takes=implementation.takes, skip=skip)
+
+
+def _aspects(kinds: Iterable[str]) -> Iterator[Aspect]:
+    def of(name: str, has: Callable[[Workload], bool]) -> Aspect:
+        return Aspect(name, lambda case: has(case.workload))
+
+    for kind in kinds:
+        yield of(f"pattern {kind}", lambda workload, kind=kind: workload.pattern.kind == kind)  # type: ignore[misc]
+    for dtype in get_args(DType):
+        yield of(f"dtype {dtype}", lambda workload, dtype=dtype: workload.dtype == dtype)  # type: ignore[misc]
+    for mode in get_args(Mode):
+        yield of(f"mode {mode}", lambda workload, mode=mode: workload.mode == mode)  # type: ignore[misc]
+    yield of("causal", lambda workload: workload.causal)
+    yield of("not causal", lambda workload: not workload.causal)
+    yield of("window", lambda workload: workload.window != UNBOUNDED)
+    yield of("packed sequences", lambda workload: workload.layout == "packed")
+    yield of("fewer key/value heads (GQA)", lambda workload: workload.num_kv_heads < workload.num_heads)
+    yield of("a scale of its own", lambda workload: workload.scale is not None)
+    yield of("a single token", lambda workload: workload.seq_len == 1)
+    yield of("rows without a key", has_empty_rows)
+    yield of("grouped heads", lambda workload: workload.pattern.has_grouped_heads)
+    yield of("detached merge", lambda workload: workload.pattern.is_detached)
+    yield of("zero keys", lambda workload: workload.pattern.has_zero_keys)
+    yield Aspect(f"{RANKS} ranks", lambda case: case.world_size > 1)
+
+
+def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], told: set[str], findings: Findings) -> None:
+    """One finding for the cases that have something in common: the gravest result, with the first reason for it.
+
+    `told`: mistakes that were shown with a place before; they are only named again.
+    """
+    results = [(one, said_of(outcome)[0], outcome) for one, outcome in tried]
+    graves: tuple[Result, ...] = ("wrong", "failed")
+    for grave in graves:
+        found = [(one, outcome) for one, result, outcome in results if result == grave]
+        if found:
+            case, (mistake, at_length) = found[0][0].case, mistake_of(found[0][1])
+            where = f"{case.workload.label()} {case.workload.pattern.label()} {case.workload.mode}"
+            shown = mistake if mistake in told else f"{at_length}; on {where}"
+            told.add(mistake)
+            findings.add(name, grave, f"{len(found)} of {counted(len(tried), 'case')}: {shown}")
+            return
+    right = sum(result == "right" for _, result, _ in results)
+    if right:
+        findings.add(name, "right", counted(right, "case"))
+    else:
+        findings.add(name, "skipped", mistake_of(results[0][2])[0])
+
+
+def _judge_checks(verifications: list[Verification], implementation: Implementation, findings: Findings) -> None:
+    """What was asked of each case (semantics.md §4), by the names that verification gives its checks."""
+    asked = Counter(check.name for one in verifications for check in one.checks)
+    passed = Counter(check.name for one in verifications for check in one.checks if check.passed)
+    for name, count in asked.items():
+        if passed[name] < count:
+            findings.add(f"check {name}", "wrong", f"{passed[name]} of {count} passed")
+    if right := [f"{name} {count}" for name, count in asked.items() if passed[name] == count]:
+        findings.add("checks passed", "right", ", ".join(right))
+    if asked:
+        promise = "bitwise, as declared" if implementation.deterministic else "within tolerance (no more is declared)"
+        held = passed[REPEAT] == asked[REPEAT]
+        findings.add("determinism", "right" if held else "wrong", f"two identical calls agree {promise}")
+
+
+def _check_memory(passed: Iterable[PlannedCase], catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
+    """The peak that a trace without data predicts, against the one that the engine measures, at a length where the
+    granularity of an allocator is small."""
+    one = next((one for one in passed if one.case.world_size == 1 and one.case.workload.layout == "padded"), None)
+    if one is None:
+        findings.add("memory", "skipped", "no case passed that it could be measured on")
+        return
+    kind = pattern_type(one.case.workload.pattern.kind)
+    workload = one.case.workload.replace(seq_len=MEMORY_LENGTH, pattern=kind.from_request({}))
+    case = one.case.model_copy(update={"workload": workload})
+    if against := catalogue.reasons_against(case, machine):
+        findings.add("memory", "skipped", "; ".join(against))
+        return
+    plan = plan_memory(case, machine.device, catalogue)
+    if plan is None:
+        findings.add("memory", "skipped", f"no trace: {why_no_plan(case, machine.device, catalogue)}")
+        return
+    found = measured_memory(case, catalogue, machine, SEED)
+    if not isinstance(found, Memory):
+        findings.add("memory", "failed", found.why)
+        return
+    told = f"{format_bytes(plan.peak_bytes)} traced, {format_bytes(found.peak_bytes)} measured on {workload.label()}"
+    off = abs(plan.peak_bytes / found.peak_bytes - 1) > WITHIN
+    hint = "; tables belong into context.patterns, and an operator of your own needs a fake form that allocates alike"
+    findings.hold("memory", told + hint if off else None, told)

@@ -1,0 +1,42 @@
+"""Small workloads with the sizes that break things. No torch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dilabench.patterns.registry import known_kinds, pattern_type
+from dilabench.workload.spec import DType, Workload
+
+_SHAPE: dict[str, Any] = {"batch_size": 2, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24, "mode": "both"}
+_SHAPES: tuple[dict[str, Any], ...] = (
+    {"seq_len": 97, "causal": True},
+    {"seq_len": 96, "causal": False, "head_dim": 80},
+    {"seq_len": 61, "causal": False},
+    {"seq_len": 53, "causal": True},
+    {"seq_len": 96, "num_heads": 6, "num_kv_heads": 2, "scale": 0.3},
+    {"seq_len": 48, "causal": False, "window": (9, 4)},
+    {"seq_len": 83, "causal": False},
+    {"seq_len": 1, "causal": True},
+    {"seq_len": 97, "batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 97)},
+)
+
+
+def odd_workloads(dtype: DType = "float32") -> tuple[Workload, ...]:
+    """Small workloads of every known pattern with the sizes that break things: H = 5, N prime or 3·2^k, D = 24 and 80,
+    K < H, windows, a single token, packed sequences; and each pattern's own examples (`Pattern.examples`)."""
+    return tuple(one for kind in known_kinds() for one in odd_workloads_of(kind, dtype))
+
+
+def odd_workloads_of(kind: str, dtype: DType = "float32") -> Iterator[Workload]:
+    """Those of one kind of pattern: every shape and every example."""
+    examples = pattern_type(kind).examples()
+    for index in range(max(len(_SHAPES), len(examples))):
+        pattern, shape = examples[index % len(examples)], _SHAPES[index % len(_SHAPES)]
+        yield Workload.model_validate({**_SHAPE, **shape, "pattern": pattern, "dtype": dtype})
+
+
+def has_empty_rows(workload: Workload) -> bool:
+    """Whether some row of some head sees no key at all."""
+    pattern, heads = workload.pattern, range(workload.num_heads)
+    return not all(np.all(pattern.covered(shape, head)) for shape in workload.shapes for head in heads)

@@ -1,0 +1,156 @@
+"""Several records of one machine as one: shards of a request, or runs of different workloads. No torch.
+
+Nothing that was measured is changed. Rows of one workload come from one record, because only rows that took turns may
+be compared; what cannot be joined is refused, with the record and the reason.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, zip_longest
+
+from dilabench.compare.fingerprint import hard_mismatches
+from dilabench.engine.plausibility import suspicions
+from dilabench.errors import ConfigError, listed
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.request import RunRequest, Shard
+from dilabench.validation import content_hash, validated
+
+# What must be the same: how cases were measured, and on which inputs.
+MEASURING = ("device", "timing", "warmup_runs", "timing_runs", "seed")
+SHARD = "shard"
+# What may differ between runs of different workloads.
+ASKING = ("implementations", "backends", "presets", "overrides", "lengths", "budget_s", "options", SHARD)
+
+
+def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
+    """One record of all rows. `names`: what to call each record in a message.
+
+    Raises ConfigError for one record, records that do not belong together, shards that overlap or miss, rows of one
+    workload in two records, times without a passed verification, and times that no note explains.
+    """
+    if len(records) < 2:
+        raise ConfigError("one run is given; name two or more to merge")
+    for record, name in zip(records, names, strict=True):
+        _refuse_unfinished(record, name)
+        _refuse_unsound_rows(record, name)
+    for record, name in zip(records[1:], names[1:], strict=True):
+        _refuse_stranger(records[0], record, names[0], name)
+    shards = [_shard_of(record) for record in records]
+    if any(shards):
+        _refuse_broken_set(records, shards, names)
+        records = [record for _, record in sorted(enumerate(records), key=lambda one: shards[one[0]] or (0, 0))]
+    _refuse_shared_workloads(records, names)
+    hands = [record.rows for record in records]
+    return _joined(records, _dealt_back(hands) if any(shards) else tuple(chain.from_iterable(hands)))
+
+
+def _shard_of(record: RunRecord) -> Shard | None:
+    return validated(RunRequest, {"suite": record.suite, SHARD: record.config.get(SHARD)}).shard
+
+
+def _refuse_unfinished(record: RunRecord, name: str) -> None:
+    if record.status != "complete":
+        way_out = f"go on with `dilabench run {record.suite} --resume {name}`, then merge"
+        raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
+
+
+def _refuse_unsound_rows(record: RunRecord, name: str) -> None:
+    """Every time has a passed verification, and those that the device cannot reach say so."""
+    for row in record.rows:
+        if not isinstance(row.outcome, Measured):
+            continue
+        where = f"run {name}: {row.case.implementation} on {row.case.workload.label()}"
+        if not row.outcome.verification.passed:
+            raise ConfigError(f"{where} has a time but no passed verification; it was edited, or measure it again")
+        noted = {note.code for note in row.outcome.notes}
+        missing = [one for one in suspicions(row, record.ceilings, record.device) if one.code not in noted]
+        if missing:
+            raise ConfigError(f"{where}: {missing[0].message}, and no note says so; the record was edited")
+
+
+def _refuse_stranger(first: RunRecord, record: RunRecord, first_name: str, name: str) -> None:
+    if record.run_id == first.run_id:
+        raise ConfigError(f"{first_name} and {name} are the same run, {record.run_id}; name it once")
+    if record.suite != first.suite:
+        raise ConfigError(
+            f"{first_name} is of suite {first.suite!r}, {name} of {record.suite!r}; merge runs of one suite"
+        )
+    differing = [str(one) for one in hard_mismatches(first, record)]
+    if record.tool_version != first.tool_version:
+        differing.append(f"dilabench: {first.tool_version} against {record.tool_version}")
+    for field in MEASURING:
+        one, other = first.config.get(field), record.config.get(field)
+        if one != other:
+            differing.append(f"{field}: {one} against {other}")
+    if differing:
+        raise ConfigError(f"{first_name} and {name} were not measured alike: {'; '.join(differing)}")
+
+
+def _refuse_broken_set(records: Sequence[RunRecord], shards: Sequence[Shard | None], names: Sequence[str]) -> None:
+    """Shards are merged all together, each once, of the same request."""
+    whole = [name for shard, name in zip(shards, names, strict=True) if shard is None]
+    if whole:
+        raise ConfigError(f"{whole[0]} is no shard, and others are; merge the shards of one run by themselves")
+    present = [shard for shard in shards if shard]
+    counts = sorted({count for _, count in present})
+    if len(counts) > 1:
+        raise ConfigError(f"these are shards of {listed(list(map(str, counts)), 'and')}; merge those of one number")
+    requests = {content_hash({**record.config, SHARD: None}): name for record, name in zip(records, names, strict=True)}
+    if len(requests) > 1:
+        raise ConfigError(f"{listed(list(requests.values()), 'and')} are shards of different requests")
+    twice = [index for index, times in Counter(index for index, _ in present).items() if times > 1]
+    if twice:
+        same = [name for shard, name in zip(shards, names, strict=True) if shard and shard[0] == twice[0]]
+        raise ConfigError(f"{listed(same, 'and')} are both shard {twice[0]}/{counts[0]}; leave one of them out")
+    missing = sorted(set(range(1, counts[0] + 1)) - {index for index, _ in present})
+    if missing:
+        wanted = listed([f"{index}/{counts[0]}" for index in missing], "and")
+        raise ConfigError(f"shard {wanted} missing: run it with --shard {missing[0]}/{counts[0]}, then merge all")
+
+
+def _refuse_shared_workloads(records: Sequence[RunRecord], names: Sequence[str]) -> None:
+    owners: dict[str, str] = {}
+    for record, name in zip(records, names, strict=True):
+        for group, row in {row.case.group_id: row for row in record.rows}.items():
+            if group in owners:
+                raise ConfigError(
+                    f"{row.case.workload.label()} is in {owners[group]} and in {name}; rows of one workload are "
+                    "compared only where they took turns, so leave one of the two out, or measure them in one run"
+                )
+            owners[group] = name
+
+
+def _joined(records: Sequence[RunRecord], rows: tuple[Row, ...]) -> RunRecord:
+    first = records[0]
+    config = {
+        field: value
+        for field, value in first.config.items()
+        if field not in ASKING or all(record.config.get(field) == value for record in records)
+    }
+    ids = [record.run_id for record in records]
+    ended = [record.finished_at for record in records if record.finished_at]
+    together = first.model_copy(
+        update={
+            "run_id": content_hash(sorted(ids))[:8],
+            "argv": ("merge", *ids),
+            "config": config,
+            "started_at": min(record.started_at for record in records),
+            "finished_at": max(ended, default=None),
+            "rows": rows,
+            "projections": tuple(chain.from_iterable(record.projections for record in records)),
+            "plugins": tuple(dict.fromkeys(chain.from_iterable(record.plugins for record in records))),
+        }
+    )
+    return RunRecord.model_validate(together.model_dump())
+
+
+def _dealt_back(hands: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """Workloads in the order planned: they were dealt back and forth (`dilabench.suites.planner.in_shard`)."""
+    groups = []
+    for rows in hands:
+        by_group: dict[str, list[Row]] = {}
+        for row in rows:
+            by_group.setdefault(row.case.group_id, []).append(row)
+        groups.append(list(by_group.values()))
+    turns = enumerate(zip_longest(*groups, fillvalue=[]))
+    return tuple(row for turn, dealt in turns for group in dealt[:: -1 if turn % 2 else 1] for row in group)

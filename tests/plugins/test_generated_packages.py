@@ -1,0 +1,74 @@
+"""What `dilabench plugin new` writes installs with pip, conforms, and passes its own test, in fresh processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dilabench.cli.author.new import Kind, new
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+# An offset that is blocked where modulo is asked for.
+WRONG = """
+    blocked = {**workload.model_dump(), "pattern": {**workload.pattern.model_dump(), "offset": "blocked"}}
+    workload = Workload.model_validate(blocked) if workload.pattern.kind == "dilated" else workload
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pip installed a generated package of each kind into."""
+    pytest.importorskip("hatchling", reason="hatchling is part of the test extra")
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for kind in Kind:
+        new(f"generated-{kind}", kind, source)
+    new("generated-wrong", Kind.IMPLEMENTATION, source)
+    code = source / "generated-wrong" / "generated_wrong" / "attention.py"
+    body = '"""Set up, which is never timed; the function that is returned is verified and timed."""\n'
+    assert body in code.read_text()
+    code.write_text(code.read_text().replace(body, body + WRONG))
+    plugin = code.with_name("plugin.py")
+    plugin.write_text(plugin.read_text().replace("Capabilities(patterns=ANY_PATTERN)", "Capabilities()"))
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    folders = [str(path) for path in source.iterdir()]
+    install = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), *folders]
+    subprocess.run(install, check=True, capture_output=True, text=True)
+    (target / "sources").symlink_to(source)
+    return target
+
+
+def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in a fresh process that sees the packages."""
+    paths = [str(site), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    environment.pop("DILABENCH_DISABLE_PLUGINS", None)
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_new_package_conforms(site: Path, kind: Kind) -> None:
+    done = python(site, "dilabench", "plugin", "check", f"generated-{kind}", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (card,) = json.loads(done.stdout)
+    assert card["passed"]
+    assert card["plugin"] == f"generated-{kind}"
+    assert len(card["package"]) == 4
+
+
+def test_its_own_test_passes(site: Path) -> None:
+    done = python(site, "pytest", "-q", "-p", "no:cacheprovider", str(site / "sources" / "generated-reporter"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+def test_a_wrong_one_gets_the_name_of_its_mistake(site: Path) -> None:
+    done = python(site, "dilabench", "plugin", "check", "generated-wrong", "--device", "cpu")
+    assert done.returncode == 5, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    assert "cases: out is that of offset=blocked; out: error" in text
+    assert "implementation generated-wrong: DOES NOT CONFORM" in text

@@ -1,0 +1,126 @@
+"""Records become one where they belong together, and are refused with the reason where they do not."""
+
+import pytest
+
+from dilabench.errors import ConfigError
+from dilabench.metadata import ABOVE_PEAK_FLOPS, matmul_key
+from dilabench.record import Failed, RunHeader, Verification
+from dilabench.store.merging import merged
+from dilabench.store.run_files import RunFolder, read_record, refuse_other_rows
+
+
+@pytest.fixture
+def shard(make_row, make_record):
+    """The k-th of n shards: two implementations on its share of six lengths, dealt back and forth."""
+
+    def made(index, count=2, **more):
+        dealt = [*range(1, count + 1), *range(count, 0, -1)]
+        lengths = [32 * length for length in range(1, 7) if dealt[(length - 1) % (2 * count)] == index]
+        rows = [make_row(name, seq_len=length) for length in lengths for name in ("gather", "strided")]
+        config = {"suite": "quick", "shard": [index, count], **more.pop("config", {})}
+        return make_record(rows, f"run{index}", config=config, **more)
+
+    return made
+
+
+def test_shards_are_joined_in_the_order_planned(shard):
+    a, b = shard(1, started_at="2026-01-02T03:04:05+00:00"), shard(2, started_at="2026-01-01T00:00:00+00:00")
+    record = merged([b, a], ["b", "a"])
+    assert [row.case.workload.seq_len for row in record.rows] == [
+        length for n in range(1, 7) for length in (n * 32,) * 2
+    ]
+    assert all(row in a.rows or row in b.rows for row in record.rows)
+    assert record.config == {"suite": "quick"}
+    assert record.argv == ("merge", "run1", "run2")
+    assert record.started_at == b.started_at
+    assert merged([a, b], ["a", "b"]).run_id == record.run_id != a.run_id
+
+
+def test_runs_of_different_workloads_are_joined_whatever_they_were_asked_for(make_row, make_record):
+    a = make_record([make_row(seq_len=32)], "a", config={"suite": "quick", "seed": 0, "lengths": [32]})
+    b = make_record([make_row(seq_len=64)], "b", config={"suite": "quick", "seed": 0, "lengths": [64]})
+    record = merged([a, b], ["a", "b"])
+    assert record.config == {"suite": "quick", "seed": 0}
+    assert (
+        merged([record, make_record([make_row(seq_len=96)], "c", config=a.config)], ["ab", "c"]).rows[:2] == record.rows
+    )
+
+
+def changed(record, **fields):
+    return record.model_copy(update=fields)
+
+
+def test_shards_that_overlap_or_miss_are_refused(shard):
+    first, second = shard(1), shard(2)
+    for records, why in (
+        ([first, changed(first, run_id="again")], "0 and 1 are both shard 1/2; leave one of them out"),
+        ([shard(1, 4), shard(4, 4)], r"shard 2/4 and 3/4 missing: run it with --shard 2/4, then merge all"),
+        ([first, shard(2, 3)], "these are shards of 2 and 3; merge those of one number"),
+        ([first, changed(second, config={"suite": "quick"})], "1 is no shard, and others are"),
+        ([first, shard(2, config={"lengths": [1]})], "0 and 1 are shards of different requests"),
+        ([first], "one run is given"),
+        ([first, first], "0 and 1 are the same run, run1; name it once"),
+        ([first, changed(second, config={"suite": "quick", "shard": [3, "x"]})], "shard"),
+        ([first, changed(second, status="interrupted")], "run 1 did not end .* --resume 1`, then merge"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            merged(records, [str(index) for index in range(len(records))])
+
+
+def test_what_was_not_measured_alike_is_refused(shard, make_row, make_record):
+    a, b = shard(1), shard(2)
+    same_workload = make_record([make_row("flex", seq_len=32)], "c", config={"suite": "quick"})
+    whole = changed(a, config={"suite": "quick"})
+    for records, why in (
+        ([a, changed(b, suite="range")], "0 is of suite 'quick', 1 of 'range'"),
+        ([a, changed(b, tool_version="9")], "not measured alike: dilabench: 0 against 9"),
+        ([a, shard(2, hard={"device": "cpu", "cpu": "other"})], "not measured alike: cpu: test against other"),
+        (
+            [a, shard(2, config={"timing": "profiler", "seed": 5})],
+            "timing: None against profiler; seed: None against 5",
+        ),
+        ([whole, same_workload], "1x32 H2 D24 fp32 causal is in 0 and in 1; rows of one workload are compared only"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            merged(records, ["0", "1"])
+
+
+def test_a_time_that_nothing_bears_out_is_refused(make_row, make_record):
+    other = make_record([make_row(seq_len=32)], "b")
+    row = make_row(seq_len=64)
+    unproven = row.outcome.model_copy(update={"verification": Verification(checks=())})
+    record = make_record([row.model_copy(update={"outcome": unproven})], "a")
+    with pytest.raises(ConfigError, match="strided on 1x64 H2 D24 fp32 causal has a time but no passed verification"):
+        merged([record, other], ["a", "b"])
+    quick = make_record([make_row(seq_len=64, ns=10)], "a", ceilings={matmul_key("float32"): 1e9})
+    with pytest.raises(
+        ConfigError, match=r"is more than this device can do .* and no note says so; the record was edited"
+    ):
+        merged([quick, other], ["a", "b"])
+    noted = quick.rows[0].outcome.model_copy(update={"notes": (ABOVE_PEAK_FLOPS.note("it is"),)})
+    honest = changed(quick, rows=(quick.rows[0].model_copy(update={"outcome": noted}),))
+    assert len(merged([honest, other], ["a", "b"]).rows) == 2
+
+
+def test_a_record_that_its_own_lines_contradict_is_refused(tmp_path, make_row, make_record):
+    record = make_record([make_row(seq_len=32), make_row(seq_len=64)])
+    folder = RunFolder.create(tmp_path, "quick", "aaaa")
+    folder.start(RunHeader.model_validate(record.model_dump(include=RunHeader.model_fields.keys())))
+    for row in record.rows:
+        folder.row(row)
+    folder.finish(record)
+    refuse_other_rows(folder.path, read_record(folder.path))
+    faster = record.rows[0].model_copy(update={"outcome": make_row(seq_len=32, ns=1).outcome})
+    for rows, why in (
+        ((faster, record.rows[1]), "tell different things of strided on 1x32"),
+        (record.rows[1:], "run.json lacks 1 of the rows in rows.jsonl"),
+        ((*record.rows, make_row(seq_len=96)), "tell different things of strided on 1x96"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            refuse_other_rows(folder.path / "run.json", changed(record, rows=rows))
+
+
+def test_failed_rows_are_kept(make_row, make_record):
+    failed = Failed(stage="verify", code="wrong_output", why="out")
+    a = make_record([make_row(seq_len=32, outcome=failed)], "a")
+    assert failed in [row.outcome for row in merged([a, make_record([make_row(seq_len=64)], "b")], ["a", "b"]).rows]
