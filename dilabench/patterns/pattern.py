@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
+    from dilabench.patterns.hidden_rows import HiddenRows
+
     Positions = NDArray[np.int64]
 else:
     Positions = Any
@@ -61,6 +63,15 @@ class SequenceShape:
         stop = np.full_like(rows, self.length) if right is None else np.minimum(rows + right + 1, self.length)
         return first, stop
 
+    def rows_in_reach(self, keys: Positions) -> tuple[Positions, Positions]:
+        """The first row and one past the last row that the window and the causal mask let see each key."""
+        import numpy as np
+
+        left, right = self.reach
+        first = np.zeros_like(keys) if right is None else np.maximum(keys - right, 0)
+        stop = np.full_like(keys, self.length) if left is None else np.minimum(keys + left + 1, self.length)
+        return first, stop
+
 
 @dataclass(frozen=True, slots=True)
 class KeyGroup:
@@ -89,6 +100,17 @@ class StridedSegments(NamedTuple):
     segment_length: int
     rate: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeBlocks:
+    """Which blocks of `block_size` keys a block of as many queries sees: bool `mask` [heads, n, n], n rounded up.
+
+    `heads`: 1 where all query heads share a mask, or as many as there are key/value heads, or query heads.
+    """
+
+    mask: NDArray[np.bool_]
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +277,20 @@ class Pattern(Model, ABC):
         """The pattern of a head as a union of strided segments, None where it is not one.
 
         With it, whatever computes such unions over a dense backend computes the pattern.
+        """
+        return None
+
+    def hidden_rows(self, shape: SequenceShape) -> HiddenRows | None:  # noqa: ARG002
+        """From which rows each key is hidden, in a few ranges, None where heads differ or there are too many.
+
+        With it, whatever takes bounds of columns computes the pattern, in O(N) memory.
+        """
+        return None
+
+    def whole_blocks(self, shape: SequenceShape) -> WholeBlocks | None:  # noqa: ARG002
+        """The pattern as a union of whole blocks of queries and keys, None where it is not one.
+
+        With it, whatever computes lists of blocks computes the pattern.
         """
         return None
 

@@ -14,7 +14,7 @@ from dilabench.patterns.registry import PatternKind, known_kinds, load, pattern_
 from dilabench.validation import validated
 from dilabench.workload.spec import Workload, WorkloadRequest
 
-EXAMPLE = Path(__file__).parents[1] / "example_plugin" / "dilabench_example" / "window_sink.py"
+EXAMPLE = Path(__file__).parents[1] / "example_plugin" / "dilabench_example" / "chunked.py"
 SHAPES = [
     SequenceShape(61, 4, 2, True, (-1, -1)),
     SequenceShape(97, 6, 3, False, (-1, -1)),
@@ -25,13 +25,14 @@ SHAPES = [
 
 
 def third_party() -> type[Pattern]:
-    spec = importlib.util.spec_from_file_location("window_sink_example", EXAMPLE)
+    spec = importlib.util.spec_from_file_location("chunked_example", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.WindowSinkPattern
+    return module.ChunkedPattern
 
 
-BUILT_IN = [pattern_type(kind) for kind in ("dense", "dilated", "block_sparse")]
+KINDS = ("dense", "dilated", "block_sparse", "window_sink", "column_bounds", "topk_blocks")
+BUILT_IN = [pattern_type(kind) for kind in KINDS]
 EXAMPLES = [example for kind in (*BUILT_IN, third_party()) for example in kind.examples()]
 
 
@@ -130,7 +131,8 @@ def test_pictures_show_the_share_of_pairs(pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("pattern", EXAMPLES[:-2], ids=lambda one: one.label())
 def test_a_pattern_survives_json(pattern: Pattern) -> None:
-    workload = Workload(pattern=pattern, batch_size=1, seq_len=61, num_heads=4, num_kv_heads=2, head_dim=8)
+    shape = {"seq_len": 61, "num_heads": 4, "num_kv_heads": 2, "causal": pattern.why_not_over(SHAPES[0]) is None}
+    workload = Workload(pattern=pattern, batch_size=1, head_dim=8, **shape)
     again = Workload.model_validate_json(workload.model_dump_json())
     assert (again, hash(again)) == (workload, hash(workload))
     assert type(again.pattern) is type(pattern)
