@@ -21,13 +21,13 @@ _LOG2E = 1.4426950408889634
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> bool:
-    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides,
+    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, no rows hidden key by key, regular strides,
     on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries' rows.
     """
     size = TILES.block_m
     whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))
     fits = whole and plan.keys // size <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
-    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
+    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1) and plan.hidden is None
     regular = all(is_row_addressable(x) for x in (q, k, v))
     return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
 
@@ -99,7 +99,7 @@ def _device_lists(plan: BlockPlan, num_heads: int, device: torch.device) -> tupl
 
     def make() -> tuple[Tensor, Tensor, Tensor, bool]:
         items, entries, all_work = work_lists(plan)
-        heads = torch.tensor([[head % plan.mask_heads, 0] for head in range(num_heads)], dtype=torch.int32)
+        heads = torch.tensor([[head * plan.mask_heads // num_heads, 0] for head in range(num_heads)], dtype=torch.int32)
         return torch.from_numpy(items).to(device), torch.from_numpy(entries).to(device), heads.to(device), all_work
 
     return plan.keep(("sm90", num_heads, device), make)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import BoolArray, TileLists, Visibility, largest_tile, tile_lists
 from dilabench.kernels.tuning import Direction, TileConfig
+from dilabench.patterns.hidden_rows import HiddenRows
 
 KeptT = TypeVar("KeptT")
 
@@ -35,10 +37,10 @@ def shipped() -> tuple[tuple[int, Direction, TileConfig], ...]:
 class BlockPlan:
     """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
 
-    The heads of the mask are query heads; 1 means that all of them share it. With ``key_rows`` the keys are other rows
+    Successive query heads share a head of the mask: 1 for all, or one for each key/value head. With ``key_rows`` the keys are other rows
     than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries, blocks of keys], and
-    neither causal edge nor window can hide a pair inside its blocks (ValueError). Lists and device tables are made once
-    per tile shape and kept in the plan.
+    neither causal edge nor window can hide a pair inside its blocks (ValueError). ``hidden``: the rows of queries that
+    single keys are hidden from. Lists and device tables are made once per tile shape and kept in the plan.
     """
 
     mask: BoolArray
@@ -47,6 +49,7 @@ class BlockPlan:
     causal: bool
     window: tuple[int, int] = (-1, -1)
     key_rows: int | None = None
+    hidden: HiddenRows | None = None
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,8 +66,13 @@ class BlockPlan:
 
     @property
     def mask_heads(self) -> int:
-        """Heads in the mask: 1 when all share one."""
+        """Heads in the mask: 1 when all query heads share one."""
         return int(self.mask.shape[0])
+
+    @property
+    def visibility(self) -> Visibility:
+        """What hides pairs inside the mask's blocks."""
+        return Visibility(self.rows, self.causal, *self.window, self.key_rows, self.hidden)
 
     @property
     def left(self) -> int:
@@ -81,7 +89,7 @@ class BlockPlan:
         batch, rows, heads, dim = q.shape
         if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != dim or heads % k.shape[2]:
             raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
-        if (rows, k.shape[1]) != (self.rows, self.keys) or self.mask_heads not in (1, heads):
+        if (rows, k.shape[1]) != (self.rows, self.keys) or heads % self.mask_heads:
             raise ValueError(
                 f"q {tuple(q.shape)} and k {tuple(k.shape)} do not fit a plan of {self.rows} query rows, {self.keys} "
                 f"key rows and {self.mask_heads} mask heads"
@@ -107,11 +115,21 @@ class BlockPlan:
 
     def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
         """The tile lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows."""
-        seen = Visibility(self.rows, self.causal, *self.window, self.key_rows)
         return self.keep(
             ("lists", block_m, block_n, by_key),
-            lambda: tile_lists(self.mask, self.block_size, seen, block_m, block_n, by_key),
+            lambda: tile_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key),
         )
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """int32 [ranges, 2, keys]: starts and stops of the rows that keys are hidden from; ranges may be 0."""
+
+        def make() -> Tensor:
+            if self.hidden is None:
+                return torch.zeros(0, 2, self.keys, dtype=torch.int32, device=device)
+            both = np.stack((self.hidden.starts, self.hidden.stops), axis=1).astype(np.int32)
+            return torch.from_numpy(both).to(device)
+
+        return self.keep(("bounds", device), make)
 
     def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(spans, entries, order) of `TileLists` on the device."""
