@@ -234,6 +234,11 @@ class BlockSparsePattern(Pattern):
         return self.branches.edges(shape) if self.branches else np.arange(0, shape.length, self.block_size)
 
     @property
+    def block_length(self) -> int:
+        """As given."""
+        return self.block_size
+
+    @property
     def parts(self) -> int:
         """One per branch."""
         return self.under.parts

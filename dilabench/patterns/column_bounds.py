@@ -17,18 +17,38 @@ from dilabench.errors import ConfigError
 from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
 from dilabench.patterns.pattern import SequenceShape
-from dilabench.validation import read_count, read_counts, validated
+from dilabench.validation import Model, read_count, read_counts, validated
 
 if TYPE_CHECKING:
     from dilabench.patterns.pattern import Positions
 
 BoundsKind = Literal["documents", "prefix_documents", "shared_question", "file"]
-DEFAULT_LENGTHS = (1024, 3072, 2048, 8192, 4096)
+DEFAULT_LENGTHS = (300, 1500, 700, 4000, 2500, 8000)
 # A verification always samples the edges of so many ranges.
 MAX_EDGES = 64
 
 
-class ColumnBoundsPattern(HiddenRowsPattern):
+class ColumnBoundsRequest(Model):
+    """What a request may say of bounds."""
+
+    bounds: BoundsKind = "documents"
+    document_lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    lead: int = Field(default=256, ge=0)
+    answers: int = Field(default=4, ge=1)
+    bounds_file: str | None = None
+
+    @field_validator("document_lengths", mode="before")
+    @classmethod
+    def _lengths(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_counts(value, str(info.field_name))
+
+    @field_validator("answers", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_count(value, str(info.field_name))
+
+
+class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
     """C[h, i, j] = 0 where row i lies in a range of key j, else 1.
 
     `document_lengths` follow each other, again and again, until the sequence is full; the last document may be short.
@@ -41,22 +61,7 @@ class ColumnBoundsPattern(HiddenRowsPattern):
     """
 
     kind: Literal["column_bounds"] = "column_bounds"
-    bounds: BoundsKind = "documents"
-    document_lengths: tuple[int, ...] = DEFAULT_LENGTHS
-    lead: int = Field(default=256, ge=0)
-    answers: int = Field(default=4, ge=1)
-    bounds_file: str | None = None
     bounds_digest: str | None = None
-
-    @field_validator("document_lengths", mode="before")
-    @classmethod
-    def _lengths(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_counts(value, str(info.field_name))
-
-    @field_validator("answers", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
 
     @model_validator(mode="after")
     def _file_or_documents(self) -> Self:
@@ -65,6 +70,11 @@ class ColumnBoundsPattern(HiddenRowsPattern):
         if not self.document_lengths or min(self.document_lengths) < 1:
             raise ValueError(f"document_lengths {list(self.document_lengths)} must be at least 1 each")
         return self
+
+    @classmethod
+    def request_model(cls) -> type[Model]:
+        """Without the digest, which is taken of the file."""
+        return ColumnBoundsRequest
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:

@@ -300,6 +300,11 @@ class Pattern(Model, ABC):
         return all(self.strided_segments(shape, head) == whole for head in range(shape.num_heads))
 
     @property
+    def block_length(self) -> int | None:
+        """Rows of a block where blocks are seen as a whole, None where there are none."""
+        return None
+
+    @property
     def cut_length(self) -> int | None:
         """Multiples of so many tokens cut a sequence so that no query sees a key on the other side; None: no cut."""
         return None

@@ -20,7 +20,7 @@ from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_arra
 from dilabench.patterns.pattern import SequenceShape, WholeBlocks
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
 from dilabench.patterns.whole_blocks import WholeBlocksPattern
-from dilabench.validation import read_count, validated
+from dilabench.validation import Model, read_count, validated
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -30,7 +30,22 @@ if TYPE_CHECKING:
 SelectorName = Literal["mean_key", "pooled", "random", "given"]
 
 
-class TopKBlocksPattern(WholeBlocksPattern):
+class TopKBlocksRequest(Model):
+    """What a request may say of a selection."""
+
+    selector: SelectorName = "mean_key"
+    block_size: int = Field(default=64, ge=1, le=2**20)
+    top_k: int = Field(default=16, ge=1)
+    selection_seed: int = Field(default=0, ge=0)
+    indices_file: str | None = None
+
+    @field_validator("block_size", "top_k", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_count(value, str(info.field_name))
+
+
+class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
     """C[h, i, j] = 1 where the selection of key/value head h // g has block j // block_size for block i // block_size.
 
     `selector`: mean_key (MoBA: the own block always), pooled (VSA), random, or given: an `indices_file`, `.npy` of
@@ -39,23 +54,18 @@ class TopKBlocksPattern(WholeBlocksPattern):
     """
 
     kind: Literal["topk_blocks"] = "topk_blocks"
-    selector: SelectorName = "mean_key"
-    block_size: int = Field(default=64, ge=1, le=2**20)
-    top_k: int = Field(default=16, ge=1)
-    selection_seed: int = Field(default=0, ge=0)
-    indices_file: str | None = None
     indices_digest: str | None = None
-
-    @field_validator("block_size", "top_k", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
 
     @model_validator(mode="after")
     def _file_or_selector(self) -> Self:
         if (self.selector == "given") != (self.indices_file is not None):
             raise ValueError("selector=given and an indices_file need each other; give both or neither")
         return self
+
+    @classmethod
+    def request_model(cls) -> type[Model]:
+        """Without the digest, which is taken of the file."""
+        return TopKBlocksRequest
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:

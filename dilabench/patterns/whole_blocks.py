@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 class WholeBlocksPattern(Pattern):
     """C = 1 where the mask of (the head, i // block, j // block) is set."""
 
+    block_size: int
+
+    @property
+    def block_length(self) -> int:
+        """As given."""
+        return self.block_size
+
     @abstractmethod
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks:
         """The mask. It may leave out, or not, what the causal mask hides anyway."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.lists import HiddenTiles, visible_tiles
+from dilabench.kernels.block_sparse.lists import visible_tiles
 from dilabench.kernels.block_sparse.plan import BlockPlan
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -80,10 +80,9 @@ def _query_blocks(plan: BlockPlan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]
     """The calls of a plan, in O(keys) memory; query heads that share their mask go together."""
     size, seen_by = plan.block_size, plan.visibility
     heads_per_mask, group = q.shape[2] // plan.mask_heads, q.shape[2] // k.shape[2]
-    hidden = None if plan.hidden is None else plan.keep("tiles", lambda: HiddenTiles.of(plan.hidden, plan.rows, size))
     for index in range(-(-plan.rows // size)):
         queries = slice(index * size, min(plan.rows, (index + 1) * size))
-        some, whole = visible_tiles(seen_by, np.array([index]), size, size, hidden)
+        some, whole = visible_tiles(seen_by, np.array([index]), size, size, plan.hidden_tiles(size))
         for mask_head in range(plan.mask_heads):
             seen = np.flatnonzero(plan.mask[mask_head, index] & some[0])
             if len(seen):

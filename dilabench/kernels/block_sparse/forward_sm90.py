@@ -21,8 +21,9 @@ _LOG2E = 1.4426950408889634
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> bool:
-    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, no rows hidden key by key, regular strides,
-    on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries' rows.
+    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, no bounds of
+    columns, regular strides, on sm_90. Batch items follow each other at one distance, so that of several the keys must
+    be the queries' rows.
     """
     size = TILES.block_m
     whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.lists import BoolArray, TileLists, Visibility, largest_tile, tile_lists
+from dilabench.kernels.block_sparse.lists import BoolArray, HiddenTiles, TileLists, Visibility, largest_tile, tile_lists
 from dilabench.kernels.tuning import Direction, TileConfig
 from dilabench.patterns.hidden_rows import HiddenRows
 
@@ -37,10 +37,10 @@ def shipped() -> tuple[tuple[int, Direction, TileConfig], ...]:
 class BlockPlan:
     """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
 
-    Successive query heads share a head of the mask: 1 for all, or one for each key/value head. With ``key_rows`` the keys are other rows
-    than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries, blocks of keys], and
-    neither causal edge nor window can hide a pair inside its blocks (ValueError). ``hidden``: the rows of queries that
-    single keys are hidden from. Lists and device tables are made once per tile shape and kept in the plan.
+    Successive query heads share a head of the mask: 1 for all, or one for each key/value head. With ``key_rows`` the
+    keys are other rows than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries,
+    blocks of keys], and neither causal edge nor window can hide a pair inside its blocks (ValueError). ``hidden``: the
+    rows of queries that single keys are hidden from. Lists and device tables are made once per tile shape and kept.
     """
 
     mask: BoolArray
@@ -119,6 +119,13 @@ class BlockPlan:
             ("lists", block_m, block_n, by_key),
             lambda: tile_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key),
         )
+
+    def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
+        """What is hidden of whole key tiles of ``block_n`` rows; None where nothing is."""
+        hidden = self.hidden
+        if hidden is None:
+            return None
+        return self.keep(("hidden tiles", block_n), lambda: HiddenTiles.of(hidden, self.rows, block_n))
 
     def bounds(self, device: torch.device) -> Tensor:
         """int32 [ranges, 2, keys]: starts and stops of the rows that keys are hidden from; ranges may be 0."""
