@@ -16,6 +16,7 @@ from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.tuning import TileConfig
 from dilabench.patterns.hidden_rows import HiddenRows
 
@@ -76,6 +77,24 @@ def any_bounds(rows: int, ranges: int) -> HiddenRows:
     bounds[-1, 0, ::3], bounds[-1, 1, ::3] = 0, edges[document[::3]]
     bounds[:, :, 5:9], bounds[:, 0, 9], bounds[:, 1, 9] = 0, 0, rows
     return HiddenRows.of(rows, *((start, stop) for start, stop in bounds))
+
+
+def chosen_on_the_device() -> dict[str, float]:
+    """Indices per key/value head, unsorted and repeated, planned as tensors."""
+    rows, heads, kv_heads, dim, block = 150, 6, 2, 16, 32
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(-1, 5, (kv_heads, 5, 4), generator=generator)
+    indices[0, 2] = -1
+    q, k, v, dout = (torch.randn(2, rows, n, dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    mask = (indices[..., None] == torch.arange(5)).any(2).numpy()
+    out, lse = expected(*wide, BlockPlan(mask, block, rows, causal=True))
+    gradients = torch.autograd.grad(out, wide, dout.double())
+    plan = SelectedPlan(indices, block, rows, causal=True)
+    with poisoned():
+        got_out, got_lse = tiles_forward(q, k, v, plan, scale=dim**-0.5)
+        got = tiles_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
+    return compared((out, lse, *gradients), (got_out, got_lse, *got))
 
 
 def errors(case: tuple, dtype: torch.dtype, ranges: int = 0) -> dict[str, float]:
@@ -159,5 +178,6 @@ if __name__ == "__main__":
     results = {name: errors(case, torch.float32) for name, case in CASES.items()}
     results |= {f"two calls: {name}": two_calls(case) for name, case in RECTANGLES.items()}
     results |= {f"bounds: {name}": errors(case, torch.float32, ranges) for name, (case, ranges) in BOUNDED.items()}
+    results["chosen on the device"] = chosen_on_the_device()
     results["half"] = errors(CASES["causal, shared keys, mask per head"], torch.float16)
     print(json.dumps(results))  # noqa: T201 - the parent process reads it

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ CASES = [
     "bounds: one range, causal",
     "bounds: two ranges, wide query tile",
     "bounds: three ranges, window, wide key tile",
+    "chosen on the device",
     "two calls: more keys than queries",
     "two calls: more queries than keys, ragged ends",
     "two calls: wide query tile, one key row",
@@ -130,8 +132,9 @@ def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
 
     mask = np.random.default_rng(2).random((3, 5, 5)) < 0.5
     mask[1, 2] = False
-    items, entries, all_work = work_lists(BlockPlan(mask, 256, 1280, causal=True))
-    assert not all_work
+    plan = BlockPlan(mask, 256, 1280, causal=True)
+    items, entries = (part.numpy() for part in work_lists(plan, torch.device("cpu")))
+    assert not plan.every_row_has_work
     assert items.shape == (1, 3, 10, 5)
     for head in range(3):
         for residue, tile, first, full, partly in items[0, head]:
@@ -151,8 +154,9 @@ def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
 
     mask = np.random.default_rng(2).random((2, 3, 7)) < 0.5
     mask[1, 2] = False
-    items, entries, all_work = work_lists(BlockPlan(mask, 128, 384, causal=False, key_rows=896))
-    assert not all_work
+    plan = BlockPlan(mask, 128, 384, causal=False, key_rows=896)
+    items, entries = (part.numpy() for part in work_lists(plan, torch.device("cpu")))
+    assert not plan.every_row_has_work
     for head in range(2):
         for residue, tile, first, full, partly in items[0, head]:
             assert (residue, partly) == (0, 0)
@@ -161,8 +165,6 @@ def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
 
 def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(monkeypatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    import torch
-
     from dilabench.kernels.block_sparse import forward_sm90 as hopper
     from dilabench.kernels.block_sparse.plan import BlockPlan
 
@@ -185,8 +187,6 @@ def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(mon
 
 def test_keys_of_other_rows_have_no_causal_edge_or_window_and_must_fit() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    import torch
-
     from dilabench.kernels.block_sparse.plan import BlockPlan
 
     mask = np.ones((1, 2, 3), bool)

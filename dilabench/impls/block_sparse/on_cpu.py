@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import visible_tiles
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import Plan
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -34,7 +34,7 @@ class QueryBlock:
     partly: bool
 
 
-def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]:
+def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N] (float32; float64 for float64) over the blocks of the plan.
 
     q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. Raises ValueError
@@ -57,7 +57,7 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: 
 
 
 def blocked_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtypes of q, k, v, from an out and lse that may be those of a larger softmax."""
     plan.check(q, k, v)
@@ -76,7 +76,7 @@ def blocked_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _query_blocks(plan: BlockPlan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]:
+def _query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]:
     """The calls of a plan, in O(keys) memory; query heads that share their mask go together."""
     size, seen_by = plan.block_size, plan.visibility
     heads_per_mask, group = q.shape[2] // plan.mask_heads, q.shape[2] // k.shape[2]
@@ -84,7 +84,8 @@ def _query_blocks(plan: BlockPlan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]
         queries = slice(index * size, min(plan.rows, (index + 1) * size))
         some, whole = visible_tiles(seen_by, np.array([index]), size, size, plan.hidden_tiles(size))
         for mask_head in range(plan.mask_heads):
-            seen = np.flatnonzero(plan.mask[mask_head, index] & some[0])
+            seen = plan.seen_blocks(mask_head, index)
+            seen = seen[some[0, seen]]
             if len(seen):
                 heads = slice(mask_head * heads_per_mask, (mask_head + 1) * heads_per_mask)
                 kv_heads = slice(heads.start // group, -(-heads.stop // group))
@@ -100,7 +101,7 @@ def _key_rows(blocks: npt.NDArray[np.int64], size: int, rows: int) -> slice | Te
     return index[index < rows]
 
 
-def _mask(block: QueryBlock, plan: BlockPlan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _mask(block: QueryBlock, plan: Plan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The additive mask [rows, keys] in q's dtype, and which rows see nothing; None where there is nothing to hide."""
     if not block.partly or (plan.left < 0 and plan.right < 0 and plan.hidden is None):
         return None, None

@@ -15,7 +15,7 @@ from dilabench.impls.union.head_runs import Progression
 from dilabench.impls.union.strided_calls import StridedCall
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Rows, Union
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
 from dilabench.patterns.block_masks import block_mask
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.workload.spec import Workload
@@ -27,14 +27,14 @@ COLUMN_BLOCK = 128
 class BlockForward(Protocol):
     """Forward of block-sparse attention: `Attend` with a plan in place of causal and window."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]: ...
 
 
 class BlockBackward(Protocol):
     """Its backward from a *given* out and lse: `AttendBackward` with a plan in place of causal and window."""
 
     def __call__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -42,7 +42,7 @@ class BlockBackward(Protocol):
 class PlannedRows(StridedRows):
     """The rows of one kernel call, with the block plan that lies over them."""
 
-    plan: BlockPlan
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

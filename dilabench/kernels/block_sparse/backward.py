@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.forward import head_rows, visible_pairs
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig
@@ -268,7 +268,7 @@ def block_sparse_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: BlockPlan,
+    plan: Plan,
     *,
     scale: float,
     query_config: TileConfig | None = None,

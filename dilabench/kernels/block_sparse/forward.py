@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim
 from dilabench.kernels.tuning import TileConfig
 
@@ -133,7 +133,7 @@ def _block_forward_kernel(
 
 
 def block_sparse_forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float, config: TileConfig | None = None
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, config: TileConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``.
 
