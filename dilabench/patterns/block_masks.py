@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 MAX_BLOCKS = 2**15
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeBlocks:
+    """Which blocks of `block_size` keys a block of as many queries sees: bool `mask` [heads, n, n], n rounded up.
+
+    `heads`: 1 where all query heads share a mask, or as many as there are key/value heads, or query heads.
+    """
+
+    mask: NDArray[np.bool_]
+    block_size: int
+
+
 def block_mask(pattern: BlockSparsePattern, rows: int, causal: bool, num_heads: int) -> Mask:
     """The mask [num_heads or 1, n, n] over n = ceil(rows / block_size) blocks: True where block (i, j) is computed.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dilabench.patterns.block_masks import (
+    WholeBlocks,
     block_mask,
     block_shares,
     masked_pairs,
@@ -28,7 +29,6 @@ from dilabench.patterns.pattern import (
     Picture,
     SequenceShape,
     StridedSegments,
-    WholeBlocks,
     group_rows,
     hide_future,
 )

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
+    from dilabench.patterns.block_masks import WholeBlocks
     from dilabench.patterns.hidden_rows import HiddenRows
+    from dilabench.patterns.native_sparse import Summand
 
     Positions = NDArray[np.int64]
 else:
@@ -100,17 +102,6 @@ class StridedSegments(NamedTuple):
     segment_length: int
     rate: int
     offset: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WholeBlocks:
-    """Which blocks of `block_size` keys a block of as many queries sees: bool `mask` [heads, n, n], n rounded up.
-
-    `heads`: 1 where all query heads share a mask, or as many as there are key/value heads, or query heads.
-    """
-
-    mask: NDArray[np.bool_]
-    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +289,10 @@ class Pattern(Model, ABC):
         """Whether every query sees every key once."""
         whole = (StridedSegments(shape.length, 1, 0),)
         return all(self.strided_segments(shape, head) == whole for head in range(shape.num_heads))
+
+    def summands(self, shape: SequenceShape) -> tuple[Summand, ...]:  # noqa: ARG002
+        """Attentions with a softmax each, of which it is the sum under gates; none where one softmax is all of it."""
+        return ()
 
     @property
     def block_length(self) -> int | None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.block_masks import MAX_BLOCKS, visible_blocks
+from dilabench.patterns.block_masks import MAX_BLOCKS, WholeBlocks, visible_blocks
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
-from dilabench.patterns.pattern import SequenceShape, WholeBlocks
+from dilabench.patterns.pattern import SequenceShape
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
 from dilabench.patterns.whole_blocks import WholeBlocksPattern
 from dilabench.validation import Model, read_count, validated
@@ -112,6 +112,11 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
     def has_fixed_length(self) -> bool:
         """A file has as many blocks as it has."""
         return self.selector == "given"
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the selector reads queries and keys, so that a device can select from stand-ins."""
+        return self.selector in SELECTORS and SELECTORS[self.selector].reads_queries
 
     def files(self) -> tuple[tuple[Path, str], ...]:
         """The file of indices, if there is one."""

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
-from dilabench.patterns.block_masks import block_shares, masked_pairs, rows_of_blocks, rows_with_keys
-from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, Positions, SequenceShape, WholeBlocks
+from dilabench.patterns.block_masks import WholeBlocks, block_shares, masked_pairs, rows_of_blocks, rows_with_keys
+from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, Positions, SequenceShape
 
 if TYPE_CHECKING:
     import numpy as np

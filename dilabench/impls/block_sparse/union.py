@@ -62,7 +62,7 @@ def block_union(
     Plans are made here, tables by the first call. Raises ConfigError when a mask file does not fit.
     """
     plan = whole_plan(workload)
-    rows = planned_rows(workload) if plan is None else _over_everything(workload, plan)
+    rows = planned_rows(workload) if plan is None else planned_over_everything(workload, plan)
     under = _without_mask(workload) if plan is None else workload.as_dense()
     return BlockUnion(
         backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
@@ -100,7 +100,8 @@ def require_whole_plan(workload: Workload) -> BlockPlan:
     return plan
 
 
-def _over_everything(workload: Workload, plan: BlockPlan) -> tuple[PlannedRows, ...]:
+def planned_over_everything(workload: Workload, plan: Plan) -> tuple[PlannedRows, ...]:
+    """The rows of the one call over the whole sequence."""
     return tuple(PlannedRows(rows.call, rows.whole, plan) for rows in strided_rows(workload.as_dense()))
 
 

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.selectors import STAND_IN_DIM
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.workload.spec import UNBOUNDED, Workload
 
@@ -15,8 +17,9 @@ DENSE = frozenset({"dense"})
 DILATED = frozenset({"dilated"})
 BLOCK_SPARSE = frozenset({"block_sparse"})
 # Masks of whole blocks, and those with bounds of columns besides.
-BLOCKS = BLOCK_SPARSE | {"topk_blocks"}
+SELECTED = frozenset({"topk_blocks"})
 COLUMNS = frozenset({"window_sink", "column_bounds"})
+BLOCKS = BLOCK_SPARSE | SELECTED
 SPARSE = BLOCKS | COLUMNS
 HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
@@ -101,6 +104,20 @@ def _only_flash4_blocks(workload: Workload) -> str | None:
     if size is not None and size > 128:
         return f"block_size {size} is not 128"
     return _only_whole_128_blocks(workload)
+
+
+def _no_selector(workload: Workload) -> str | None:
+    """The reason against selecting anew what is not read off queries, or off too few numbers of each."""
+    pattern = TopKBlocksPattern.match(workload.pattern)
+    if pattern is not None and not pattern.reads_queries:
+        return f"selector={pattern.selector} reads no queries that a call could select from"
+    if workload.head_dim < STAND_IN_DIM:
+        return f"head_dim {workload.head_dim} is below {STAND_IN_DIM}, the numbers that a selector reads"
+    return None
+
+
+def _no_selector_or_tiles(workload: Workload) -> str | None:
+    return _no_selector(workload) or no_block_tiles(workload)
 
 
 def _no_room_for_a_mask(workload: Workload) -> str | None:
@@ -220,6 +237,29 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         priority=10,
+    ),
+    Implementation(
+        "block-sparse-planned",
+        "block-sparse that makes the lists of selected blocks in every call, on the device",
+        "dilabench.impls.block_sparse.selected:build_planned",
+        supports=Capabilities(
+            patterns=SELECTED,
+            on_cuda=Capabilities(patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
+        ),
+        requires=("triton|cpu",),
+    ),
+    Implementation(
+        "block-sparse-selected",
+        "block-sparse that selects the blocks and makes their lists in every call: end to end",
+        "dilabench.impls.block_sparse.selected:build_selected",
+        supports=Capabilities(
+            patterns=SELECTED,
+            check=_no_selector,
+            on_cuda=Capabilities(
+                patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=_no_selector_or_tiles
+            ),
+        ),
+        requires=("triton|cpu",),
     ),
     Implementation(
         "block-sparse-flex",

@@ -27,4 +27,9 @@ PATTERNS = (
         "the best key blocks of each query block, by a selector (MoBA, VSA)",
         "dilabench.patterns.topk_blocks:TopKBlocksPattern",
     ),
+    PatternKind(
+        "native_sparse",
+        "compressed blocks, selected blocks and a window, summed with gates (NSA)",
+        "dilabench.patterns.native_sparse:NativeSparsePattern",
+    ),
 )
