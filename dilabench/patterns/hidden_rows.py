@@ -44,12 +44,25 @@ class HiddenRows:
         for later in range(1, len(starts)):
             starts[later] = np.maximum(starts[later], stops[later - 1])
             stops[later] = np.maximum(stops[later], starts[later])
-        return cls(starts, stops)
+        used = max(1, int((starts < stops).any(axis=1).sum()))
+        return cls(starts[:used], stops[:used])
 
     @property
     def keys(self) -> int:
         """How many keys there are."""
         return int(self.starts.shape[1])
+
+    def over(self, shape: SequenceShape, rows: range, keys: Positions) -> HiddenRows:
+        """For some successive rows, counted from the first of them, and some keys in any order.
+
+        With what causal mask and window hide besides: between these rows and keys there are no distances any more.
+        """
+        import numpy as np
+
+        first, stop = shape.rows_in_reach(keys)
+        beyond = (np.zeros_like(first), first), (stop, np.full_like(stop, shape.length))
+        ranges = (*zip(self.starts[:, keys], self.stops[:, keys], strict=True), *beyond)
+        return HiddenRows.of(len(rows), *((start - rows.start, end - rows.start) for start, end in ranges))
 
     def hides(self, rows: Positions, keys: Positions | slice) -> NDArray[np.bool_]:
         """[R, M]: whether each of `rows` ([R]) is kept from each of `keys`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
 from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, Positions, SequenceShape
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
@@ -37,26 +37,21 @@ class Summand(NamedTuple):
     gates: NDArray[np.float64]
 
 
-class CompressedPattern(Pattern):
-    """Every row sees the last position of every whole block: where the mean of the block stands."""
+class CompressedPattern(HiddenRowsPattern):
+    """Every row sees the last position of every whole block: where the mean of the block stands.
+
+    So that behind a causal mask a block is seen once it is complete.
+    """
 
     kind: Literal["compressed"] = "compressed"
     block: int
 
-    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
-        """All rows have the same ones; behind a causal mask a block is seen once it is complete."""
-        yield KeyGroup(rows, (range(self.block - 1, shape.length, self.block),))
-
-    def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
-        """All heads are alike."""
-        return None
-
-    def hidden_means(self, shape: SequenceShape) -> HiddenRows:
-        """From which rows each mean is hidden, causal mask included: keys are the means, in order."""
+    def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
+        """All other positions are hidden from all rows."""
         import numpy as np
 
-        last = np.arange(self.block - 1, shape.length, self.block)
-        return HiddenRows.of(shape.length, (np.zeros_like(last), last if shape.causal else np.zeros_like(last)))
+        is_last = np.arange(shape.length) % self.block == self.block - 1
+        return HiddenRows.of(shape.length, (np.zeros(shape.length, dtype=np.int64), np.where(is_last, 0, shape.length)))
 
 
 class NativeSparsePattern(Pattern):

@@ -18,6 +18,7 @@ DILATED = frozenset({"dilated"})
 BLOCK_SPARSE = frozenset({"block_sparse"})
 # Masks of whole blocks, and those with bounds of columns besides.
 SELECTED = frozenset({"topk_blocks"})
+SUMS = frozenset({"native_sparse"})
 COLUMNS = frozenset({"window_sink", "column_bounds"})
 BLOCKS = BLOCK_SPARSE | SELECTED
 SPARSE = BLOCKS | COLUMNS
@@ -260,6 +261,17 @@ IMPLEMENTATIONS = (
             ),
         ),
         requires=("triton|cpu",),
+    ),
+    Implementation(
+        "native-sparse",
+        "the three attentions of NSA through the block-sparse kernels, each with its lse, summed with gates",
+        "dilabench.impls.block_sparse.native_sparse:build",
+        supports=Capabilities(
+            patterns=SUMS,
+            on_cuda=Capabilities(patterns=SUMS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
+        ),
+        requires=("triton|cpu",),
+        priority=10,
     ),
     Implementation(
         "block-sparse-flex",
