@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
+from dilabench.engine.verify.verification import verify
 from dilabench.impls import dense_masked
-from dilabench.impls.block_sparse import block_sparse, flex
+from dilabench.impls.block_sparse import block_sparse, flex, native_sparse, selected
 from dilabench.impls.block_sparse.union import require_whole_plan
-from dilabench.impls.reference import Reference
+from dilabench.impls.reference import Reference, ReferenceOfSum
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.workload.spec import Workload
@@ -144,3 +146,76 @@ def test_a_file_of_indices_is_one_selection_for_each_key_value_head(tmp_path: Pa
     lse = results(block_sparse.build(workload, CONTEXT), workload.replace(dtype="float64"))["lse"]
     assert torch.isinf(lse[0, 2:, 48:]).all()
     assert torch.isfinite(lse[0, :2]).all()
+
+
+@pytest.mark.parametrize("selector", ["mean_key", "pooled"])
+def test_what_is_selected_in_every_call_is_what_the_oracle_takes(selector: str) -> None:
+    pattern = {"kind": "topk_blocks", "selector": selector, "block_size": 16, "top_k": 2}
+    workload = Workload.model_validate(
+        {"pattern": pattern, **SHAPE, "seq_len": 150, "head_dim": 17, "dtype": "float64"}
+    )
+    oracle = results(Reference(workload), workload)
+    for build in (selected.build_planned, selected.build_selected):
+        for name, mine in results(build(workload, CONTEXT), workload).items():
+            torch.testing.assert_close(mine, oracle[name], rtol=1e-10, atol=1e-11)
+
+
+def by_definition(workload: Workload, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """NSA by whole matrices: the masks of its three attentions from their own rules."""
+    pattern, group = NativeSparsePattern.of(workload), workload.group_size
+    size, length = pattern.block_size, workload.seq_len
+    (shape,) = workload.shapes
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    causal = (j <= i) | (not workload.causal)
+    chosen = torch.from_numpy(pattern.summands(shape)[1].pattern.whole_blocks(shape).mask.copy())
+    masks = [
+        ((torch.arange(length // size)[None] + 1) * size - 1 <= i) | (not workload.causal),
+        chosen.repeat_interleave(group, 0)[:, i // size, j // size] & causal,
+        (j <= i) & (j > i - pattern.window_size),
+    ]
+    starts = range(0, length // size * size, size)
+    means = [torch.stack([x[:, at : at + size].mean(1) for at in starts], 1) for x in (k, v)]
+    out = torch.zeros_like(q)
+    for mask, (keys, values), gate in zip(masks, (means, (k, v), (k, v)), gates, strict=True):
+        keys, values = (x.repeat_interleave(group, 2) for x in (keys, values))
+        scores = torch.einsum("bihd,bjhd->bhij", q, keys) * workload.softmax_scale
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+        out = out + gate[..., None] * torch.einsum("bhij,bjhd->bihd", weights, values)
+    return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_native_sparse_and_the_oracle_are_its_definition_with_gradients_of_gates(causal: bool) -> None:
+    pattern = {"kind": "native_sparse", "block_size": 7, "top_k": 3, "window_size": 12}
+    workload = Workload.model_validate(
+        {"pattern": pattern, **SHAPE, "seq_len": 61, "num_heads": 6, "causal": causal, "dtype": "float64"}
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 61, n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in (6, 2, 2))
+    dout = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    function = native_sparse.build(workload, CONTEXT)
+    gates = function.gates.clone().requires_grad_()
+    wanted_out = by_definition(workload, q, k, v, gates)
+    wanted = wanted_out, *torch.autograd.grad(wanted_out, (q, k, v, gates), dout)
+    out = function.with_gates(q, k, v, gates)
+    found = out, *torch.autograd.grad(out, (q, k, v, gates), dout)
+    exact = ReferenceOfSum(workload)(q, k, v)
+    oracle = exact, *torch.autograd.grad(exact, (q, k, v), dout)
+    for one in (found, oracle):
+        for mine, theirs in zip(one, wanted, strict=False):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_missing_part_of_native_sparse_is_caught(left_out: int) -> None:
+    pattern = {"kind": "native_sparse", "block_size": 8, "top_k": 1, "window_size": 5}
+    workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 61, "head_dim": 16, "mode": "both"})
+    function = native_sparse.build(workload, CONTEXT)
+    function.gates[left_out] = 0.0
+    assert not verify(function, workload).passed
+
+
+def test_where_no_block_is_whole_nothing_is_compressed() -> None:
+    pattern = {"kind": "native_sparse", "block_size": 64, "top_k": 1, "window_size": 5}
+    workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 37, "mode": "both"})
+    assert verify(native_sparse.build(workload, CONTEXT), workload).passed

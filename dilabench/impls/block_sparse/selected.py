@@ -79,6 +79,7 @@ class Selecting:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
         return self.with_lse(q, k, v)[0]
 
+    @torch.compiler.disable
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log), which carries no gradient."""
         rows = self.rows()
