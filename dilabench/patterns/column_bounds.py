@@ -106,6 +106,11 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
         }
         return {name: {**lengths, **fields} for name, fields in asked.items()}
 
+    @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """2 to 32 documents of one length."""
+        return tuple({"document_lengths": (-(-length // count),)} for count in (2, 8, 32))
+
     def label(self) -> str:
         """'column-bounds documents 1024,3072' and what its maker reads besides."""
         if self.bounds == "file":

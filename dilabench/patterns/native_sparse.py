@@ -86,6 +86,12 @@ class NativeSparsePattern(Pattern):
         fields = {"block_size": 48, "top_k": 2, "window_size": 50}
         return {"native-sparse": fields, "native-sparse-full": {**fields, "causal": False}}
 
+    @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """A half to a 32nd of the blocks; the window and the means stay."""
+        blocks = -(-length // cls.model_fields["block_size"].default)
+        return tuple({"top_k": max(1, blocks // part)} for part in (2, 8, 32))
+
     def why_not_over(self, shape: SequenceShape) -> str | None:
         """A window of the workload would cut means into pieces."""
         if shape.window != (-1, -1):

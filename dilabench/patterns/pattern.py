@@ -181,6 +181,11 @@ class Pattern(Model, ABC):
         return {kind: {}, f"{kind}-full": {"causal": False}}
 
     @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:  # noqa: ARG003
+        """Requests over a sequence of this length from the densest to the sparsest, for time against density."""
+        return ()
+
+    @classmethod
     def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:  # noqa: ARG003
         """A Hypothesis strategy of patterns for sequences up to a length; by default it draws the examples."""
         from hypothesis import strategies as st

@@ -96,6 +96,12 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
         }
 
     @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """A half to a 32nd of the blocks."""
+        blocks = -(-length // cls.model_fields["block_size"].default)
+        return tuple({"top_k": max(1, blocks // part)} for part in (2, 8, 32))
+
+    @classmethod
     def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:
         """Any selector without a file, any blocks."""
         from hypothesis import strategies as st

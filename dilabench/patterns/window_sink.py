@@ -48,6 +48,11 @@ class WindowSinkPattern(HiddenRowsPattern):
         return {"window-sink": fields, "window-sink-full": {**fields, "causal": False}}
 
     @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """Windows of a half to a 32nd of the sequence, with 64 sinks."""
+        return tuple({"sinks": 64, "window_size": max(1, length // part)} for part in (2, 8, 32))
+
+    @classmethod
     def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:
         """Any sinks and window, also beyond the sequence."""
         from hypothesis import strategies as st

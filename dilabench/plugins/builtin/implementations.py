@@ -248,6 +248,7 @@ IMPLEMENTATIONS = (
             on_cuda=Capabilities(patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
         ),
         requires=("triton|cpu",),
+        every_call=("plan", "attend"),
     ),
     Implementation(
         "block-sparse-selected",
@@ -261,6 +262,7 @@ IMPLEMENTATIONS = (
             ),
         ),
         requires=("triton|cpu",),
+        every_call=("select", "plan", "attend"),
     ),
     Implementation(
         "native-sparse",
