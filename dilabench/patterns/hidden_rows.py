@@ -44,16 +44,17 @@ class HiddenRows:
         for later in range(1, len(starts)):
             starts[later] = np.maximum(starts[later], stops[later - 1])
             stops[later] = np.maximum(stops[later], starts[later])
-        used = max(1, int((starts < stops).any(axis=1).sum()))
-        return cls(starts[:used], stops[:used])
+        used = np.flatnonzero((starts < stops).any(axis=1))
+        used = used if len(used) else np.array([0])
+        return cls(starts[used], stops[used])
 
     @property
     def keys(self) -> int:
         """How many keys there are."""
         return int(self.starts.shape[1])
 
-    def over(self, shape: SequenceShape, rows: range, keys: Positions) -> HiddenRows:
-        """For some successive rows, counted from the first of them, and some keys in any order.
+    def over(self, shape: SequenceShape, rows: Positions, keys: Positions) -> HiddenRows:
+        """For some rows, rising and counted from the first of them, and some keys in any order.
 
         With what causal mask and window hide besides: between these rows and keys there are no distances any more.
         """
@@ -62,7 +63,7 @@ class HiddenRows:
         first, stop = shape.rows_in_reach(keys)
         beyond = (np.zeros_like(first), first), (stop, np.full_like(stop, shape.length))
         ranges = (*zip(self.starts[:, keys], self.stops[:, keys], strict=True), *beyond)
-        return HiddenRows.of(len(rows), *((start - rows.start, end - rows.start) for start, end in ranges))
+        return HiddenRows.of(len(rows), *(tuple(rows.searchsorted(edge) for edge in one) for one in ranges))
 
     def hides(self, rows: Positions, keys: Positions | slice) -> NDArray[np.bool_]:
         """[R, M]: whether each of `rows` ([R]) is kept from each of `keys`."""

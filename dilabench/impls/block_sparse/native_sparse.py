@@ -123,6 +123,6 @@ def _plan(part: Part) -> Plan | None:
     if not len(keys) or hidden is None:
         return None
     blocks = (1, -(-shape.length // COLUMN_BLOCK), -(-len(keys) // COLUMN_BLOCK))
-    seen = hidden.over(shape, range(shape.length), keys)
+    seen = hidden.over(shape, np.arange(shape.length), keys)
     everything = np.broadcast_to(np.True_, blocks)
     return BlockPlan(everything, COLUMN_BLOCK, shape.length, False, key_rows=len(keys), hidden=seen)
