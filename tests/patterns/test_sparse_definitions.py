@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dilabench.errors import ConfigError
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
 from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select, stand_ins
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
@@ -172,3 +173,18 @@ def test_bounds_that_do_not_fit_are_refused(tmp_path: Path, bounds: np.ndarray, 
 def test_a_prefix_under_a_causal_mask_is_refused_with_a_way_out() -> None:
     with pytest.raises(ConfigError, match="use it with causal=false"):
         WorkloadRequest(pattern="column_bounds", bounds="prefix_documents").resolve("float32")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_native_sparse_answers_by_itself_follows_from_its_counts(causal: bool) -> None:
+    pattern = NativeSparsePattern(block_size=6, top_k=2, window_size=4)
+    shape = SequenceShape(N, 4, 2, causal, (-1, -1))
+    for head in (0, 3):
+        assert pattern.covered(shape, head).tolist() == Pattern.covered(pattern, shape, head).tolist()
+        for key in range(0, N, 5):
+            derived = Pattern.rows_seeing(pattern, shape, head, key)
+            assert pattern.rows_seeing(shape, head, key).tolist() == derived.tolist()
+    pairs, selected, window = pattern.pairs(shape), *(one.pattern.pairs(shape) for one in pattern.summands(shape)[1:])
+    means = 4 * sum((row + 1) // 6 if causal else N // 6 for row in range(N))
+    assert pairs.attended == means + selected.attended + window.attended
+    assert pairs.least == means + max(selected.attended, window.attended)

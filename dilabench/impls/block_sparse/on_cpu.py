@@ -5,7 +5,7 @@ Any dtype, block size and head dim. Time and memory follow the mask: nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,8 +76,18 @@ def blocked_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]:
-    """The calls of a plan, in O(keys) memory; query heads that share their mask go together."""
+def _query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterable[QueryBlock]:
+    """The calls of a plan, query heads that share their mask together.
+
+    Of bounds of columns they are made anew for each pass: memory is then O(keys), not O(pairs of blocks).
+    """
+    if plan.hidden is not None:
+        return _make_query_blocks(plan, q, k)
+    key = "query blocks", q.shape[2], k.shape[2]
+    return plan.keep(key, lambda: list(_make_query_blocks(plan, q, k)))
+
+
+def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]:
     size, seen_by = plan.block_size, plan.visibility
     heads_per_mask, group = q.shape[2] // plan.mask_heads, q.shape[2] // k.shape[2]
     for index in range(-(-plan.rows // size)):
