@@ -150,6 +150,14 @@ class NativeSparsePattern(Pattern):
         means, selected, window = (one.pattern.pairs(shape).attended for one in self.summands(shape))
         return Pairs(means + selected + window, means + max(selected, window))
 
+    def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
+        """Of what each cell is attended most: a mean counts as one of the positions that it is of."""
+        import numpy as np
+
+        shares = [Pattern.shares(one.pattern, shape, lines, columns) for one in self.summands(shape)]
+        found = [one for one in shares if one is not None]
+        return np.maximum.reduce(found) if found else None
+
     def edges(self, shape: SequenceShape) -> Positions:
         """Where blocks begin."""
         import numpy as np

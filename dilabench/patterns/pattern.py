@@ -217,8 +217,8 @@ class Pattern(Model, ABC):
         return " ".join([self.kind.replace("_", "-"), *(f"{name}={value}" for name, value in unusual.items())])
 
     def details(self, shapes: Sequence[SequenceShape]) -> str:  # noqa: ARG002
-        """What `--dry-run` says of it over these sequences: the kind, and what only the shape decides."""
-        return self.kind
+        """What `--dry-run` says of it over these sequences: its label, and what only the shape decides."""
+        return self.label()
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:  # noqa: ARG002
         """Labels that its rows carry in a record, as what a random choice came to."""

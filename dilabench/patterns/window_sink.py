@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator
 
 from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
-from dilabench.patterns.pattern import SequenceShape
+from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.validation import read_count
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ class WindowSinkPattern(HiddenRowsPattern):
     def keys_per_row(self, length: int) -> int:
         """Sinks and window."""
         return min(length, self.sinks + self.window_size)
+
+    def near_misses(self) -> Mapping[str, Pattern]:
+        """Windows that hold one key more or less, and none of the sinks."""
+        sizes = {"window_size + 1": self.window_size + 1, "window_size - 1": self.window_size - 1}
+        found = {name: self.model_copy(update={"window_size": size}) for name, size in sizes.items() if size}
+        return found | ({"no sinks": self.model_copy(update={"sinks": 0})} if self.sinks else {})
 
     def edges(self, shape: SequenceShape) -> Positions:
         """The end of the sinks, and where windows leave the first key and the sinks behind."""

@@ -219,3 +219,11 @@ def test_where_no_block_is_whole_nothing_is_compressed() -> None:
     pattern = {"kind": "native_sparse", "block_size": 64, "top_k": 1, "window_size": 5}
     workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 37, "mode": "both"})
     assert verify(native_sparse.build(workload, CONTEXT), workload).passed
+
+
+@pytest.mark.parametrize(("fields", "name"), [({"window_size": 21}, "window_size + 1"), ({"sinks": 0}, "no sinks")])
+def test_a_window_that_is_off_by_one_is_named(fields: dict[str, int], name: str) -> None:
+    right = {"kind": "window_sink", "sinks": 3, "window_size": 20}
+    workload = Workload.model_validate({"pattern": right, **SHAPE, "seq_len": 97, "head_dim": 16})
+    wrong = block_sparse.build(workload.replace(pattern={**right, **fields}), CONTEXT)
+    assert verify(wrong, workload).diagnosis == f"out is that of {name}"
