@@ -23,7 +23,7 @@ def build(workload: Workload, context: BuildContext) -> DenseMasked:
     counts = torch.stack([multiplicity(workload, heads[0], rows) for heads in kinds])
     empty = (counts == 0).all(-1)
     # A softmax over nothing is not a number: such rows see everything, and their out is set to 0.
-    bias = counts.masked_fill_(empty[..., None], 1).log().to(context.device, getattr(torch, workload.dtype))
+    bias = counts.masked_fill_(empty[..., None], 1).double().log().to(context.device, getattr(torch, workload.dtype))
     return DenseMasked(bias, empty.to(context.device) if empty.any() else None, workload.softmax_scale)
 
 
