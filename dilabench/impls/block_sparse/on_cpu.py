@@ -90,15 +90,15 @@ def _query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterable[QueryBlock]:
 def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]:
     size, seen_by = plan.block_size, plan.visibility
     heads_per_mask, group = q.shape[2] // plan.mask_heads, q.shape[2] // k.shape[2]
-    for index in range(-(-plan.rows // size)):
-        queries = slice(index * size, min(plan.rows, (index + 1) * size))
-        some, whole = visible_tiles(seen_by, np.array([index]), size, size, plan.hidden_tiles(size))
-        for mask_head in range(plan.mask_heads):
+    for mask_head in range(plan.mask_heads):
+        heads = slice(mask_head * heads_per_mask, (mask_head + 1) * heads_per_mask)
+        kv_heads = slice(heads.start // group, -(-heads.stop // group))
+        for index in range(-(-plan.rows // size)):
+            some, whole = visible_tiles(seen_by, np.array([index]), size, size, plan.hidden_tiles(size))
             seen = plan.seen_blocks(mask_head, index)
             seen = seen[some[0, seen]]
             if len(seen):
-                heads = slice(mask_head * heads_per_mask, (mask_head + 1) * heads_per_mask)
-                kv_heads = slice(heads.start // group, -(-heads.stop // group))
+                queries = slice(index * size, min(plan.rows, (index + 1) * size))
                 keys = _key_rows(seen, size, plan.keys)
                 yield QueryBlock(heads, kv_heads, queries, keys, not whole[0, seen].all())
 
@@ -117,11 +117,12 @@ def _mask(block: QueryBlock, plan: Plan, q: Tensor) -> tuple[Tensor | None, Tens
         return None, None
     keys = torch.arange(plan.keys)[block.keys] if isinstance(block.keys, slice) else block.keys
     rows = torch.arange(plan.rows)[block.rows, None]
-    hidden = torch.zeros(len(rows), len(keys), dtype=torch.bool)
+    ahead = keys - rows
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if plan.right >= 0:
-        hidden |= keys > rows + plan.right
+        hidden |= ahead > plan.right
     if plan.left >= 0:
-        hidden |= keys < rows - plan.left
+        hidden |= ahead < -plan.left
     for starts, stops in plan.bounds(q.device)[:, :, block.keys]:
         hidden |= (rows >= starts) & (rows < stops)
     mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
