@@ -105,6 +105,8 @@ CHOSEN_BY = Label("chosen_by", "what `-i auto` decided on: a tuned choice, a mea
 SPARSITY_REACHED = Label(
     "sparsity_reached", "share of block pairs that the mask leaves out", float, "{:.4f}".format, unit="share"
 )
+STEPS = Label("steps", "suite `block-sparse`: the steps of a call, as 'select plan attend'", str)
+SELECTION = Label("selection", "SHA-256 (16 hex digits) of the indices of the key blocks that were selected", str)
 
 PATTERN_CACHE_HITS = Counter("pattern_cache_hits", "patterns taken from the cache")
 PATTERN_CACHE_MISSES = Counter("pattern_cache_misses", "patterns that were built")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from dilabench import attention
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
+from dilabench.attention import dilated as library
 from dilabench.contracts import BuildContext
 from dilabench.impls import reference
 from dilabench.impls.null_mass import log_zero_keys
@@ -171,7 +171,7 @@ def test_a_detached_backward_computes_no_branch_again(monkeypatch: pytest.Monkey
     assert branches
     assert len(calls) == branches
     # Nothing but speed hangs on it: the operator, which the compiler takes, computes branches again.
-    monkeypatch.setattr(attention, "nothing_looks_on", lambda *_: False)
+    monkeypatch.setattr(library, "nothing_looks_on", lambda *_: False)
     again = torch.autograd.grad(dilated_attention(*inputs, **DETACHED).square().sum(), inputs)
     assert len(calls) == 3 * branches
     for gradient, value in zip(gradients, again, strict=True):
@@ -204,10 +204,10 @@ def test_operators_keep_torchs_rules() -> None:
     options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], "math")
     inputs = tensors()
     for sink in (None, torch.randn(5, requires_grad=True)):
-        torch.library.opcheck(attention._forward_op, (*inputs, sink, *options))
+        torch.library.opcheck(library._forward_op, (*inputs, sink, *options))
     detached = [x.detach() for x in inputs]
-    out, lse = attention._forward_op(*detached, None, *options)
-    torch.library.opcheck(attention._backward_op, (torch.ones_like(out), *detached, out, lse, *options))
+    out, lse = library._forward_op(*detached, None, *options)
+    torch.library.opcheck(library._backward_op, (torch.ones_like(out), *detached, out, lse, *options))
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ def _forward(
     cu_seqlens: Tensor | None = None,
     longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
+    from flash_attn import flash_attn_interface as library
 
-    call = _flash_attn_forward if cu_seqlens is None else _flash_attn_varlen_forward
+    call = library._flash_attn_forward if cu_seqlens is None else library._flash_attn_varlen_forward
     out, lse, *_ = call(
         q,
         k,
@@ -54,10 +54,10 @@ def _backward(
     cu_seqlens: Tensor | None = None,
     longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_varlen_backward
+    from flash_attn import flash_attn_interface as library
 
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    call = _flash_attn_backward if cu_seqlens is None else _flash_attn_varlen_backward
+    call = library._flash_attn_backward if cu_seqlens is None else library._flash_attn_varlen_backward
     call(
         dout,
         q,

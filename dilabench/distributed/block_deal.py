@@ -40,9 +40,15 @@ class BlockDeal:
         pattern = BlockSparsePattern.of(workload)
         size = pattern.block_size
         mask = block_mask(pattern, workload.seq_len, workload.causal, workload.num_heads)
-        held = _dealt(mask.shape[-1], ranks, workload.causal)
+        held = dealt(mask.shape[-1], ranks, workload.causal)
         spans = [[range(run.start * size, run.stop * size) for run in runs] for runs in held]
         return cls(mask, size, workload.seq_len, held, tuple(needed_key_blocks(mask, size, part) for part in spans))
+
+    @property
+    def positions(self) -> tuple[tuple[range, ...], ...]:
+        """Runs of positions by rank."""
+        size = self.block_size
+        return tuple(tuple(range(r.start * size, min(self.rows, r.stop * size)) for r in runs) for runs in self.held)
 
     def own(self, rank: int) -> NDArray[np.int64]:
         """The blocks that a rank holds, rising."""
@@ -85,7 +91,14 @@ def received_bytes(workload: Workload, ranks: int) -> int:
 
     deal = BlockDeal.of(workload, ranks)
     moved = np.array([[deal.rows_of(deal.sent(holder, reader)) for reader in range(ranks)] for holder in range(ranks)])
-    np.fill_diagonal(moved, 0)
+    return busiest_bytes(workload, moved)
+
+
+def busiest_bytes(workload: Workload, moved: NDArray[np.int64]) -> int:
+    """The same from the rows that each holder sends each reader, [ranks, ranks]."""
+    import numpy as np
+
+    moved = moved * (1 - np.eye(len(moved), dtype=np.int64))
     keys, gradients = moved.sum(0), moved.sum(1)
     rows = int((keys * (workload.mode != "backward") + gradients * (workload.mode != "forward")).max())
     vector = workload.num_kv_heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
@@ -105,7 +118,7 @@ def hop_pairs(workload: Workload, ranks: int) -> tuple[tuple[float, ...], ...] |
     return pairs if any(map(sum, pairs)) else None
 
 
-def _dealt(blocks: int, ranks: int, causal: bool) -> tuple[tuple[range, ...], ...]:
+def dealt(blocks: int, ranks: int, causal: bool) -> tuple[tuple[range, ...], ...]:
     """Rank r holds the r-th part; behind a causal mask chunks r and 2P-1-r of 2P, for later rows see more."""
     chunks = 2 * ranks if causal else ranks
     edges = [blocks * edge // chunks for edge in range(chunks + 1)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dilabench.distributed import block_deal
+from dilabench.distributed import block_deal, column_deal
 from dilabench.distributed.balance import HopPairs, hop_pairs
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
 
@@ -163,6 +163,22 @@ class Blocks(Counted):
         return 0 if ranks == 1 else block_deal.received_bytes(workload, ranks)
 
 
+class Columns(Counted):
+    """Single keys, of which those travel that some query sees."""
+
+    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+        """None when nothing at all is visible."""
+        return column_deal.hop_pairs(workload, ranks)
+
+    def _overlapping(self, slowest: tuple[float, ...]) -> float:
+        """The work that needs no remote key."""
+        return slowest[0]
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """As `column_deal.received_bytes` counts them."""
+        return 0 if ranks == 1 else column_deal.received_bytes(workload, ranks)
+
+
 RING = Hops(zigzag=False, kept="nothing")
 RING_OVERLAP = Hops(zigzag=False, kept="last hop")
 ZIGZAG_RING = Hops(zigzag=True, kept="last hop")
@@ -171,6 +187,7 @@ ZIGZAG_ALLGATHER = Hops(zigzag=True, kept="all")
 RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()
+COLUMNS = Columns()
 
 
 def _uneven(workload: Workload, ranks: int) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.summed import Part, parts_of
 from dilabench.impls.visible_keys import key_groups, visible
 from dilabench.workload.spec import Workload
 
@@ -22,9 +23,10 @@ from dilabench.workload.spec import Workload
 MAX_BLOCK_SCORES = 2**22
 
 
-def build(workload: Workload, context: BuildContext) -> Reference:  # noqa: ARG001
+def build(workload: Workload, context: BuildContext) -> Reference | ReferenceOfSum:
     """The oracle as an implementation; computes in float64, returns q's dtype."""
-    return Reference(workload)
+    is_sum = any(parts_of(workload, context.device, torch.float64))
+    return ReferenceOfSum(workload) if is_sum else Reference(workload)
 
 
 class Reference:
@@ -47,14 +49,31 @@ class Reference:
         return (out[0], lse[0]) if packed else (out, lse)
 
 
+class ReferenceOfSum:
+    """AttentionFn of a sum of attentions, padded [B, N, H, D]; it has no lse, for each of them has its own."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = torch.arange(self.workload.seq_len)
+        return differentiable_rows(q, k, v, self.workload, rows, torch.float64)[0].to(q.dtype)
+
+
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
     """out [B, R, H, D] and lse [B, H, R] of the query rows at `rows` ([R] int64 on the CPU, ascending), all heads.
 
     q is [B, N, H, D], k and v are [B, N, K, D]. In float64 this is the oracle. In another `dtype` it is the plain
-    computation that tolerances come from: matrix products rounded to it, softmax in at least float32.
+    computation that tolerances come from: matrix products rounded to it, softmax in at least float32. Of a sum of
+    attentions, lse has those of all of them, [B, parts·H, R].
     """
+    parts = list(parts_of(workload, q.device, dtype))
+    if parts:
+        results = [_attend_part(part, q, k, v, rows, dtype) for part in parts]
+        gated = [one.gates[rows][..., None] * result[0] for one, result in zip(parts, results, strict=True)]
+        return torch.stack(gated).sum(0), torch.cat([lse for _, lse in results], 1)
     wide = accumulation_dtype(dtype)
     out = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=dtype)
     lse = q.new_full((q.shape[0], q.shape[2], len(rows)), -torch.inf, dtype=wide)
@@ -91,8 +110,12 @@ def attend_rows_backward(
     "detached" (LongNet's code: out = sum_b a_b O_b with a_b = exp(lse_b - lse) held constant) differentiates each
     branch's own softmax P_b, weighted by a_b; a_b P_b = C_b exp(s - lse) is branch b's share of P, hence
         dS[i, j] = sum_b a_b P_b[i, j] · (dP[i, j] - sum_j' P_b[i, j'] dP[i, j'])
-    dv is P^T dout under both. Zero keys count in out, lse, lse_b and P_b, and have no gradient.
+    dv is P^T dout under both. Zero keys count in out, lse, lse_b and P_b, and have no gradient. Of a sum of attentions,
+    each has the share of its own out and lse under its gates times dout.
     """
+    parts = list(parts_of(workload, q.device, dtype))
+    if parts:
+        return _sum_backward(parts, dout.to(dtype), q, k, v, lse, rows, keys, dtype)
     wide = accumulation_dtype(dtype)
     slots = key_slots(keys, q.shape[1], q.device)
     size = q.shape[1] if keys is None else len(keys)
@@ -109,6 +132,35 @@ def attend_rows_backward(
         dk[:, :, kv_head].index_add_(1, slot, (score_grad[..., chosen].mT @ scaled).to(wide))
         dv[:, :, kv_head].index_add_(1, slot, (share[..., chosen].mT @ dout_block).to(wide))
     return dq, dk.to(dtype), dv.to(dtype)
+
+
+def _attend_part(
+    part: Part, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return attend_rows(q, part.keys(k.to(dtype)), part.keys(v.to(dtype)), part.workload, rows, dtype)
+
+
+def _sum_backward(
+    parts: list[Part],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    rows: Tensor,
+    keys: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = []
+    for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
+        own = part.keys(k.to(dtype)), part.keys(v.to(dtype))
+        out = attend_rows(q, *own, part.workload, rows, dtype)[0]
+        gated = dout * part.gates[rows][..., None]
+        dq, dk, dv = attend_rows_backward(gated, q, *own, out, part_lse, part.workload, rows, None, dtype)
+        dk, dv = (x if keys is None else x[:, keys.to(x.device)] for x in map(part.keys_backward, (dk, dv)))
+        gradients.append((dq, dk, dv))
+    dq, dk, dv = (torch.stack(shares).sum(0) for shares in zip(*gradients, strict=True))
+    return dq, dk, dv
 
 
 def differentiable_rows(

@@ -7,6 +7,7 @@ k = round((1 - sparsity) * visible), at least one. So the sparsity asked for is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
     Mask = NDArray[np.bool_]
 
 MAX_BLOCKS = 2**15
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeBlocks:
+    """Which blocks of `block_size` keys a block of as many queries sees: bool `mask` [heads, n, n], n rounded up.
+
+    `heads`: 1 where all query heads share a mask, or as many as there are key/value heads, or query heads.
+    """
+
+    mask: NDArray[np.bool_]
+    block_size: int
 
 
 def block_mask(pattern: BlockSparsePattern, rows: int, causal: bool, num_heads: int) -> Mask:
@@ -91,6 +103,31 @@ def needed_key_blocks(mask: Mask, block_size: int, rows: Sequence[range]) -> NDA
         if len(part):
             wanted[part[0] // block_size : part[-1] // block_size + 1] = True
     return np.flatnonzero(mask[:, wanted].any(axis=(0, 1)))
+
+
+def rows_of_blocks(chosen: NDArray[np.bool_], block_size: int, count: int) -> NDArray[np.int64]:
+    """The rows below `count` of the chosen ([n]) blocks, ascending."""
+    import numpy as np
+
+    rows: NDArray[np.int64] = (np.flatnonzero(chosen)[:, None] * block_size + np.arange(block_size)).ravel()
+    return rows[rows < count]
+
+
+def rows_with_keys(mask: Mask, block_size: int, count: int, reach: tuple[int | None, int | None]) -> NDArray[np.bool_]:
+    """[count]: the rows that see a key: some block is set between those of the first and the last one in reach.
+
+    `reach`: rows back and ahead, as `SequenceShape.reach`.
+    """
+    import numpy as np
+
+    left, right = reach
+    rows = np.arange(count)
+    first = np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)
+    last = np.full_like(rows, count - 1) if right is None else np.minimum(rows + right, count - 1)
+    before = np.pad(mask.astype(np.int64).cumsum(1), ((0, 0), (1, 0)))
+    own = rows // block_size
+    seen: NDArray[np.bool_] = before[own, last // block_size + 1] > before[own, first // block_size]
+    return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +246,33 @@ def _custom_mask(pattern: BlockSparsePattern, blocks: int, causal: bool, num_hea
 @lru_cache(maxsize=8)
 def _from_file(path: Path, _digest: str, blocks: int) -> Mask:
     return read_mask_file(path, blocks)
+
+
+def masked_pairs(mask: Mask, size: int, rows: int, causal: bool, window: tuple[int, int]) -> int:
+    """Visible pairs of one head's block mask [n, n] (bool, over blocks of `size`) on `rows` consecutive rows."""
+    last = mask.shape[0] - 1
+    short = rows - last * size
+    row, column = mask.nonzero()
+    # Blocks at one distance hold equally many pairs, but for those that the end of the rows cuts.
+    alike = Counter(((row - column) * 4 + (row == last) * 2 + (column == last)).tolist())
+    total = 0
+    for code, count in alike.items():
+        queries, keys = (short if code & 2 else size), (short if code & 1 else size)
+        total += count * _pairs_of_blocks((code >> 2) * size, queries, keys, causal, window)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _pairs_of_blocks(distance: int, queries: int, keys: int, causal: bool, window: tuple[int, int]) -> int:
+    """Pairs between a block of queries and one of keys that starts `distance` rows earlier."""
+    left, right = window
+    right = 0 if causal else right
+    if left < 0 and (right < 0 or keys - 1 <= distance + right):
+        return queries * keys
+    total = 0
+    for query in range(queries):
+        position = query + distance
+        first = 0 if left < 0 else max(0, position - left)
+        last = keys - 1 if right < 0 else min(keys - 1, position + right)
+        total += max(0, last - first + 1)
+    return total

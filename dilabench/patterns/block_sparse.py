@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from dilabench.patterns.block_masks import block_mask, block_shares, visible_blocks
+from dilabench.patterns.block_masks import (
+    WholeBlocks,
+    block_mask,
+    block_shares,
+    masked_pairs,
+    rows_of_blocks,
+    rows_with_keys,
+    visible_blocks,
+)
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern, DilatedRequest, rows_kept
 from dilabench.patterns.mask_files import mask_digest
@@ -31,7 +39,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dilabench.patterns.block_masks import Mask
     from dilabench.patterns.pattern import Positions
 
 MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
@@ -184,7 +191,7 @@ class BlockSparsePattern(Pattern):
             if label >= 0:
                 segment, block = divmod(label, w + 1)
                 mask, count = self._mask_of_segment(shape, head, one, segment)
-                found.append(segment * w + offset + r * self._rows_of_blocks(mask[:, block], count))
+                found.append(segment * w + offset + r * rows_of_blocks(mask[:, block], self.block_size, count))
         return np.unique(np.concatenate(found))
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
@@ -199,13 +206,9 @@ class BlockSparsePattern(Pattern):
                 if not rows_kept(min(w, shape.length - segment * w), r, offset):
                     continue
                 mask, count = self._mask_of_segment(shape, head, one, segment)
-                rows = np.arange(count)
-                first = np.zeros_like(rows) if left is None else np.maximum(rows - left // r, 0)
-                last = np.full_like(rows, count - 1) if right is None else np.minimum(rows + right // r, count - 1)
-                before = np.pad(mask.astype(np.int64).cumsum(1), ((0, 0), (1, 0)))
-                own = rows // self.block_size
-                inside = before[own, last // self.block_size + 1] - before[own, first // self.block_size]
-                seen[segment * w + offset + r * rows] |= inside > 0
+                reach = (None if left is None else left // r, None if right is None else right // r)
+                rows = segment * w + offset + r * np.arange(count)
+                seen[rows] |= rows_with_keys(mask, self.block_size, count, reach)
         return seen
 
     def pairs(self, shape: SequenceShape) -> Pairs:
@@ -231,6 +234,11 @@ class BlockSparsePattern(Pattern):
         return self.branches.edges(shape) if self.branches else np.arange(0, shape.length, self.block_size)
 
     @property
+    def block_length(self) -> int:
+        """As given."""
+        return self.block_size
+
+    @property
     def parts(self) -> int:
         """One per branch."""
         return self.under.parts
@@ -253,6 +261,12 @@ class BlockSparsePattern(Pattern):
     def files(self) -> tuple[tuple[Path, str], ...]:
         """The mask file, if there is one."""
         return ((Path(self.mask_file), self.mask_digest),) if self.mask_file and self.mask_digest else ()
+
+    def whole_blocks(self, shape: SequenceShape) -> WholeBlocks | None:
+        """The mask itself; over branches its rows lie apart."""
+        if self.branches is not None:
+            return None
+        return WholeBlocks(block_mask(self, shape.length, shape.causal, shape.num_heads), self.block_size)
 
     def sparsity_of(self, shapes: Sequence[SequenceShape]) -> float:
         """The share of visible blocks that is not computed, over all sequences, heads and branches."""
@@ -324,7 +338,7 @@ class BlockSparsePattern(Pattern):
         w, r, offset = one
         segment, block = divmod(label, w + 1)
         mask, count = self._mask_of_segment(shape, head, one, segment)
-        keys: Positions = segment * w + offset + r * self._rows_of_blocks(mask[block], count)
+        keys: Positions = segment * w + offset + r * rows_of_blocks(mask[block], self.block_size, count)
         return keys
 
     def _mask_of_segment(
@@ -335,13 +349,6 @@ class BlockSparsePattern(Pattern):
         count = rows_kept(min(w, shape.length - segment * w), r, offset)
         mask = block_mask(self, count, shape.causal, shape.num_heads)
         return mask[head % mask.shape[0]], count
-
-    def _rows_of_blocks(self, chosen: NDArray[np.bool_], count: int) -> Positions:
-        """The rows below `count` of the chosen ([n]) blocks, ascending."""
-        import numpy as np
-
-        rows: Positions = (np.flatnonzero(chosen)[:, None] * self.block_size + np.arange(self.block_size)).ravel()
-        return rows[rows < count]
 
     def _masked_rows(self, shape: SequenceShape) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
         """(branch, times, rows, query head, window in rows) of every set of rows that a mask lies over."""
@@ -361,33 +368,3 @@ def _pairs_of_masks(
     """Pairs of each head, or of the one mask that all heads share."""
     masks = block_mask(pattern, rows, causal, num_heads)
     return tuple(masked_pairs(mask, pattern.block_size, rows, causal, window) for mask in masks)
-
-
-def masked_pairs(mask: Mask, size: int, rows: int, causal: bool, window: tuple[int, int]) -> int:
-    """Visible pairs of one head's block mask [n, n] (bool, over blocks of `size`) on `rows` consecutive rows."""
-    last = mask.shape[0] - 1
-    short = rows - last * size
-    row, column = mask.nonzero()
-    # Blocks at one distance hold equally many pairs, but for those that the end of the rows cuts.
-    alike = Counter(((row - column) * 4 + (row == last) * 2 + (column == last)).tolist())
-    total = 0
-    for code, count in alike.items():
-        queries, keys = (short if code & 2 else size), (short if code & 1 else size)
-        total += count * _pairs_of_blocks((code >> 2) * size, queries, keys, causal, window)
-    return total
-
-
-@lru_cache(maxsize=4096)
-def _pairs_of_blocks(distance: int, queries: int, keys: int, causal: bool, window: tuple[int, int]) -> int:
-    """Pairs between a block of queries and one of keys that starts `distance` rows earlier."""
-    left, right = window
-    right = 0 if causal else right
-    if left < 0 and (right < 0 or keys - 1 <= distance + right):
-        return queries * keys
-    total = 0
-    for query in range(queries):
-        position = query + distance
-        first = 0 if left < 0 else max(0, position - left)
-        last = keys - 1 if right < 0 else min(keys - 1, position + right)
-        total += max(0, last - first + 1)
-    return total

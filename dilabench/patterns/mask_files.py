@@ -1,4 +1,7 @@
-"""Block masks from files: `.npy`, or `.json` with lists of key blocks. `numpy` is imported on use."""
+"""Block masks from files: `.npy`, or `.json` with lists of key blocks; and other arrays that patterns are read from.
+
+`numpy` is imported on use.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +25,8 @@ if TYPE_CHECKING:
     Mask = NDArray[np.bool_]
 
 
-def mask_digest(path: Path) -> str:
-    """SHA-256 (16 hex digits) of a mask file's bytes; raises ConfigError when it cannot be read."""
+def mask_digest(path: Path, what: str = "mask") -> str:
+    """SHA-256 (16 hex digits) of the bytes of a file of `what`; raises ConfigError when it cannot be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(errno.EINVAL, "it is not a plain file")
@@ -30,7 +34,7 @@ def mask_digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"mask file {str(path)!r} cannot be read: {reason}") from None
+        raise ConfigError(f"{what} file {str(path)!r} cannot be read: {reason}") from None
 
 
 # Folders with copies of masks, as the records that were read name them.
@@ -84,21 +88,8 @@ def read_mask_file(path: Path, blocks: int) -> Mask:
     """
     import numpy as np
 
-    try:
-        if path.suffix == ".json":
-            mask = _from_lists(json.loads(path.read_text()), blocks, path)
-        else:
-            # Mapped, not read: a header may claim any size, and what the file holds decides.
-            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(mapped, np.ndarray):
-                raise ValueError("it holds several arrays; save the one mask with numpy.save")
-            mask = np.array(mapped)
-    except OSError as error:
-        raise ConfigError(f"mask file {str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError, MemoryError, RecursionError, OverflowError) as error:
-        raise ConfigError(
-            f"mask file {str(path)!r} is not a valid {path.suffix or 'npy'} file: {said(error)}"
-        ) from None
+    with _readable(path, "mask"):
+        mask = _from_lists(json.loads(path.read_text()), blocks, path) if path.suffix == ".json" else _array(path)
     if mask.dtype != bool:
         if not np.issubdtype(mask.dtype, np.integer) or not np.isin(mask, (0, 1)).all():
             raise ConfigError(f"mask file {str(path)!r} holds {mask.dtype}; a block mask is bool, or integers 0 and 1")
@@ -108,6 +99,35 @@ def read_mask_file(path: Path, blocks: int) -> Mask:
     if mask.ndim != 3:
         raise ConfigError(f"mask file {str(path)!r} has {mask.ndim} dimensions; it must be [n, n] or [heads, n, n]")
     return mask
+
+
+def read_array(path: Path, what: str) -> NDArray[Any]:
+    """The one array of a `.npy` file of `what`. Raises ConfigError when it cannot be read."""
+    with _readable(path, what):
+        return _array(path)
+
+
+def _array(path: Path) -> NDArray[Any]:
+    import numpy as np
+
+    # Mapped, not read: a header may claim any size, and what the file holds decides.
+    mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(mapped, np.ndarray):
+        raise ValueError("it holds several arrays; save a single one with numpy.save")
+    return np.array(mapped)
+
+
+@contextmanager
+def _readable(path: Path, what: str) -> Iterator[None]:
+    """What goes wrong while the file is read as a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what} file {str(path)!r} cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError, MemoryError, RecursionError, OverflowError) as error:
+        raise ConfigError(
+            f"{what} file {str(path)!r} is not a valid {path.suffix or 'npy'} file: {said(error)}"
+        ) from None
 
 
 def _from_lists(content: Any, blocks: int, path: Path) -> Mask:

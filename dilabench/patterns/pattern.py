@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
+    from dilabench.patterns.block_masks import WholeBlocks
+    from dilabench.patterns.hidden_rows import HiddenRows
+    from dilabench.patterns.native_sparse import Summand
+
     Positions = NDArray[np.int64]
 else:
     Positions = Any
@@ -59,6 +63,15 @@ class SequenceShape:
         left, right = self.reach
         first = np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)
         stop = np.full_like(rows, self.length) if right is None else np.minimum(rows + right + 1, self.length)
+        return first, stop
+
+    def rows_in_reach(self, keys: Positions) -> tuple[Positions, Positions]:
+        """The first row and one past the last row that the window and the causal mask let see each key."""
+        import numpy as np
+
+        left, right = self.reach
+        first = np.zeros_like(keys) if right is None else np.maximum(keys - right, 0)
+        stop = np.full_like(keys, self.length) if left is None else np.minimum(keys + left + 1, self.length)
         return first, stop
 
 
@@ -168,6 +181,11 @@ class Pattern(Model, ABC):
         return {kind: {}, f"{kind}-full": {"causal": False}}
 
     @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:  # noqa: ARG003
+        """Requests over a sequence of this length from the densest to the sparsest, for time against density."""
+        return ()
+
+    @classmethod
     def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:  # noqa: ARG003
         """A Hypothesis strategy of patterns for sequences up to a length; by default it draws the examples."""
         from hypothesis import strategies as st
@@ -199,8 +217,8 @@ class Pattern(Model, ABC):
         return " ".join([self.kind.replace("_", "-"), *(f"{name}={value}" for name, value in unusual.items())])
 
     def details(self, shapes: Sequence[SequenceShape]) -> str:  # noqa: ARG002
-        """What `--dry-run` says of it over these sequences: the kind, and what only the shape decides."""
-        return self.kind
+        """What `--dry-run` says of it over these sequences: its label, and what only the shape decides."""
+        return self.label()
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:  # noqa: ARG002
         """Labels that its rows carry in a record, as what a random choice came to."""
@@ -258,10 +276,33 @@ class Pattern(Model, ABC):
         """
         return None
 
+    def hidden_rows(self, shape: SequenceShape) -> HiddenRows | None:  # noqa: ARG002
+        """From which rows each key is hidden, in a few ranges, None where heads differ or there are too many.
+
+        With it, whatever takes bounds of columns computes the pattern, in O(N) memory.
+        """
+        return None
+
+    def whole_blocks(self, shape: SequenceShape) -> WholeBlocks | None:  # noqa: ARG002
+        """The pattern as a union of whole blocks of queries and keys, None where it is not one.
+
+        With it, whatever computes lists of blocks computes the pattern.
+        """
+        return None
+
     def is_dense(self, shape: SequenceShape) -> bool:
         """Whether every query sees every key once."""
         whole = (StridedSegments(shape.length, 1, 0),)
         return all(self.strided_segments(shape, head) == whole for head in range(shape.num_heads))
+
+    def summands(self, shape: SequenceShape) -> tuple[Summand, ...]:  # noqa: ARG002
+        """Attentions with a softmax each, of which it is the sum under gates; none where one softmax is all of it."""
+        return ()
+
+    @property
+    def block_length(self) -> int | None:
+        """Rows of a block where blocks are seen as a whole, None where there are none."""
+        return None
 
     @property
     def cut_length(self) -> int | None:

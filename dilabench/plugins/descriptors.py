@@ -138,7 +138,8 @@ class Implementation:
     `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
-    supports.
+    supports. `every_call`: the steps of a call, where others of its pattern have some of them behind them when a call
+    begins: select, plan, attend.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Implementation:
     priority: int = 0
     sharding: str | None = None
     preferred_for: Capabilities | None = None
+    every_call: tuple[str, ...] = ("attend",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ def test_flex_is_given_the_same_pairs(fields: dict[str, object]) -> None:
     # FlexAttention's plain form for CPUs looks at the mask function alone, so its lists are checked and not its result.
     w = workload({"mask": "random", "block_size": 128, **fields}, seq_len=600, num_heads=4, num_kv_heads=2)
     plan = block_plan(w, 600)
-    mask = block_sparse_flex.flex_mask(plan, torch.device("cpu"))
+    mask = block_sparse_flex.flex_mask(plan, w.num_heads, torch.device("cpu"))
     at = torch.arange(600)
     in_partly = mask.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], at[None])
     for head in range(w.num_heads):

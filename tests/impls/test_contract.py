@@ -90,6 +90,42 @@ GPU_SHAPES = {
         "head_dim": 64,
         "causal": True,
     },
+    "window and sinks": {
+        "pattern": {"kind": "window_sink", "sinks": 9, "window_size": 100},
+        "batch_size": 2,
+        "seq_len": 391,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "causal": True,
+    },
+    "documents": {
+        "pattern": {"kind": "column_bounds", "document_lengths": (70, 3, 200)},
+        "batch_size": 1,
+        "seq_len": 389,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "head_dim": 128,
+        "causal": False,
+    },
+    "selected": {
+        "pattern": {"kind": "topk_blocks", "selector": "pooled", "block_size": 128, "top_k": 2},
+        "batch_size": 1,
+        "seq_len": 640,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "causal": True,
+    },
+    "gated sum": {
+        "pattern": {"kind": "native_sparse", "block_size": 32, "top_k": 3, "window_size": 50},
+        "batch_size": 1,
+        "seq_len": 421,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "causal": True,
+    },
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The first that a pair can do is its quick case.

@@ -16,7 +16,9 @@ from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.tuning import TileConfig
+from dilabench.patterns.hidden_rows import HiddenRows
 
 # name: (B, N, H, K, D, block, causal, window, mask heads, tiles)
 CASES = {
@@ -28,6 +30,13 @@ CASES = {
     "padded head dim": (1, 49, 2, 1, 24, 16, True, (-1, -1), 1, None),
     "one block": (1, 13, 1, 1, 16, 16, True, (-1, -1), 1, None),
     "tiles inside blocks of 48": (1, 97, 2, 2, 16, 48, True, (-1, -1), 2, None),
+    "mask per key head": (2, 75, 6, 2, 16, 16, True, (-1, -1), 2, None),
+}
+# The same with bounds of columns besides, of so many ranges of rows per key.
+BOUNDED = {
+    "one range, causal": ((2, 75, 4, 2, 16, 16, True, (-1, -1), 1, None), 1),
+    "two ranges, wide query tile": ((1, 131, 2, 1, 32, 32, False, (-1, -1), 1, TileConfig(32, 16, 4, 1)), 2),
+    "three ranges, window, wide key tile": ((1, 130, 3, 3, 16, 64, False, (40, 90), 3, TileConfig(16, 32, 4, 1)), 3),
 }
 # name: (B, query rows, key rows of the first and of the second call, H, K, D, block, mask heads, tiles)
 RECTANGLES = {
@@ -43,11 +52,14 @@ def expected(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, 
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     at, key = torch.arange(plan.rows), torch.arange(plan.keys)
-    seen = torch.from_numpy(plan.mask)[:, (at // plan.block_size)[:, None], (key // plan.block_size)[None]]
+    mask = np.repeat(plan.mask, q.shape[2] // plan.mask_heads if plan.mask_heads > 1 else 1, axis=0)
+    seen = torch.from_numpy(mask)[:, (at // plan.block_size)[:, None], (key // plan.block_size)[None]]
     if plan.left >= 0:
         seen = seen & (key[None] >= at[:, None] - plan.left)
     if plan.right >= 0:
         seen = seen & (key[None] <= at[:, None] + plan.right)
+    if plan.hidden is not None:
+        seen = seen & ~torch.from_numpy(plan.hidden.hides(at.numpy(), slice(None)))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
@@ -55,14 +67,45 @@ def expected(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, 
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
 
-def errors(case: tuple, dtype: torch.dtype) -> dict[str, float]:
+def any_bounds(rows: int, ranges: int) -> HiddenRows:
+    """Documents of random lengths, random ranges, keys that nothing and keys that everything is hidden from."""
+    random = np.random.default_rng(3)
+    document = np.sort(random.integers(0, rows, 3)).searchsorted(np.arange(rows), side="right")
+    edges = np.searchsorted(document, np.arange(5))
+    bounds = random.integers(0, rows + 1, (ranges, 2, rows))
+    bounds[0, 0], bounds[0, 1] = edges[document + 1], rows
+    bounds[-1, 0, ::3], bounds[-1, 1, ::3] = 0, edges[document[::3]]
+    bounds[:, :, 5:9], bounds[:, 0, 9], bounds[:, 1, 9] = 0, 0, rows
+    return HiddenRows.of(rows, *((start, stop) for start, stop in bounds))
+
+
+def chosen_on_the_device() -> dict[str, float]:
+    """Indices per key/value head, unsorted and repeated, planned as tensors."""
+    rows, heads, kv_heads, dim, block = 150, 6, 2, 16, 32
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(-1, 5, (kv_heads, 5, 4), generator=generator)
+    indices[0, 2] = -1
+    q, k, v, dout = (torch.randn(2, rows, n, dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    mask = (indices[..., None] == torch.arange(5)).any(2).numpy()
+    out, lse = expected(*wide, BlockPlan(mask, block, rows, causal=True))
+    gradients = torch.autograd.grad(out, wide, dout.double())
+    plan = SelectedPlan(indices, block, rows, causal=True)
+    with poisoned():
+        got_out, got_lse = tiles_forward(q, k, v, plan, scale=dim**-0.5)
+        got = tiles_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
+    return compared((out, lse, *gradients), (got_out, got_lse, *got))
+
+
+def errors(case: tuple, dtype: torch.dtype, ranges: int = 0) -> dict[str, float]:
     batch, rows, heads, kv_heads, dim, block, causal, window, mask_heads, tiles = case
     blocks = -(-rows // block)
     mask = np.random.default_rng(1).random((mask_heads, blocks, blocks)) < 0.6
     mask[:, blocks // 2] = False
     mask[:, :, -1] = False
     mask[:, 0, 0] = True
-    plan = BlockPlan(mask, block, rows, causal, window)
+    hidden = any_bounds(rows, ranges) if ranges else None
+    plan = BlockPlan(mask, block, rows, causal, window, hidden=hidden)
     generator = torch.Generator().manual_seed(0)
     shapes = [(batch, rows, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -134,5 +177,7 @@ def two_calls(case: tuple) -> dict[str, float]:
 if __name__ == "__main__":
     results = {name: errors(case, torch.float32) for name, case in CASES.items()}
     results |= {f"two calls: {name}": two_calls(case) for name, case in RECTANGLES.items()}
+    results |= {f"bounds: {name}": errors(case, torch.float32, ranges) for name, (case, ranges) in BOUNDED.items()}
+    results["chosen on the device"] = chosen_on_the_device()
     results["half"] = errors(CASES["causal, shared keys, mask per head"], torch.float16)
     print(json.dumps(results))  # noqa: T201 - the parent process reads it

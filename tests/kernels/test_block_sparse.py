@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.kernels.block_sparse.lists import Visibility, largest_tile, padded_lists, tile_lists
+from dilabench.patterns.hidden_rows import HiddenRows
 
 CASES = [
     "full tiles",
@@ -19,6 +21,11 @@ CASES = [
     "ragged end",
     "tiles inside blocks of 48",
     "padded head dim",
+    "mask per key head",
+    "bounds: one range, causal",
+    "bounds: two ranges, wide query tile",
+    "bounds: three ranges, window, wide key tile",
+    "chosen on the device",
     "two calls: more keys than queries",
     "two calls: more queries than keys, ragged ends",
     "two calls: wide query tile, one key row",
@@ -62,7 +69,14 @@ def lists_to_make(draw: st.DrawFn) -> tuple[np.ndarray, int, Visibility, int, in
     heads = draw(st.integers(1, 2))
     size = heads * blocks * key_blocks
     bits = draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    seen = Visibility(rows, draw(st.booleans()), draw(st.integers(-1, 40)), draw(st.integers(-1, 40)), key_rows)
+    hidden = None
+    if draw(st.booleans()):
+        random, keys = np.random.default_rng(draw(st.integers(0, 99))), rows if key_rows is None else key_rows
+        # Few distinct bounds, so that whole tiles are hidden.
+        bounds = np.sort(random.choice([0, 16, rows // 2, rows], (draw(st.integers(1, 2)), 2, keys)), axis=-1)
+        hidden = HiddenRows.of(rows, *((start, stop) for start, stop in bounds))
+    edges = draw(st.integers(-1, 40)), draw(st.integers(-1, 40))
+    seen = Visibility(rows, draw(st.booleans()), *edges, key_rows, hidden)
     tiles = [tile for tile in (16, 32, 64) if tile <= largest_tile(block)]
     mask = np.array(bits).reshape(heads, blocks, key_blocks)
     return mask, block, seen, draw(st.sampled_from(tiles)), draw(st.sampled_from(tiles))
@@ -77,6 +91,8 @@ def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibil
     right = 0 if seen.causal else seen.right
     pairs = pairs & ((key_row[None] >= row[:, None] - seen.left) | (seen.left < 0))
     pairs = pairs & ((key_row[None] <= row[:, None] + right) | (right < 0))
+    if seen.hidden is not None:
+        pairs = pairs & ~seen.hidden.hides(row, slice(None))
     lists = tile_lists(mask, block, seen, block_m, block_n, by_key)
     padded = padded_lists(lists)
     for head in range(mask.shape[0]):
@@ -94,8 +110,13 @@ def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibil
                 query, key = (other, own) if by_key else (own, other)
                 tile = pairs[head, query * block_m : (query + 1) * block_m, key * block_n : (key + 1) * block_n]
                 whole = tile.all() and tile.shape[1] == block_n
-                assert (other in full) == whole
-                assert (other in partly) == (tile.any() and not whole)
+                if seen.hidden is None:
+                    assert (other in full) == whole
+                    assert (other in partly) == (tile.any() and not whole)
+                else:
+                    # Bounds over a tile's keys: what they cannot tell is looked at pair by pair.
+                    assert whole or other not in full
+                    assert not tile.any() or other in full or other in partly
 
 
 def test_tiles_must_divide_blocks() -> None:
@@ -111,8 +132,9 @@ def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
 
     mask = np.random.default_rng(2).random((3, 5, 5)) < 0.5
     mask[1, 2] = False
-    items, entries, all_work = work_lists(BlockPlan(mask, 256, 1280, causal=True))
-    assert not all_work
+    plan = BlockPlan(mask, 256, 1280, causal=True)
+    items, entries = (part.numpy() for part in work_lists(plan, torch.device("cpu")))
+    assert not plan.every_row_has_work
     assert items.shape == (1, 3, 10, 5)
     for head in range(3):
         for residue, tile, first, full, partly in items[0, head]:
@@ -132,8 +154,9 @@ def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
 
     mask = np.random.default_rng(2).random((2, 3, 7)) < 0.5
     mask[1, 2] = False
-    items, entries, all_work = work_lists(BlockPlan(mask, 128, 384, causal=False, key_rows=896))
-    assert not all_work
+    plan = BlockPlan(mask, 128, 384, causal=False, key_rows=896)
+    items, entries = (part.numpy() for part in work_lists(plan, torch.device("cpu")))
+    assert not plan.every_row_has_work
     for head in range(2):
         for residue, tile, first, full, partly in items[0, head]:
             assert (residue, partly) == (0, 0)
@@ -142,8 +165,6 @@ def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
 
 def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(monkeypatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    import torch
-
     from dilabench.kernels.block_sparse import forward_sm90 as hopper
     from dilabench.kernels.block_sparse.plan import BlockPlan
 
@@ -166,8 +187,6 @@ def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(mon
 
 def test_keys_of_other_rows_have_no_causal_edge_or_window_and_must_fit() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    import torch
-
     from dilabench.kernels.block_sparse.plan import BlockPlan
 
     mask = np.ones((1, 2, 3), bool)

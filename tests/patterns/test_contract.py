@@ -15,17 +15,19 @@ from dilabench.patterns.registry import PatternKind, known_kinds, load, pattern_
 from dilabench.validation import validated
 from dilabench.workload.spec import Workload, WorkloadRequest
 
-EXAMPLE = Path(__file__).parents[1] / "example_plugin" / "dilabench_example" / "window_sink.py"
+EXAMPLE = Path(__file__).parents[1] / "example_plugin" / "dilabench_example" / "chunked.py"
+SHAPE = SequenceShape(61, 4, 2, True, (-1, -1))
 
 
 def third_party() -> type[Pattern]:
-    spec = importlib.util.spec_from_file_location("window_sink_example", EXAMPLE)
+    spec = importlib.util.spec_from_file_location("chunked_example", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.WindowSinkPattern
+    return module.ChunkedPattern
 
 
-BUILT_IN = [pattern_type(kind) for kind in ("dense", "dilated", "block_sparse")]
+KINDS = ("dense", "dilated", "block_sparse", "window_sink", "column_bounds", "topk_blocks")
+BUILT_IN = [pattern_type(kind) for kind in KINDS]
 EXAMPLES = [example for kind in (*BUILT_IN, third_party()) for example in kind.examples()]
 
 
@@ -49,7 +51,7 @@ def test_the_derived_answers_hold_as_well(pattern: Pattern, shape: SequenceShape
 
 @pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
 def test_pictures_show_the_share_of_pairs(pattern: Pattern) -> None:
-    shape = SHAPES[0]
+    shape = SHAPE
     shares = pattern.shares(shape, 61, 61)
     if shares is not None and shares.shape == (61, 61):
         assert np.array_equal(shares > 0, matrix(pattern, shape, 0) > 0)
@@ -60,7 +62,8 @@ def test_pictures_show_the_share_of_pairs(pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("pattern", EXAMPLES[:-2], ids=lambda one: one.label())
 def test_a_pattern_survives_json(pattern: Pattern) -> None:
-    workload = Workload(pattern=pattern, batch_size=1, seq_len=61, num_heads=4, num_kv_heads=2, head_dim=8)
+    shape = {"seq_len": 61, "num_heads": 4, "num_kv_heads": 2, "causal": pattern.why_not_over(SHAPE) is None}
+    workload = Workload(pattern=pattern, batch_size=1, head_dim=8, **shape)
     again = Workload.model_validate_json(workload.model_dump_json())
     assert (again, hash(again)) == (workload, hash(workload))
     assert type(again.pattern) is type(pattern)

@@ -45,7 +45,7 @@ def test_an_installed_plugin_is_listed(site: Path) -> None:
     (example,) = [entry for entry in listing["plugins"] if entry["name"] == "example"]
     assert (example["distribution"], example["version"]) == ("dilabench-example", "1.0")
     (pattern,) = [entry for entry in listing["patterns"] if entry["plugin"] == "example"]
-    assert (pattern["name"], pattern["usable"]) == ("window_sink", True)
+    assert (pattern["name"], pattern["usable"]) == ("chunked", True)
     assert listing["problems"] == []
 
 
@@ -59,14 +59,14 @@ def test_an_installed_plugin_passes_verification(site: Path, mode: str) -> None:
     assert "masked" in done.stdout
 
 
-WINDOW_SINK = ("--set", "pattern=window_sink", "--set", "sinks=3", "--set", "window_size=20")
+CHUNKED = ("--set", "pattern=chunked", "--set", "chunk=20", "--set", "chunks_before=2")
 
 
 @pytest.mark.slow
 def test_an_installed_pattern_is_described_and_drawn(site: Path) -> None:
-    done = dilabench(site, "describe", "window_sink")
+    done = dilabench(site, "describe", "chunked")
     assert done.returncode == 0, done.stderr
-    assert "--set sinks:       4" in done.stdout
+    assert "--set chunk:       512" in done.stdout
     assert "computed by:       reference, masked" in done.stdout
     assert done.stdout.count("█") > 100
 
@@ -74,14 +74,14 @@ def test_an_installed_pattern_is_described_and_drawn(site: Path) -> None:
 @pytest.mark.slow
 def test_an_installed_pattern_is_verified_and_never_taken_for_dense(site: Path) -> None:
     shape = ("--device", "cpu", "--set", "seq_len=97", "--set", "num_heads=4", "--set", "num_kv_heads=2")
-    done = dilabench(site, "verify", "masked", "reference", "gather", *WINDOW_SINK, *shape)
+    done = dilabench(site, "verify", "masked", "reference", "gather", *CHUNKED, *shape)
     assert done.stdout.count("✓") == 4, done.stdout + done.stderr
-    assert "window_sink is not supported (has dilated)" in " ".join(done.stdout.split())
+    assert "chunked is not supported (has dilated)" in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow
 def test_an_installed_pattern_is_planned_run_and_reported(site: Path, tmp_path: Path) -> None:
-    chosen = ("-i", "masked", "-i", "dense", *WINDOW_SINK, "--set", "batch_size=1", "--set", "num_heads=2")
+    chosen = ("-i", "masked", "-i", "dense", *CHUNKED, "--set", "batch_size=1", "--set", "num_heads=2")
     planned = dilabench(site, "plan", *chosen, "--lengths", "256", "--device", "cpu", "--json")
     assert planned.returncode == 0, planned.stderr
     rows = {(row["implementation"], row["mode"]): row for row in json.loads(planned.stdout)}
@@ -91,17 +91,17 @@ def test_an_installed_pattern_is_planned_run_and_reported(site: Path, tmp_path: 
     where = ("--device", "cpu", "--no-store", "-o", str(tmp_path))
     done = dilabench(site, "run", "implementations", *chosen, "--lengths", "256", *where)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "window-sink sinks=3 window_size=20" in done.stdout
+    assert "chunked chunk=20 chunks_before=2" in done.stdout
     assert "yardstick: dense, another function of the same shape" in done.stdout
     (folder,) = tmp_path.iterdir()
-    assert (folder / "plots" / "window_sink_256.png").stat().st_size > 0
+    assert (folder / "plots" / "chunked_256.png").stat().st_size > 0
     record = json.loads((folder / "run.json").read_text())
     assert [row["outcome"]["status"] for row in record["rows"]] == ["measured", "measured"]
     pattern = record["rows"][0]["planned"]["case"]["workload"]["pattern"]
-    assert pattern == {"kind": "window_sink", "sinks": 3, "window_size": 20}
-    assert "plots/window_sink_256.png" in (folder / "report.md").read_text()
+    assert pattern == {"kind": "chunked", "chunk": 20, "chunks_before": 2}
+    assert "plots/chunked_256.png" in (folder / "report.md").read_text()
 
 
 def test_a_new_pattern_is_one_short_file() -> None:
-    lines = (TESTS / "example_plugin" / "dilabench_example" / "window_sink.py").read_text().splitlines()
+    lines = (TESTS / "example_plugin" / "dilabench_example" / "chunked.py").read_text().splitlines()
     assert len(lines) <= 80

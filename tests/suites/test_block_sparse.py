@@ -26,7 +26,7 @@ from dilabench.suites.planner import expand
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
-SMALL = {"seq_len": 1024, "num_heads": 2}
+SMALL = {"pattern": "block_sparse", "seq_len": 1024, "num_heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def plan(catalogue, machine=CPU, workload=None, **run):
 
 
 def test_one_yardstick_and_every_density_and_block_size(catalogue):
-    planned = plan(catalogue, HOPPER)
+    planned = plan(catalogue, HOPPER, workload={"pattern": "block_sparse"})
     assert [p.role for p in planned] == ["yardstick", *["method"] * 15]
     assert planned[0].case.workload.pattern.kind == "dense"
     points = [(p.case.workload.pattern.block_size, p.case.workload.pattern.sparsity) for p in planned[1:]]
@@ -183,3 +183,26 @@ def test_break_even_is_where_times_are_equal():
     assert break_even([(0.5, 0.8), (0.25, 1.6)]) == pytest.approx(0.4)
     assert break_even([(0.5, 1.2), (0.25, 2.0)]) is None
     assert break_even([]) is None
+
+
+def test_unasked_every_sparse_pattern_has_densities_of_its_own(catalogue):
+    planned = plan(catalogue, workload={"seq_len": 1024, "num_heads": 2}, implementations=[])
+    kinds = [p.case.workload.pattern.kind for p in planned if p.role == "method"]
+    assert set(kinds) == {"block_sparse", "window_sink", "column_bounds", "topk_blocks", "native_sparse"}
+    only = plan(catalogue, workload={"pattern": "window_sink", "window_size": 100, "seq_len": 1024}, implementations=[])
+    points = {p.case.workload.pattern.label() for p in only if p.case.implementation == "block-sparse"}
+    assert points == {"window-sink window_size=100"}
+    assert catalogue.suites.get("sparse").name == "block-sparse"
+
+
+def test_selecting_planning_and_attending_are_told_apart(catalogue):
+    names = ["dense", "block-sparse", "block-sparse-planned", "block-sparse-selected"]
+    asked = {"pattern": "topk_blocks", "top_k": 4, "seq_len": 1024, "num_heads": 2}
+    planned = plan(catalogue, workload=asked, implementations=names)
+    assert [p.labels.get("steps") for p in planned] == [None, "attend", "plan attend", "select plan attend"]
+    found = record(planned, [10.0, 2.0, 2.5, 3.25])
+    (section,) = analyse(found)
+    assert "takes 3.250 ms: attend 2.000 ms, plan 500.0 µs, select 750.0 µs." in section.sentence
+    pairs = planned[1].case.workload.pattern.pairs(planned[1].case.workload.shapes[0]).attended
+    assert section.rows[0][3] == f"{1 - pairs / (1024 * 1025):.1%}"
+    assert steps_of(found)[0].who == "block-sparse"

@@ -141,13 +141,13 @@ REFUSALS = [
     ({"batch_size": "many"}, "batch_size 'many' is not a number"),
     ({"dtype": "int8"}, "dtype 'int8' should be 'float64', 'float32', 'float16', 'bfloat16' or 'auto'"),
     ({"mode": "fwd"}, "mode 'fwd' should be 'forward', 'backward' or 'both'"),
-    ({"pattern": "sparse"}, "unknown pattern 'sparse'; did you mean block_sparse?"),
+    ({"pattern": "sparse"}, "unknown pattern 'sparse'; did you mean block_sparse or native_sparse?"),
     ({"window": 512}, "window 512 must be two numbers, left and right; write for example 512,0"),
     ({"window": (1, 2, 3)}, "must be two numbers"),
     ({"segment_lengths": [1024, 0]}, "segment_lengths 0 must be at least 1"),
     ({"dilation_rates": "1,x"}, "dilation_rates 'x' is not a number"),
     ({"seq_lenn": 5}, "seq_lenn: unknown key; did you mean seq_len?"),
-    ({"zzz": 5}, "zzz: unknown key; known: batch_size, block_size"),
+    ({"zzz": 5}, "zzz: unknown key; known: answers, batch_size, block_size"),
 ]
 
 

@@ -13,6 +13,7 @@ from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.tolerance import Expected, ones_tolerance
 from dilabench.engine.verify.planes import VALUE
 from dilabench.impls.null_mass import log_zero_keys
+from dilabench.impls.summed import parts_of, sum_of_gates
 from dilabench.record import Check
 from dilabench.workload.visibility import alike_heads, covered, seen_by
 
@@ -57,6 +58,10 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
     if zero_keys is not None:
         # Zero keys take a share of a row's weights that hangs on its scores: what is left lies in [0, 1].
         value = value.where(zero_keys[0].T.isneginf(), out.double().clamp(0.0, 1.0))
+    parts = list(parts_of(workload, oracle.device, torch.float64))
+    if parts:
+        # Each attention gives its gates where it sees a key.
+        value = sum_of_gates(parts).expand(out.shape)
     expected = Expected(value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.ones_error))
     return compare("ones", out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1")
 
@@ -116,7 +121,9 @@ def _gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]
         sums["dv"][0, :, :, kv_head] += (weight * share).sum(1)
         sums["dv"][1, :, :, kv_head] += (weight * share).square().sum(1)
     tolerance = 2 * oracle.second_expected[-1].tolerance
-    detached = workload.pattern.is_detached
+    # The weights of single attentions, which dk needs, are not in an out that is a sum of them.
+    of_sum = any(parts_of(workload, oracle.device, torch.float64))
+    detached = workload.pattern.is_detached or of_sum
     axes = (("batch", oracle.sample.batches), ("key", torch.tensor(keys)), ("head", None), ("dim", None))
     for index, name in ((1, "dk"), (2, "dv")):
         gradient = result.gradients[index]

@@ -12,7 +12,7 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward, BlockUnion, block_union
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.workload.spec import Workload
 
 # Head dims that the kernels are made for; others are padded with zeros, which changes neither scores nor out.
@@ -32,7 +32,7 @@ def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]
     return "blocked", blocked_forward, blocked_backward
 
 
-def tiles_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]:
+def tiles_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
     """`BlockForward` by the Triton kernels, for any head dim up to 256."""
     # Triton is not installed everywhere, and only CUDA needs it.
     from dilabench.kernels.block_sparse.forward import block_sparse_forward
@@ -44,7 +44,7 @@ def tiles_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: fl
 
 
 def tiles_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`BlockBackward` by the Triton kernels, for any head dim up to 256."""
     from dilabench.kernels.block_sparse.backward import block_sparse_backward

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.union import block_plan
+from dilabench.impls.block_sparse.union import require_whole_plan
 from dilabench.kernels.block_sparse.lists import padded_lists
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.workload.spec import Workload
@@ -22,7 +22,7 @@ BLOCK = 128
 
 def build(workload: Workload, context: BuildContext) -> Flash4:
     """Lists are made and moved to the device here; the first call compiles."""
-    plan = block_plan(workload, workload.seq_len)
+    plan = require_whole_plan(workload)
     by_query, by_key = (block_tensors(plan, direction, context.device) for direction in (False, True))
     return Flash4(by_query, by_key, _causal_mask() if workload.causal else None, workload.softmax_scale)
 

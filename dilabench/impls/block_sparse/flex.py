@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.union import block_plan
+from dilabench.impls.block_sparse.union import require_whole_plan
 from dilabench.kernels.block_sparse.lists import padded_lists
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.workload.spec import Workload
@@ -25,7 +25,7 @@ _ASK_FOR_LSE: dict[str, Any] = (
 
 def build(workload: Workload, context: BuildContext) -> Flex:
     """The mask is made and moved to the device here; the first call compiles."""
-    mask = flex_mask(block_plan(workload, workload.seq_len), context.device)
+    mask = flex_mask(require_whole_plan(workload), workload.num_heads, context.device)
     # torch.compile gives up on one function after eight classes of shapes: each build compiles a function of its own.
     own_code = types.FunctionType(_attend.__code__.replace(), _attend.__globals__)
     return Flex(mask, workload.softmax_scale, torch.compile(own_code, fullgraph=True, dynamic=False))
@@ -50,18 +50,27 @@ class Flex:
         return out.transpose(1, 2), lse.detach()
 
 
-def flex_mask(plan: BlockPlan, device: torch.device) -> flex.BlockMask:
+def flex_mask(plan: BlockPlan, num_heads: int, device: torch.device) -> flex.BlockMask:
     """The plan's blocks as a BlockMask; its mask function is evaluated in partly visible blocks only."""
     # Lists of full length, so that masks of every density share one compiled kernel.
     lists = padded_lists(plan.lists(plan.block_size, plan.block_size, by_key=False), plan.mask.shape[-1])
     left = plan.left if plan.left >= 0 else plan.rows
     right = plan.right if plan.right >= 0 else plan.rows
 
-    def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= i - left) & (j <= i + right)
+    bounds = plan.bounds(device)
 
+    def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (j >= i - left) & (j <= i + right)
+        for index in range(len(bounds)):
+            seen = seen & ((i < bounds[index, 0, j]) | (i >= bounds[index, 1, j]))
+        return seen
+
+    # A mask is of one head, which all share, or of every query head.
+    sharing = 1 if plan.mask_heads == 1 else num_heads // plan.mask_heads
     parts = (lists.partly_count, lists.partly, lists.full_count, lists.full)
-    partly_count, partly, full_count, full = (torch.from_numpy(part).to(device) for part in parts)
+    partly_count, partly, full_count, full = (
+        torch.from_numpy(part).to(device).repeat_interleave(sharing, 1) for part in parts
+    )
     return flex.BlockMask.from_kv_blocks(
         partly_count,
         partly,

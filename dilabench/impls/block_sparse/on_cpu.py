@@ -5,14 +5,16 @@ Any dtype, block size and head dim. Time and memory follow the mask: nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.lists import visible_tiles
+from dilabench.kernels.block_sparse.plan import Plan
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -22,7 +24,7 @@ _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwa
 class QueryBlock:
     """One kernel call: query rows of some query heads, the heads of k and v that they read, and the key rows they see.
 
-    `partly`: causal edge or window hide some of the pairs.
+    `partly`: causal edge, window or bounds of columns hide some of the pairs.
     """
 
     heads: slice
@@ -32,7 +34,7 @@ class QueryBlock:
     partly: bool
 
 
-def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]:
+def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N] (float32; float64 for float64) over the blocks of the plan.
 
     q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. Raises ValueError
@@ -55,7 +57,7 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: 
 
 
 def blocked_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtypes of q, k, v, from an out and lse that may be those of a larger softmax."""
     plan.check(q, k, v)
@@ -74,28 +76,34 @@ def blocked_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _query_blocks(plan: BlockPlan, q: Tensor, k: Tensor) -> list[QueryBlock]:
-    """The calls of a plan; query heads that share their mask go together."""
-    num_heads, group = q.shape[2], q.shape[2] // k.shape[2]
-    return plan.keep(("query blocks", num_heads, group), lambda: list(_make_query_blocks(plan, group)))
+def _query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterable[QueryBlock]:
+    """The calls of a plan, query heads that share their mask together.
+
+    Of bounds of columns they are made anew for each pass: memory is then O(keys), not O(pairs of blocks).
+    """
+    if plan.hidden is not None:
+        return _make_query_blocks(plan, q, k)
+    key = "query blocks", q.shape[2], k.shape[2]
+    return plan.keep(key, lambda: list(_make_query_blocks(plan, q, k)))
 
 
-def _make_query_blocks(plan: BlockPlan, group: int) -> Iterator[QueryBlock]:
-    size, rows = plan.block_size, plan.rows
-    lists = plan.lists(size, size, by_key=False)
-    everything = slice(None)
-    for head, spans in enumerate(lists.spans.tolist()):
-        kv_head = head // group
-        heads = everything if plan.mask_heads == 1 else slice(head, head + 1)
-        kv_heads = everything if plan.mask_heads == 1 else slice(kv_head, kv_head + 1)
-        for index, (first, full, partly) in enumerate(spans):
-            seen = np.sort(lists.entries[first : first + full + partly])
+def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]:
+    size, seen_by = plan.block_size, plan.visibility
+    heads_per_mask, group = q.shape[2] // plan.mask_heads, q.shape[2] // k.shape[2]
+    for mask_head in range(plan.mask_heads):
+        heads = slice(mask_head * heads_per_mask, (mask_head + 1) * heads_per_mask)
+        kv_heads = slice(heads.start // group, -(-heads.stop // group))
+        for index in range(-(-plan.rows // size)):
+            some, whole = visible_tiles(seen_by, np.array([index]), size, size, plan.hidden_tiles(size))
+            seen = plan.seen_blocks(mask_head, index)
+            seen = seen[some[0, seen]]
             if len(seen):
-                queries = slice(index * size, min(rows, (index + 1) * size))
-                yield QueryBlock(heads, kv_heads, queries, _key_rows(seen, size, plan.keys), partly > 0)
+                queries = slice(index * size, min(plan.rows, (index + 1) * size))
+                keys = _key_rows(seen, size, plan.keys)
+                yield QueryBlock(heads, kv_heads, queries, keys, not whole[0, seen].all())
 
 
-def _key_rows(blocks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], size: int, rows: int) -> slice | Tensor:
+def _key_rows(blocks: npt.NDArray[np.int64], size: int, rows: int) -> slice | Tensor:
     """The rows of rising blocks: a slice, which copies nothing, where they are neighbours."""
     if blocks[-1] - blocks[0] == len(blocks) - 1:
         return slice(int(blocks[0]) * size, min(rows, (int(blocks[-1]) + 1) * size))
@@ -103,17 +111,20 @@ def _key_rows(blocks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], size: int
     return index[index < rows]
 
 
-def _mask(block: QueryBlock, plan: BlockPlan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _mask(block: QueryBlock, plan: Plan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The additive mask [rows, keys] in q's dtype, and which rows see nothing; None where there is nothing to hide."""
-    if not block.partly or (plan.left < 0 and plan.right < 0):
+    if not block.partly or (plan.left < 0 and plan.right < 0 and plan.hidden is None):
         return None, None
-    keys = torch.arange(plan.rows)[block.keys] if isinstance(block.keys, slice) else block.keys
-    ahead = keys - torch.arange(plan.rows)[block.rows, None]
+    keys = torch.arange(plan.keys)[block.keys] if isinstance(block.keys, slice) else block.keys
+    rows = torch.arange(plan.rows)[block.rows, None]
+    ahead = keys - rows
     hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if plan.right >= 0:
         hidden |= ahead > plan.right
     if plan.left >= 0:
         hidden |= ahead < -plan.left
+    for starts, stops in plan.bounds(q.device)[:, :, block.keys]:
+        hidden |= (rows >= starts) & (rows < stops)
     mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
     empty = hidden.all(1)
     return mask, empty if empty.any() else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
+import numpy as np
 from torch import Tensor
 
 from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
@@ -14,23 +15,26 @@ from dilabench.impls.union.head_runs import Progression
 from dilabench.impls.union.strided_calls import StridedCall
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Rows, Union
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
 from dilabench.patterns.block_masks import block_mask
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.workload.spec import Workload
+
+# Rows that are looked at together where a pattern has no blocks of its own.
+COLUMN_BLOCK = 128
 
 
 class BlockForward(Protocol):
     """Forward of block-sparse attention: `Attend` with a plan in place of causal and window."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]: ...
 
 
 class BlockBackward(Protocol):
     """Its backward from a *given* out and lse: `AttendBackward` with a plan in place of causal and window."""
 
     def __call__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: BlockPlan, *, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -38,7 +42,7 @@ class BlockBackward(Protocol):
 class PlannedRows(StridedRows):
     """The rows of one kernel call, with the block plan that lies over them."""
 
-    plan: BlockPlan
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +57,52 @@ class BlockUnion(Union):
 def block_union(
     workload: Workload, context: BuildContext, name: str, forward: BlockForward, backward: BlockBackward
 ) -> BlockUnion:
-    """The union for a block-sparse workload through one pair of kernels. Plans are made here, tables by the first call.
+    """The union for a workload of blocks or of bounds of columns through one pair of kernels.
 
-    Raises ConfigError when a mask file does not fit.
+    Plans are made here, tables by the first call. Raises ConfigError when a mask file does not fit.
     """
-    rows = planned_rows(workload)
+    plan = whole_plan(workload)
+    rows = planned_rows(workload) if plan is None else planned_over_everything(workload, plan)
+    under = _without_mask(workload) if plan is None else workload.as_dense()
     return BlockUnion(
         backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
         rows=lambda _device: context.patterns.get(("block rows", workload), lambda: rows),
-        covered=covers_every_row(branches_of(_without_mask(workload))),
+        covered=covers_every_row(branches_of(under)),
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
         detached=workload.pattern.is_detached,
     )
+
+
+def whole_plan(workload: Workload) -> BlockPlan | None:
+    """The plan of a pattern that is a mask of blocks, or bounds of columns, over the whole sequence; None for others.
+
+    Raises ConfigError when a file does not fit.
+    """
+    (shape,) = workload.shapes
+    blocks = workload.pattern.whole_blocks(shape)
+    if blocks is not None:
+        return BlockPlan(blocks.mask, blocks.block_size, shape.length, workload.causal, workload.window)
+    hidden = workload.pattern.hidden_rows(shape)
+    if hidden is None:
+        return None
+    count = -(-shape.length // COLUMN_BLOCK)
+    everything = np.broadcast_to(np.True_, (1, count, count))
+    return BlockPlan(everything, COLUMN_BLOCK, shape.length, workload.causal, workload.window, hidden=hidden)
+
+
+def require_whole_plan(workload: Workload) -> BlockPlan:
+    """`whole_plan`; raises ValueError for a pattern that has none."""
+    plan = whole_plan(workload)
+    if plan is None:
+        raise ValueError(f"{workload.pattern.label()} is neither one mask of blocks nor bounds of columns")
+    return plan
+
+
+def planned_over_everything(workload: Workload, plan: Plan) -> tuple[PlannedRows, ...]:
+    """The rows of the one call over the whole sequence."""
+    return tuple(PlannedRows(rows.call, rows.whole, plan) for rows in strided_rows(workload.as_dense()))
 
 
 def planned_rows(workload: Workload) -> tuple[PlannedRows, ...]:

@@ -8,6 +8,7 @@ once, while the own gradients are computed; their owner sums in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,7 +127,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     _refuse(workload)
     world = context.world or World.alone(context.device)
     deal = BlockDeal.of(workload, world.size)
-    shards = _shards(deal)
+    shards = shards_of(deal.positions)
     algorithm = _exchange(workload, world, deal) if shards.rows[world.rank] else NoRows()
     return ShardedAttention(workload, shards, world, algorithm)
 
@@ -144,13 +145,13 @@ def _refuse(workload: Workload) -> None:
         )
 
 
-def _shards(deal: BlockDeal) -> Shards:
+def shards_of(held: Sequence[Sequence[range]]) -> Shards:
+    """Shards of runs of positions by rank."""
     parts = []
-    for runs in deal.held:
+    for runs in held:
         spans: list[Span] = []
         for run in runs:
-            start, stop = run.start * deal.block_size, min(deal.rows, run.stop * deal.block_size)
-            spans.append(Span(start, stop, 1, spans[-1].row + spans[-1].length if spans else 0))
+            spans.append(Span(run.start, run.stop, 1, spans[-1].row + spans[-1].length if spans else 0))
         parts.append(tuple(spans))
     return Shards(tuple(parts))
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.forward import head_rows, visible_pairs
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig
@@ -33,11 +33,12 @@ def _block_query_kernel(
     spans_ptr,
     entries_ptr,
     order_ptr,
+    bounds_ptr,
     scale,
     scale_log2,
     n_heads,
     heads_per_kv,
-    mask_heads,
+    heads_per_mask,
     n_tiles,
     stats_blocks,
     key_rows,
@@ -48,13 +49,14 @@ def _block_query_kernel(
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    RANGES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     pid = tl.program_id(0)
     batch = pid // n_tiles // n_heads
     head = pid // n_tiles % n_heads
-    mask_head = head % mask_heads
+    mask_head = head // heads_per_mask
     tile = tl.load(order_ptr + mask_head * n_tiles + pid % n_tiles)
     span_ptr = spans_ptr + (mask_head * n_tiles + tile) * 3
     entry_ptr = entries_ptr + tl.load(span_ptr)
@@ -88,7 +90,7 @@ def _block_query_kernel(
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         key_row = key + tl.arange(0, BLOCK_N)
         seen = (key_row < key_rows)[None, :] & visible_pairs(
-            query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT
+            query_row[:, None], key_row[None, :], left, right, bounds_ptr, key_rows, LEFT, RIGHT, RANGES
         )
         p = tl.where(seen, tl.math.exp2(logits * scale_log2 - log2_lse[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
@@ -113,13 +115,16 @@ def _query_tile(
     scale_log2,
     left,
     right,
+    bounds_ptr,
+    key_rows,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    RANGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dv with the share of one query tile added; with LEFT or RIGHT, of its visible pairs only."""
+    """dk and dv with the share of one query tile added; with LEFT, RIGHT or RANGES, of its visible pairs only."""
     # A tile may reach past the last query: the statistics of those rows are infinity and 0, so that p = 0.
     query_row = query + tl.arange(0, BLOCK_M)
     q = q_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
@@ -128,8 +133,11 @@ def _query_tile(
     logits = tl.dot(k, q.T, input_precision=PRECISION)
     dout = dout_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
     p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-    if LEFT or RIGHT:
-        p = tl.where(visible_pairs(query_row[None, :], key_row[:, None], left, right, LEFT, RIGHT), p, 0.0)
+    if LEFT or RIGHT or RANGES > 0:
+        seen = visible_pairs(
+            query_row[None, :], key_row[:, None], left, right, bounds_ptr, key_rows, LEFT, RIGHT, RANGES
+        )
+        p = tl.where(seen, p, 0.0)
     delta = tl.load(stats + _STATS_BLOCK)
     dp = tl.dot(v, dout.T, input_precision=PRECISION)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -150,12 +158,14 @@ def _block_key_kernel(
     spans_ptr,
     entries_ptr,
     order_ptr,
+    bounds_ptr,
     scale,
     scale_log2,
     n_heads,
-    mask_heads,
+    heads_per_mask,
     n_tiles,
     stats_blocks,
+    key_rows,
     left,
     right,
     GROUP: tl.constexpr,
@@ -164,6 +174,7 @@ def _block_key_kernel(
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    RANGES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -172,7 +183,7 @@ def _block_key_kernel(
     batch = pid // n_tiles // n_kv_heads
     kv_head = pid // n_tiles % n_kv_heads
     # The order of the group's first head serves them all: with one mask for all heads it is theirs too.
-    tile = tl.load(order_ptr + (kv_head * GROUP % mask_heads) * n_tiles + pid % n_tiles)
+    tile = tl.load(order_ptr + (kv_head * GROUP // heads_per_mask) * n_tiles + pid % n_tiles)
 
     k = k_desc.load([batch, kv_head, tile * BLOCK_N, 0]).reshape([BLOCK_N, DIM])
     v = v_desc.load([batch, kv_head, tile * BLOCK_N, 0]).reshape([BLOCK_N, DIM])
@@ -181,11 +192,11 @@ def _block_key_kernel(
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        span_ptr = spans_ptr + ((head % mask_heads) * n_tiles + tile) * 3
+        span_ptr = spans_ptr + ((head // heads_per_mask) * n_tiles + tile) * 3
         entry_ptr = entries_ptr + tl.load(span_ptr)
         n_full = tl.load(span_ptr + 1)
         n_partly = tl.load(span_ptr + 2)
-        if not (LEFT or RIGHT):
+        if not (LEFT or RIGHT or RANGES > 0):
             # Only the end of the keys cuts tiles, and gradients of rows past it are never stored.
             n_full += n_partly
         stats_at = (batch * n_heads + head).to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
@@ -208,13 +219,16 @@ def _block_key_kernel(
                 scale_log2,
                 left,
                 right,
+                bounds_ptr,
+                key_rows,
                 DIM,
                 BLOCK_M,
                 False,
                 False,
+                0,
                 PRECISION,
             )
-        if LEFT or RIGHT:
+        if LEFT or RIGHT or RANGES > 0:
             # Not pipelined: such tiles are few, and with their masks a second one in flight would spill registers.
             for _ in tl.range(0, n_partly, num_stages=1):
                 query = tl.load(entry_ptr) * BLOCK_M
@@ -234,10 +248,13 @@ def _block_key_kernel(
                     scale_log2,
                     left,
                     right,
+                    bounds_ptr,
+                    key_rows,
                     DIM,
                     BLOCK_M,
                     LEFT,
                     RIGHT,
+                    RANGES,
                     PRECISION,
                 )
     dk_desc.store([batch, kv_head, tile * BLOCK_N, 0], (dk * scale).to(dk_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
@@ -251,7 +268,7 @@ def block_sparse_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: BlockPlan,
+    plan: Plan,
     *,
     scale: float,
     query_config: TileConfig | None = None,
@@ -274,10 +291,12 @@ def block_sparse_backward(
     stats_layout = StatsLayout.of(rows, tile=max(config.block_m for config in configs.values()))
     stats = row_sums(out, dout, lse.contiguous(), stats_layout)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    bounds = plan.bounds(q.device)
     shared = {
         "DIM": dim,
         "LEFT": plan.left >= 0,
         "RIGHT": plan.right >= 0,
+        "RANGES": len(bounds),
         "PRECISION": product_precision(q),
     }
     for direction, config in configs.items():
@@ -290,7 +309,8 @@ def block_sparse_backward(
             head_rows(v, config.block_n),
             head_rows(dout, config.block_m),
         )
-        common = (stats, *plan.tables(config, by_key, q.device), scale, scale * _LOG2E, num_heads)
+        common = (stats, *plan.tables(config, by_key, q.device), bounds, scale, scale * _LOG2E, num_heads)
+        heads_per_mask = num_heads // plan.mask_heads
         limits, group = (plan.left, plan.right), num_heads // num_kv_heads
         shape = {
             **shared,
@@ -303,10 +323,10 @@ def block_sparse_backward(
         if by_key:
             gradients = (head_rows(dk, own), head_rows(dv, own))
             grid = (batch * num_kv_heads * tiles,)
-            counts = (plan.mask_heads, tiles, stats.shape[4], *limits)
+            counts = (heads_per_mask, tiles, stats.shape[4], plan.keys, *limits)
             _block_key_kernel[grid](*operands, *gradients, *common, *counts, GROUP=group, **shape)
         else:
             grid = (batch * num_heads * tiles,)
-            sizes = (group, plan.mask_heads, tiles, stats.shape[4], plan.keys, *limits)
+            sizes = (group, heads_per_mask, tiles, stats.shape[4], plan.keys, *limits)
             _block_query_kernel[grid](*operands, head_rows(dq, own), *common, *sizes, **shape)
     return dq, dk, dv

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
 from dilabench.kernels.tuning import TileConfig
 
@@ -19,13 +19,27 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def visible_pairs(query_row, key_row, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Which pairs of a partly visible tile lie inside (left, right)."""
+def visible_pairs(
+    query_row,
+    key_row,
+    left,
+    right,
+    bounds_ptr,
+    key_rows,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """Which pairs of a partly visible tile lie inside (left, right) and in no range of rows that hides the key."""
     seen = query_row == query_row
     if LEFT:
         seen = seen & (key_row >= query_row - left)
     if RIGHT:
         seen = seen & (key_row <= query_row + right)
+    for index in tl.static_range(RANGES):
+        start = tl.load(bounds_ptr + 2 * index * key_rows + key_row, key_row < key_rows, 0)
+        stop = tl.load(bounds_ptr + (2 * index + 1) * key_rows + key_row, key_row < key_rows, 0)
+        seen = seen & ((query_row < start) | (query_row >= stop))
     return seen
 
 
@@ -39,10 +53,11 @@ def _block_forward_kernel(
     spans_ptr,
     entries_ptr,
     order_ptr,
+    bounds_ptr,
     scale_log2,
     n_heads,
     heads_per_kv,
-    mask_heads,
+    heads_per_mask,
     n_tiles,
     rows,
     key_rows,
@@ -53,6 +68,7 @@ def _block_forward_kernel(
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    RANGES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -60,7 +76,7 @@ def _block_forward_kernel(
     pid = tl.program_id(0)
     batch = pid // n_tiles // n_heads
     head = pid // n_tiles % n_heads
-    mask_head = head % mask_heads
+    mask_head = head // heads_per_mask
     tile = tl.load(order_ptr + mask_head * n_tiles + pid % n_tiles)
     span_ptr = spans_ptr + (mask_head * n_tiles + tile) * 3
     entry_ptr = entries_ptr + tl.load(span_ptr)
@@ -94,7 +110,7 @@ def _block_forward_kernel(
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         key_row = key + tl.arange(0, BLOCK_N)
         seen = (key_row < key_rows)[None, :] & visible_pairs(
-            query_row[:, None], key_row[None, :], left, right, LEFT, RIGHT
+            query_row[:, None], key_row[None, :], left, right, bounds_ptr, key_rows, LEFT, RIGHT, RANGES
         )
         logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
@@ -117,7 +133,7 @@ def _block_forward_kernel(
 
 
 def block_sparse_forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float, config: TileConfig | None = None
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, config: TileConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``.
 
@@ -132,6 +148,7 @@ def block_sparse_forward(
     batch, rows, num_heads, dim = q.shape
     config = plan.config(padded_dim(dim), "forward", q.element_size(), config)
     tables = plan.tables(config, by_key=False, device=q.device)
+    bounds = plan.bounds(q.device)
     out = torch.empty((batch, rows, num_heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, rows), dtype=torch.float32, device=q.device)
     tiles = -(-rows // config.block_m)
@@ -142,10 +159,11 @@ def block_sparse_forward(
         head_rows(out, config.block_m),
         lse,
         *tables,
+        bounds,
         scale * _LOG2E,
         num_heads,
         num_heads // k.shape[2],
-        plan.mask_heads,
+        num_heads // plan.mask_heads,
         tiles,
         rows,
         plan.keys,
@@ -156,6 +174,7 @@ def block_sparse_forward(
         BLOCK_N=config.block_n,
         LEFT=plan.left >= 0,
         RIGHT=plan.right >= 0,
+        RANGES=len(bounds),
         PRECISION=product_precision(q),
         STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -6,12 +6,10 @@ every mask head is a kind of its own; only the work lists differ.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.lists import Int32Array
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper
 from dilabench.kernels.tuning import TileConfig
@@ -20,37 +18,35 @@ TILES = TileConfig(128, 128, 4, 2, specialized=True)
 _LOG2E = 1.4426950408889634
 
 
-def can_run(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> bool:
-    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides,
-    on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries' rows.
+def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
+    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, no bounds of
+    columns, regular strides, on sm_90. Batch items follow each other at one distance, so that of several the keys must
+    be the queries' rows.
     """
     size = TILES.block_m
     whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))
     fits = whole and plan.keys // size <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
-    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
+    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1) and plan.hidden is None
     regular = all(is_row_addressable(x) for x in (q, k, v))
     return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
 
 
-def work_lists(plan: BlockPlan) -> tuple[Int32Array, Int32Array, bool]:
-    """(items [1, mask heads, tiles, 5], packed entries, whether every tile has work), as in `TileTables`."""
-    lists = plan.lists(TILES.block_m, TILES.block_n, by_key=False)
-    spans = np.take_along_axis(lists.spans, lists.order[..., None], axis=1)
-    items = np.concatenate((np.zeros_like(lists.order)[..., None], lists.order[..., None], spans), axis=-1)
-    entries = lists.entries | np.int32(1 << (TILE_BITS + CLASS_BITS))
-    return items[None], entries, bool((spans[..., 1:].sum(-1) > 0).all())
+def work_lists(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int32 (items [1, mask heads, tiles, 5], packed entries) on the device, as in `TileTables`."""
+    spans, entries, order = plan.tables(TILES, by_key=False, device=device)
+    spans = spans.gather(1, order.long()[..., None].expand_as(spans))
+    items = torch.cat((torch.zeros_like(order)[..., None], order[..., None], spans), -1)
+    return items[None], entries | 1 << (TILE_BITS + CLASS_BITS)
 
 
-def block_sparse_forward_sm90(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float
-) -> tuple[Tensor, Tensor]:
+def block_sparse_forward_sm90(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
     """As `block_sparse_forward`, for what `can_run` admits."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
     from dilabench.kernels.fused.forward_sm90 import _forward_kernel, _tile_descriptor
 
     batch, rows, num_heads, dim = q.shape
-    items, entries, heads, all_work = _device_lists(plan, num_heads, q.device)
-    empty = torch.empty if all_work else torch.zeros
+    items, entries, heads = _device_lists(plan, num_heads, q.device)
+    empty = torch.empty if plan.every_row_has_work else torch.zeros
     out = empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((batch, num_heads, rows), float("-inf"), dtype=torch.float32, device=q.device)
     n_items = items.shape[2]
@@ -94,12 +90,11 @@ def block_sparse_forward_sm90(
     return out, lse
 
 
-def _device_lists(plan: BlockPlan, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, bool]:
+def _device_lists(plan: Plan, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Work lists on the device, and for each head its (mask head, class shift)."""
 
-    def make() -> tuple[Tensor, Tensor, Tensor, bool]:
-        items, entries, all_work = work_lists(plan)
-        heads = torch.tensor([[head % plan.mask_heads, 0] for head in range(num_heads)], dtype=torch.int32)
-        return torch.from_numpy(items).to(device), torch.from_numpy(entries).to(device), heads.to(device), all_work
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        heads = torch.arange(num_heads, dtype=torch.int32, device=device) * plan.mask_heads // num_heads
+        return *work_lists(plan, device), torch.stack((heads, torch.zeros_like(heads)), 1)
 
     return plan.keep(("sm90", num_heads, device), make)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dilabench.patterns.hidden_rows import HiddenRows
+
 SMALLEST_TILE = 16
 
 BoolArray = npt.NDArray[np.bool_]
@@ -30,7 +32,8 @@ class TileLists:
 class Visibility:
     """What hides pairs inside the mask's blocks: the causal edge, a window in rows (-1: unbounded), the ragged end.
 
-    ``key_rows``: how many keys there are where they are not the rows of the queries (None: they are).
+    ``key_rows``: how many keys there are where they are not the rows of the queries (None: they are). ``hidden``: the
+    rows, as the queries count them, that single keys are hidden from.
     """
 
     rows: int
@@ -38,11 +41,38 @@ class Visibility:
     left: int = -1
     right: int = -1
     key_rows: int | None = None
+    hidden: HiddenRows | None = None
 
     @property
     def keys(self) -> int:
         """Rows of keys."""
         return self.rows if self.key_rows is None else self.key_rows
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTiles:
+    """Bounds over the keys of each tile, of each range of rows; int64 [ranges, key tiles].
+
+    A range hides all keys of a tile from the rows ``all_from`` <= i < ``all_to``, and none from rows outside of
+    ``some_from`` <= i < ``some_to``.
+    """
+
+    all_from: npt.NDArray[np.int64]
+    all_to: npt.NDArray[np.int64]
+    some_from: npt.NDArray[np.int64]
+    some_to: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, hidden: HiddenRows, rows: int, block_n: int) -> HiddenTiles:
+        """Over key tiles of ``block_n`` keys."""
+        tiles = np.arange(0, hidden.keys, block_n)
+        some = hidden.starts < hidden.stops
+        return cls(
+            np.maximum.reduceat(hidden.starts, tiles, axis=1),
+            np.minimum.reduceat(hidden.stops, tiles, axis=1),
+            np.minimum.reduceat(np.where(some, hidden.starts, rows), tiles, axis=1),
+            np.maximum.reduceat(np.where(some, hidden.stops, 0), tiles, axis=1),
+        )
 
 
 def largest_tile(block_size: int) -> int:
@@ -63,7 +93,7 @@ def tile_lists(
         raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
     queries, keys = -(-visibility.rows // block_m), -(-visibility.keys // block_n)
     tiles = mask.repeat(block_size // block_m, axis=1).repeat(block_size // block_n, axis=2)[:, :queries, :keys]
-    some, whole = _visible(visibility, block_m, block_n, queries, keys)
+    some, whole = visible_tiles(visibility, np.arange(queries), block_m, block_n)
     listed, full = tiles & some, tiles & whole
     if by_key:
         listed, full = listed.transpose(0, 2, 1), full.transpose(0, 2, 1)
@@ -80,14 +110,21 @@ def tile_lists(
     )
 
 
-def _visible(seen: Visibility, block_m: int, block_n: int, queries: int, keys: int) -> tuple[BoolArray, BoolArray]:
-    """[queries, keys]: whether some pair of the tile is visible, and whether all are (but for rows past the end)."""
-    q_low = (np.arange(queries) * block_m)[:, None]
+def visible_tiles(
+    seen: Visibility, queries: npt.NDArray[np.int64], block_m: int, block_n: int, hidden: HiddenTiles | None = None
+) -> tuple[BoolArray, BoolArray]:
+    """[Q, key tiles], of some query tiles: whether some pair of the tile may be visible, and whether all are (but for
+    rows past the end).
+
+    ``hidden``: that of the visibility where it is known already. With ranges of rows, a tile of which each pair is
+    hidden by another range counts as visible in part.
+    """
+    q_low = (queries * block_m)[:, None]
     q_high = np.minimum(q_low + block_m, seen.rows) - 1
-    k_low = (np.arange(keys) * block_n)[None, :]
+    k_low = np.arange(0, seen.keys, block_n)[None, :]
     k_high = np.minimum(k_low + block_n, seen.keys) - 1
-    some = np.ones((queries, keys), bool)
-    whole = np.broadcast_to(k_low + block_n <= seen.keys, (queries, keys)).copy()
+    some = np.ones((len(queries), k_low.shape[1]), bool)
+    whole = np.broadcast_to(k_low + block_n <= seen.keys, some.shape).copy()
     right = 0 if seen.causal else seen.right
     if right >= 0:
         some &= k_low <= q_high + right
@@ -95,6 +132,13 @@ def _visible(seen: Visibility, block_m: int, block_n: int, queries: int, keys: i
     if seen.left >= 0:
         some &= k_high >= q_low - seen.left
         whole &= k_low >= q_high - seen.left
+    if seen.hidden is not None:
+        tiles = hidden or HiddenTiles.of(seen.hidden, seen.rows, block_n)
+        for all_from, all_to, some_from, some_to in zip(
+            tiles.all_from, tiles.all_to, tiles.some_from, tiles.some_to, strict=True
+        ):
+            some &= (q_low < all_from) | (q_high >= all_to)
+            whole &= (q_high < some_from) | (q_low >= some_to)
     return some, whole
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.lists import BoolArray, TileLists, Visibility, largest_tile, tile_lists
+from dilabench.kernels.block_sparse.lists import BoolArray, HiddenTiles, TileLists, Visibility, largest_tile, tile_lists
 from dilabench.kernels.tuning import Direction, TileConfig, float32_config
+from dilabench.patterns.hidden_rows import HiddenRows
 
 KeptT = TypeVar("KeptT")
 
@@ -31,30 +35,38 @@ def shipped() -> tuple[tuple[int, Direction, TileConfig], ...]:
     return tuple((*key, config) for key, config in _SM90.items())
 
 
-@dataclass(frozen=True)
-class BlockPlan:
-    """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
+class Plan(ABC):
+    """What the kernels need to know of blocks of ``block_size`` rows: their lists, and what hides pairs inside them.
 
-    The heads of the mask are query heads; 1 means that all of them share it. With ``key_rows`` the keys are other rows
-    than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries, blocks of keys], and
-    neither causal edge nor window can hide a pair inside its blocks (ValueError). Lists and device tables are made once
-    per tile shape and kept in the plan.
+    ``rows`` of queries, causal edge and window in rows. With ``key_rows`` the keys are other rows than the queries', as
+    on a rank that was sent them. ``hidden``: the rows of queries that single keys are hidden from.
     """
 
-    mask: BoolArray
     block_size: int
     rows: int
     causal: bool
-    window: tuple[int, int] = (-1, -1)
-    key_rows: int | None = None
-    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    window: tuple[int, int]
+    key_rows: int | None
+    hidden: HiddenRows | None
+    _kept: dict[Hashable, Any]
 
-    def __post_init__(self) -> None:
-        if self.key_rows is not None and (self.causal or self.window != (-1, -1)):
-            raise ValueError(
-                f"causal={self.causal} and window {self.window} measure distances between rows, which keys of their "
-                "own rows do not have: leave them out, or leave key_rows out"
-            )
+    @property
+    @abstractmethod
+    def mask_heads(self) -> int:
+        """How many lists there are for each block: successive query heads share them."""
+
+    @abstractmethod
+    def seen_blocks(self, mask_head: int, block: int) -> npt.NDArray[np.int64]:
+        """The key blocks of a query block, rising, on the host."""
+
+    @abstractmethod
+    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(spans, entries, order) of `TileLists` on the device."""
+
+    @property
+    def every_row_has_work(self) -> bool:
+        """Whether it is certain that no list is empty: what nobody writes to must be zeroed before."""
+        return False
 
     @property
     def keys(self) -> int:
@@ -62,9 +74,9 @@ class BlockPlan:
         return self.rows if self.key_rows is None else self.key_rows
 
     @property
-    def mask_heads(self) -> int:
-        """Heads in the mask: 1 when all share one."""
-        return int(self.mask.shape[0])
+    def visibility(self) -> Visibility:
+        """What hides pairs inside the mask's blocks."""
+        return Visibility(self.rows, self.causal, *self.window, self.key_rows, self.hidden)
 
     @property
     def left(self) -> int:
@@ -81,7 +93,7 @@ class BlockPlan:
         batch, rows, heads, dim = q.shape
         if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != dim or heads % k.shape[2]:
             raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
-        if (rows, k.shape[1]) != (self.rows, self.keys) or self.mask_heads not in (1, heads):
+        if (rows, k.shape[1]) != (self.rows, self.keys) or heads % self.mask_heads:
             raise ValueError(
                 f"q {tuple(q.shape)} and k {tuple(k.shape)} do not fit a plan of {self.rows} query rows, {self.keys} "
                 f"key rows and {self.mask_heads} mask heads"
@@ -104,12 +116,71 @@ class BlockPlan:
         kept: KeptT = self._kept[key]
         return kept
 
+    def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
+        """What is hidden of whole key tiles of ``block_n`` rows; None where nothing is."""
+        hidden = self.hidden
+        if hidden is None:
+            return None
+        return self.keep(("hidden tiles", block_n), lambda: HiddenTiles.of(hidden, self.rows, block_n))
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """int32 [ranges, 2, keys]: starts and stops of the rows that keys are hidden from; ranges may be 0."""
+
+        def make() -> Tensor:
+            if self.hidden is None:
+                return torch.zeros(0, 2, self.keys, dtype=torch.int32, device=device)
+            both = np.stack((self.hidden.starts, self.hidden.stops), axis=1).astype(np.int32)
+            return torch.from_numpy(both).to(device)
+
+        return self.keep(("bounds", device), make)
+
+
+@dataclass(frozen=True)
+class BlockPlan(Plan):
+    """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
+
+    Successive query heads share a head of the mask: 1 for all, or one for each key/value head. With ``key_rows`` the
+    keys are other rows than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries,
+    blocks of keys], and neither causal edge nor window can hide a pair inside its blocks (ValueError). ``hidden``: the
+    rows of queries that single keys are hidden from. Lists and device tables are made once per tile shape and kept.
+    """
+
+    mask: BoolArray
+    block_size: int
+    rows: int
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    key_rows: int | None = None
+    hidden: HiddenRows | None = None
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.key_rows is not None and (self.causal or self.window != (-1, -1)):
+            raise ValueError(
+                f"causal={self.causal} and window {self.window} measure distances between rows, which keys of their "
+                "own rows do not have: leave them out, or leave key_rows out"
+            )
+
+    @property
+    def mask_heads(self) -> int:
+        """Heads in the mask: 1 when all query heads share one."""
+        return int(self.mask.shape[0])
+
+    @property
+    def every_row_has_work(self) -> bool:
+        """By the lists of the largest tiles that fit."""
+        tile = largest_tile(self.block_size)
+        return bool((self.lists(tile, tile, by_key=False).spans[..., 1:].sum(-1) > 0).all())
+
+    def seen_blocks(self, mask_head: int, block: int) -> npt.NDArray[np.int64]:
+        """A row of the mask."""
+        return np.flatnonzero(self.mask[mask_head, block])
+
     def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
         """The tile lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows."""
-        seen = Visibility(self.rows, self.causal, *self.window, self.key_rows)
         return self.keep(
             ("lists", block_m, block_n, by_key),
-            lambda: tile_lists(self.mask, self.block_size, seen, block_m, block_n, by_key),
+            lambda: tile_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key),
         )
 
     def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from dilabench.plugins.builtin.workloads import PRESETS
 
 @hookimpl
 def dilabench_register_patterns() -> list[PatternKind]:
-    """Dense, dilated, block-sparse."""
+    """Dense, dilated, and the sparse ones."""
     return list(PATTERNS)
 
 

@@ -8,16 +8,25 @@ from itertools import pairwise
 
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.selectors import STAND_IN_DIM
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 DENSE = frozenset({"dense"})
 DILATED = frozenset({"dilated"})
 BLOCK_SPARSE = frozenset({"block_sparse"})
+# Masks of whole blocks, and those with bounds of columns besides.
+SELECTED = frozenset({"topk_blocks"})
+SUMS = frozenset({"native_sparse"})
+COLUMNS = frozenset({"window_sink", "column_bounds"})
+BLOCKS = BLOCK_SPARSE | SELECTED
+SPARSE = BLOCKS | COLUMNS
 HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 BOTH_LAYOUTS = frozenset({"padded", "packed"})
+LONGEST_MASKED = 2**15
 FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -78,29 +87,45 @@ FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"floa
 
 def no_block_tiles(workload: Workload) -> str | None:
     """The reason against a block size that the kernels cannot cut into tiles."""
-    pattern = BlockSparsePattern.match(workload.pattern)
-    if pattern is not None and pattern.block_size % 16:
-        return f"block_size {pattern.block_size} is not a multiple of 16"
-    return None
+    size = workload.pattern.block_length
+    return f"block_size {size} is not a multiple of 16" if size is not None and size % 16 else None
 
 
 def _only_whole_128_blocks(workload: Workload) -> str | None:
     """The reason of libraries that take one block mask over the whole sequence, in blocks of their own tiles."""
-    pattern = BlockSparsePattern.match(workload.pattern)
-    if pattern is not None:
-        if pattern.branches is not None:
-            return "a block mask over dilated branches is not supported"
-        if pattern.block_size % 128:
-            return f"block_size {pattern.block_size} is not a multiple of 128"
-    return None
+    pattern, size = BlockSparsePattern.match(workload.pattern), workload.pattern.block_length
+    if pattern is not None and pattern.branches is not None:
+        return "a block mask over dilated branches is not supported"
+    return f"block_size {size} is not a multiple of 128" if size is not None and size % 128 else None
 
 
 def _only_flash4_blocks(workload: Workload) -> str | None:
     """The reason of FlashAttention 4, whose blocks are its tiles."""
-    pattern = BlockSparsePattern.match(workload.pattern)
-    if pattern is not None and pattern.block_size > 128:
-        return f"block_size {pattern.block_size} is not 128"
+    size = workload.pattern.block_length
+    if size is not None and size > 128:
+        return f"block_size {size} is not 128"
     return _only_whole_128_blocks(workload)
+
+
+def _no_selector(workload: Workload) -> str | None:
+    """The reason against selecting anew what is not read off queries, or off too few numbers of each."""
+    pattern = TopKBlocksPattern.match(workload.pattern)
+    if pattern is not None and not pattern.reads_queries:
+        return f"selector={pattern.selector} reads no queries that a call could select from"
+    if workload.head_dim < STAND_IN_DIM:
+        return f"head_dim {workload.head_dim} is below {STAND_IN_DIM}, the numbers that a selector reads"
+    return None
+
+
+def _no_selector_or_tiles(workload: Workload) -> str | None:
+    return _no_selector(workload) or no_block_tiles(workload)
+
+
+def _no_room_for_a_mask(workload: Workload) -> str | None:
+    """The reason against a matrix of N x N numbers."""
+    if workload.seq_len > LONGEST_MASKED:
+        return f"a mask of {workload.seq_len} x {workload.seq_len} numbers is above {LONGEST_MASKED} a side"
+    return None
 
 
 IMPLEMENTATIONS = (
@@ -125,6 +150,13 @@ IMPLEMENTATIONS = (
         aliases=("standard",),
         uses_backend=True,
         priority=10,
+    ),
+    Implementation(
+        "dense-masked",
+        "full attention with log C as its bias: what a mask costs that skips nothing",
+        "dilabench.impls.dense_masked:build",
+        supports=Capabilities(patterns=SPARSE, check=_no_room_for_a_mask),
+        role="yardstick",
     ),
     Implementation(
         "gather",
@@ -194,10 +226,10 @@ IMPLEMENTATIONS = (
         "only the visible blocks: Triton kernels on CUDA, one flash call per block of queries on CPU",
         "dilabench.impls.block_sparse.block_sparse:build",
         supports=Capabilities(
-            patterns=BLOCK_SPARSE,
+            patterns=SPARSE,
             merge_grads=BOTH_MERGES,
             on_cuda=Capabilities(
-                patterns=BLOCK_SPARSE,
+                patterns=SPARSE,
                 dtypes=HALF | {"float32"},
                 merge_grads=BOTH_MERGES,
                 max_head_dim=256,
@@ -208,11 +240,47 @@ IMPLEMENTATIONS = (
         priority=10,
     ),
     Implementation(
+        "block-sparse-planned",
+        "block-sparse that makes the lists of selected blocks in every call, on the device",
+        "dilabench.impls.block_sparse.selected:build_planned",
+        supports=Capabilities(
+            patterns=SELECTED,
+            on_cuda=Capabilities(patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
+        ),
+        requires=("triton|cpu",),
+        every_call=("plan", "attend"),
+    ),
+    Implementation(
+        "block-sparse-selected",
+        "block-sparse that selects the blocks and makes their lists in every call: end to end",
+        "dilabench.impls.block_sparse.selected:build_selected",
+        supports=Capabilities(
+            patterns=SELECTED,
+            check=_no_selector,
+            on_cuda=Capabilities(
+                patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=_no_selector_or_tiles
+            ),
+        ),
+        requires=("triton|cpu",),
+        every_call=("select", "plan", "attend"),
+    ),
+    Implementation(
+        "native-sparse",
+        "the three attentions of NSA through the block-sparse kernels, each with its lse, summed with gates",
+        "dilabench.impls.block_sparse.native_sparse:build",
+        supports=Capabilities(
+            patterns=SUMS,
+            on_cuda=Capabilities(patterns=SUMS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
+        ),
+        requires=("triton|cpu",),
+        priority=10,
+    ),
+    Implementation(
         "block-sparse-flex",
         "FlexAttention over a BlockMask of the same blocks",
         "dilabench.impls.block_sparse.flex:build",
         supports=Capabilities(
-            patterns=BLOCK_SPARSE,
+            patterns=SPARSE,
             devices=CUDA,
             dtypes=HALF | {"float32"},
             head_dim_multiple=16,
@@ -227,7 +295,7 @@ IMPLEMENTATIONS = (
         "FlashAttention 4 over lists of the same blocks",
         "dilabench.impls.block_sparse.flash4:build",
         supports=Capabilities(
-            patterns=BLOCK_SPARSE,
+            patterns=BLOCKS,
             devices=CUDA,
             dtypes=HALF,
             window=False,

@@ -12,4 +12,24 @@ PATTERNS = (
         "blocks of queries see blocks of keys, by a mask",
         "dilabench.patterns.block_sparse:BlockSparsePattern",
     ),
+    PatternKind(
+        "window_sink",
+        "the first keys and a sliding window (StreamingLLM)",
+        "dilabench.patterns.window_sink:WindowSinkPattern",
+    ),
+    PatternKind(
+        "column_bounds",
+        "keys hidden from ranges of rows: documents, prefixes, shared questions (FlashMask)",
+        "dilabench.patterns.column_bounds:ColumnBoundsPattern",
+    ),
+    PatternKind(
+        "topk_blocks",
+        "the best key blocks of each query block, by a selector (MoBA, VSA)",
+        "dilabench.patterns.topk_blocks:TopKBlocksPattern",
+    ),
+    PatternKind(
+        "native_sparse",
+        "compressed blocks, selected blocks and a window, summed with gates (NSA)",
+        "dilabench.patterns.native_sparse:NativeSparsePattern",
+    ),
 )

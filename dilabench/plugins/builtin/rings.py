@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dilabench.patterns.block_sparse import BlockSparsePattern
-from dilabench.plugins.builtin.implementations import BLOCK_SPARSE, DENSE, DILATED, FUSED, HALF, no_block_tiles
+from dilabench.plugins.builtin.implementations import BLOCK_SPARSE, COLUMNS, DENSE, DILATED, FUSED, HALF, no_block_tiles
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.workload.spec import Workload
 
@@ -144,6 +144,19 @@ RINGS = (
         requires=("triton|cpu",),
         priority=10,
         sharding="dilabench.distributed.shardings:BLOCKS",
+    ),
+    Implementation(
+        "column-bounds-ring",
+        "bounds of columns over ranks: only keys that some local query sees travel, while the own part is computed",
+        "dilabench.impls.ring.column_bounds:build",
+        supports=Capabilities(
+            patterns=COLUMNS,
+            max_world_size=None,
+            on_cuda=Capabilities(patterns=COLUMNS, dtypes=HALF | {"float32"}, max_head_dim=256, max_world_size=None),
+        ),
+        requires=("triton|cpu",),
+        priority=10,
+        sharding="dilabench.distributed.shardings:COLUMNS",
     ),
     Implementation(
         "block-sparse-ring-multihead",

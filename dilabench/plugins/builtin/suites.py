@@ -51,9 +51,10 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "block-sparse",
-        "how time and memory fall with the share of blocks computed, and from which density on that pays",
+        "how time and memory fall with the share of pairs computed, and from which density on that pays",
         "dilabench.suites.block_sparse.cases:expand",
         analysis="dilabench.suites.block_sparse.findings:analyse",
+        aliases=("sparse",),
         axis=DENSITY,
         options=(),
     ),

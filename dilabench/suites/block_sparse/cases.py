@@ -1,6 +1,8 @@
-"""Suite `block-sparse`: do time and memory fall with the share of blocks computed, and where does that begin to pay?"""
+"""Suite `block-sparse`: do time and memory fall with the share of pairs computed, and where does that begin to pay?"""
 
+from dilabench.metadata import STEPS
 from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.registry import known_kinds, pattern_type, request_fields
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
@@ -17,39 +19,66 @@ SHAPE = {
 
 
 def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every sparsity and block size of one shape, with full attention through a flash kernel as the yardstick.
+    """Every density of one shape, pattern by pattern, with full attention through a flash kernel as the yardstick.
 
-    A sparsity, block size or mask file that is named is the only one. Shapes with branches get the mask laid over each
-    branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
+    Without a pattern, or a field of one, in the request: all that name densities of theirs (`Pattern.densities`), block
+    masks first. A sparsity, block size or mask file that is named is the only one. Shapes with branches get the mask
+    laid over each branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
     """
     device = planner.machine.device
-    implementations = planner.implementations(planner.where(_masked_or_yardstick))
+    implementations = planner.implementations(planner.where(_sparse_or_full))
     cases: list[PlannedCase] = []
     for base in planner.workload_requests([SHAPE[device]]):
-        masked = base.model_copy(update={"pattern": KIND})
+        points = [point for kind in _kinds(base) for point in _points(base, kind, BLOCK_SIZES[device])]
         for implementation in implementations:
             on_one = implementation.supports.max_world_size == 1
             there = planner.asking(nproc=1) if on_one else planner
             if implementation.supports.only_dense:
                 cases += there.plan(implementation, as_dense(base), role="yardstick")
                 continue
-            for point in _points(masked, BLOCK_SIZES[device]):
-                cases += there.plan(implementation, point)
+            fitting = [point for point in points if implementation.supports.computes(point.pattern)]
+            if planner.request.implementations:
+                # One that was named and computes none of them says why, at each.
+                fitting = fitting or points
+            labels = STEPS.entry(" ".join(implementation.every_call))
+            for point in fitting:
+                cases += there.plan(implementation, point, labels=labels)
     return tuple(cases)
 
 
-def _masked_or_yardstick(one: Implementation) -> bool:
-    """Whatever computes block masks, on any number of ranks, and full attention on one device."""
+def _swept() -> tuple[str, ...]:
+    """Kinds of pattern that name densities of theirs."""
+    return tuple(kind for kind in known_kinds() if pattern_type(kind).densities(1))
+
+
+def _sparse_or_full(one: Implementation) -> bool:
+    """Whatever computes such patterns, on any number of ranks, and full attention on one device.
+
+    Full attention under a mask takes one time whatever the density, and is there by name.
+    """
     full = one.supports.only_dense and one.supports.max_world_size == 1
-    return one.takes == "heads" and (full or KIND in one.supports.patterns)
+    return one.takes == "heads" and (full or (one.role == "method" and bool(one.supports.patterns & {KIND, *_swept()})))
 
 
-def _points(base: WorkloadRequest, block_sizes: tuple[int, ...]) -> list[WorkloadRequest]:
-    """The request with every block size and sparsity that it does not name itself."""
+def _kinds(base: WorkloadRequest) -> tuple[str, ...]:
+    """The pattern that is named; block masks where only fields of patterns are; else all."""
     named = base.model_fields_set
-    from_file = base.pattern_field("mask_file")
-    sizes = (base.pattern_field("block_size"),) if "block_size" in named or from_file else block_sizes
-    sparsities = (base.pattern_field("sparsity"),) if "sparsity" in named or from_file else SPARSITIES
+    if "pattern" in named and base.pattern in _swept():
+        return (base.pattern,)
+    return (KIND,) if named & {"pattern", *request_fields()} else (KIND, *_swept())
+
+
+def _points(base: WorkloadRequest, kind: str, block_sizes: tuple[int, ...]) -> list[WorkloadRequest]:
+    """The request with every density of a kind that it does not name itself."""
+    asked = base.model_copy(update={"pattern": kind})
+    if kind != KIND:
+        points = pattern_type(kind).densities(base.seq_len)
+        open_points = [fields for fields in points if not base.model_fields_set & fields.keys()] or [{}]
+        return [asked.model_copy(update=dict(fields)) for fields in open_points]
+    named = base.model_fields_set
+    from_file = asked.pattern_field("mask_file")
+    sizes = (asked.pattern_field("block_size"),) if "block_size" in named or from_file else block_sizes
+    sparsities = (asked.pattern_field("sparsity"),) if "sparsity" in named or from_file else SPARSITIES
     return [
-        base.model_copy(update={"block_size": size, "sparsity": sparsity}) for size in sizes for sparsity in sparsities
+        asked.model_copy(update={"block_size": size, "sparsity": sparsity}) for size in sizes for sparsity in sparsities
     ]

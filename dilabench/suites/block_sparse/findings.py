@@ -1,10 +1,12 @@
-"""Suite `block-sparse`: time against the share of blocks computed, and the density below which skipping blocks pays."""
+"""Suite `block-sparse`: time against the share of pairs computed, and the density below which skipping pays."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dilabench.metadata import STEPS
 from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.pattern import Pattern
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
@@ -12,14 +14,14 @@ from dilabench.report.rows import location
 from dilabench.stats.samples.derive import tflops_per_second
 from dilabench.units import format_bytes
 from dilabench.workload.spec import Workload
-from dilabench.workload.work import flops
+from dilabench.workload.work import attended_pairs, flops
 
-COLUMNS = ("implementation", "block", "sparsity", "reached", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
+COLUMNS = ("implementation", "block", "asked", "left out", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A measured row at one density, the share of visible blocks that is computed.
+    """A measured row at one density, the share of visible blocks, or pairs, that is computed.
 
     `dense_ns` is the fastest yardstick of its shape, None where there is none.
     """
@@ -30,9 +32,9 @@ class Step:
     dense_ns: float | None
 
     @property
-    def pattern(self) -> BlockSparsePattern:
+    def pattern(self) -> Pattern:
         """The row's pattern."""
-        return BlockSparsePattern.of(self.row.case.workload)
+        return self.row.case.workload.pattern
 
     @property
     def speedup(self) -> float | None:
@@ -48,37 +50,55 @@ class Step:
     @property
     def name(self) -> str:
         """What a curve is called: implementation and block size."""
-        return f"{self.who} block {self.pattern.block_size}"
+        size = self.pattern.block_length
+        return self.who if size is None else f"{self.who} block {size}"
+
+    @property
+    def asked(self) -> str:
+        """What the pattern's label says besides its kind; of block masks the sparsity."""
+        masked = BlockSparsePattern.match(self.pattern)
+        if masked is not None:
+            return f"{masked.sparsity:.1%}" if masked.mask != "custom" else "from file"
+        return self.pattern.label().removeprefix(self.pattern.kind.replace("_", "-")).strip() or "default"
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """One section per shape: the figures per density, and the break-even density of each implementation."""
-    shapes: dict[str, list[Step]] = {}
+    """One section per pattern and shape: the figures per density, the break-even density of each implementation, and
+    what selecting and planning take."""
+    shapes: dict[tuple[str, str, str], list[Step]] = {}
     for step in steps_of(record):
-        shapes.setdefault(step.row.case.workload.label() + step.row.case.workload.mode, []).append(step)
+        workload = step.row.case.workload
+        shapes.setdefault((workload.pattern.kind, workload.label(), workload.mode), []).append(step)
     return tuple(_section(steps) for steps in shapes.values())
 
 
 def steps_of(record: RunRecord) -> tuple[Step, ...]:
-    """Every measured block-sparse row, in the order of the record."""
+    """Every measured row of a pattern that skips something, in the order of the record."""
     dense: dict[str, float] = {}
     for row in record.rows:
         found = location(row)
-        if found and row.planned.role == "yardstick":
+        if found and row.planned.role == "yardstick" and row.case.workload.is_dense:
             dense[_shape(row)] = min(found.median_ns, dense.get(_shape(row), found.median_ns))
-    sparsity: dict[Workload, float] = {}
+    densities: dict[Workload, float] = {}
     steps: list[Step] = []
     for row in record.rows:
         workload = row.case.workload.replace(mode="forward")
-        pattern = BlockSparsePattern.match(workload.pattern)
-        if pattern is None or (found := location(row)) is None:
+        if workload.is_dense or (found := location(row)) is None:
             continue
-        if workload not in sparsity:
+        if workload not in densities:
             # A mask is made, or read from its file, once.
-            sparsity[workload] = pattern.sparsity_of(workload.shapes)
+            densities[workload] = _density(workload)
         dense_ns = dense.get(_shape(row))
-        steps.append(Step(row=row, density=1 - sparsity[workload], median_ns=found.median_ns, dense_ns=dense_ns))
+        steps.append(Step(row=row, density=densities[workload], median_ns=found.median_ns, dense_ns=dense_ns))
     return tuple(steps)
+
+
+def _density(workload: Workload) -> float:
+    """The share of visible blocks that a block mask computes; of other patterns, that of pairs."""
+    masked = BlockSparsePattern.match(workload.pattern)
+    if masked is not None:
+        return 1 - masked.sparsity_of(workload.shapes)
+    return attended_pairs(workload) / attended_pairs(workload.as_dense())
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
@@ -102,16 +122,17 @@ def _shape(row: Row) -> str:
 
 def _section(steps: Sequence[Step]) -> Section:
     workload = steps[0].row.case.workload
+    kind = workload.pattern.kind.replace("_", "-")
     curves: dict[str, list[Step]] = {}
     for step in steps:
         curves.setdefault(step.name, []).append(step)
     return Section(
-        title=f"Block-sparse {workload.mode}, {workload.label()}",
-        sentence=" ".join(_verdict(name, members) for name, members in curves.items()),
+        title=f"{kind.capitalize()} {workload.mode}, {workload.label()}",
+        sentence=" ".join([*(_verdict(name, members) for name, members in curves.items()), *_steps_of_calls(steps)]),
         columns=COLUMNS,
         rows=tuple(_figures(step) for step in steps),
         numeric=frozenset(COLUMNS[1:]),
-        plots=tuple(_plots(curves)),
+        plots=tuple(_plots(kind, curves)),
     )
 
 
@@ -128,14 +149,35 @@ def _verdict(name: str, steps: Sequence[Step]) -> str:
     return f"{name} is slower than dense attention at every density measured, down to {min(points)[0]:.0%}."
 
 
+def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
+    """What the steps of a call take, by the difference between rows of one workload with and without each."""
+    by_workload: dict[Workload, dict[tuple[str, ...], float]] = {}
+    for step in steps:
+        done = tuple((STEPS.of(step.row.planned) or "").split())
+        rows = by_workload.setdefault(step.row.case.workload, {})
+        rows[done] = min(step.median_ns, rows.get(done, step.median_ns))
+    for workload, rows in by_workload.items():
+        asked = next(step.asked for step in steps if step.row.case.workload == workload)
+        shares = [
+            f"{done[0]} {figures.latency(max(0.0, median_ns - rows[done[1:]]))}"
+            for done, median_ns in rows.items()
+            if len(done) > 1 and done[1:] in rows
+        ]
+        if shares:
+            longest = max(rows, key=len)
+            parts = f"attend {figures.latency(rows[longest[-1:]])}, " if longest[-1:] in rows else ""
+            whole = figures.latency(rows[longest])
+            yield f"With {asked}, a call that does all of it takes {whole}: {parts}{', '.join(shares)}."
+
+
 def _figures(step: Step) -> tuple[str, ...]:
     outcome = step.row.outcome
     assert isinstance(outcome, Measured)
     rate = tflops_per_second(flops(step.row.case.workload), step.median_ns)
     return (
         step.who,
-        str(step.pattern.block_size),
-        f"{step.pattern.sparsity:.1%}" if step.pattern.mask != "custom" else "from file",
+        figures.ABSENT if step.pattern.block_length is None else str(step.pattern.block_length),
+        step.asked,
         f"{1 - step.density:.1%}",
         figures.latency(step.median_ns),
         figures.ABSENT if step.dense_ns is None else f"{step.median_ns / step.dense_ns:.1%}",
@@ -145,7 +187,7 @@ def _figures(step: Step) -> tuple[str, ...]:
     )
 
 
-def _plots(curves: dict[str, list[Step]]) -> Iterable[CurvePlot]:
+def _plots(kind: str, curves: dict[str, list[Step]]) -> Iterable[CurvePlot]:
     drawn = [
         Curve(label=name, points=tuple(Point(100 * step.density, step.speedup) for step in by_density if step.speedup))
         for name, steps in curves.items()
@@ -153,9 +195,9 @@ def _plots(curves: dict[str, list[Step]]) -> Iterable[CurvePlot]:
     ]
     if any(curve.points for curve in drawn):
         yield CurvePlot(
-            name="density",
-            title="Speed-up over dense attention",
+            name=f"density_{kind.replace('-', '_')}",
+            title=f"Speed-up of {kind} over dense attention",
             y_label="dense time / time",
-            x_label="visible blocks computed (%)",
+            x_label="visible blocks or pairs computed (%)",
             curves=tuple(curve for curve in drawn if curve.points),
         )

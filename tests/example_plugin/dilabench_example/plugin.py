@@ -13,5 +13,5 @@ def dilabench_register_implementations() -> list[Implementation]:
 
 @hookimpl
 def dilabench_register_patterns() -> list[PatternKind]:
-    summary = "the first keys and a sliding window (StreamingLLM)"
-    return [PatternKind("window_sink", summary, "dilabench_example.window_sink:WindowSinkPattern")]
+    summary = "local attention by chunks"
+    return [PatternKind("chunked", summary, "dilabench_example.chunked:ChunkedPattern")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.impls.reference import Block, blocks, finite, key_slots
+from dilabench.impls.reference import Block, attend_rows, attend_rows_backward, blocks, finite, key_slots
+from dilabench.impls.summed import Part, parts_of
 from dilabench.workload.spec import Workload
 
 
@@ -17,8 +18,17 @@ def forward_sizes(
 
     q to rows: as in `attend_rows`, with its float64 results. Branches may be computed apart and merged by weights,
     which are rounded absolutely: next to a large share, a small one is known to eps and no better. `weight_ulps` is
-    the eps of those weights (the accumulation dtype's) over that of out.
+    the eps of those weights (the accumulation dtype's) over that of out. Of a sum of attentions the sizes add up.
     """
+    parts = list(parts_of(workload, q.device, torch.float64))
+    if parts:
+        sizes = []
+        for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
+            own = part.keys(k.double()), part.keys(v.double())
+            part_out = attend_rows(q, *own, part.workload, rows)[0]
+            one, lse_size = forward_sizes(q, *own, part_lse, part_out, part.workload, rows, weight_ulps)
+            sizes.append((one * part.gates[rows][..., None], lse_size))
+        return torch.stack([one for one, _ in sizes]).sum(0), torch.cat([one for _, one in sizes], 1)
     size, lse_size = torch.zeros_like(out), torch.zeros_like(lse)
     for block in blocks(workload, rows, q):
         share, doubt = _shares(block, q, k, lse, workload)
@@ -52,6 +62,12 @@ def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: T
     Rounding has no side on average where they differ. Where all weights are equal, as where a row sees one key several
     times, all are rounded to the same side, in any kernel that rounds them.
     """
+    parts = list(parts_of(workload, q.device, torch.float64))
+    if parts:
+        return max(
+            alike_weights(q, part.keys(k.double()), part_lse, part.workload, rows)
+            for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True)
+        )
     turns, total = torch.zeros(2, dtype=torch.float64, device=q.device), 0.0
     for block in blocks(workload, rows, q):
         share, _ = _shares(block, q, k, lse, workload)
@@ -84,6 +100,9 @@ def gradient_sizes(
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same for dq, dk and dv. The terms of dS are P dP and P mean(dP), which may cancel, so both count."""
+    parts = list(parts_of(workload, q.device, torch.float64))
+    if parts:
+        return _sizes_of_sum(parts, dout, q, k, v, lse, rows, keys, gradients)
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     slots = key_slots(keys, q.shape[1], q.device)
     for block in blocks(workload, rows, q):
@@ -102,3 +121,28 @@ def gradient_sizes(
         dv[:, :, kv_head].index_add_(1, slot, share.mul_(doubt).square_()[..., chosen].mT @ dout_block.square_())
     sizes = (dq, dk, dv)
     return tuple(size.sqrt_().add_(gradient.abs()) for size, gradient in zip(sizes, gradients, strict=True))  # type: ignore[return-value]
+
+
+def _sizes_of_sum(
+    parts: list[Part],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    rows: Tensor,
+    keys: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The natural sizes of the shares of all attentions of a sum, added up."""
+    dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
+    for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
+        own = part.keys(k.double()), part.keys(v.double())
+        gated = dout.double() * part.gates[rows][..., None]
+        out = attend_rows(q, *own, part.workload, rows)[0]
+        exact = attend_rows_backward(gated, q, *own, out, part_lse, part.workload, rows)
+        sizes = gradient_sizes(gated, q, *own, part_lse, part.workload, rows, None, exact)
+        dq += sizes[0]
+        for total, size in zip((dk, dv), map(part.keys_backward, sizes[1:]), strict=True):
+            total += size if keys is None else size[:, keys.to(size.device)]
+    return dq, dk, dv

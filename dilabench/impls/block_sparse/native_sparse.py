@@ -1,0 +1,128 @@
+"""`native-sparse`: the attentions of a sum (NSA), each through the block-sparse kernels as (out, lse), under gates.
+
+The compressed one attends means of blocks: N queries on N / block keys. Backward gives each attention its own out and
+lse and dout times its gates; the gradient of a gate is dout times the out that it is multiplied with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.block_sparse.block_sparse import kernels_for
+from dilabench.impls.block_sparse.union import COLUMN_BLOCK, BlockBackward, BlockForward, require_whole_plan
+from dilabench.impls.summed import Part, block_means, parts_of
+from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
+
+
+def build(workload: Any, context: BuildContext) -> GatedSum:
+    """Plans and gates are made here. Raises ValueError for a pattern that is no sum of attentions."""
+    parts = list(parts_of(workload, context.device, getattr(torch, workload.dtype)))
+    if not parts:
+        raise ValueError(f"{workload.pattern.label()} is no sum of attentions")
+    _, forward, backward = kernels_for(context.device)
+    planned = tuple(PlannedPart(part.pool, plan) for part in parts if (plan := _plan(part)) is not None)
+    gates = torch.stack([part.gates for part in parts if _plan(part) is not None])
+    return GatedSum(planned, gates, forward, backward, workload.softmax_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """One attention: of how many positions its keys are means, and the plan over its keys."""
+
+    pool: int
+    plan: Plan
+
+    def keys(self, x: Tensor) -> Tensor:
+        """k or v [B, N, K, D] as the plan has them."""
+        return x if self.pool == 1 else block_means(x, self.pool)
+
+    def add_gradient(self, total: Tensor, part: Tensor) -> None:
+        """Add the gradient of `keys(x)` to that of x, in place."""
+        if self.pool == 1:
+            total += part
+        else:
+            whole = part.shape[1] * self.pool
+            total[:, :whole] += (part / self.pool).repeat_interleave(self.pool, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedSum:
+    """out = sum_p gates[p] · attention_p(q, k, v). `gates` [parts, N, H]: those of the pattern."""
+
+    parts: tuple[PlannedPart, ...]
+    gates: Tensor
+    attend: BlockForward
+    attend_backward: BlockBackward
+    scale: float
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
+        return self.with_gates(q, k, v, self.gates)
+
+    @torch.compiler.disable
+    def with_gates(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        """The same under other gates [parts, N, H]; differentiable in them, too."""
+        out: Tensor = _GatedSum.apply(self, q, k, v, gates)
+        return out
+
+
+class _GatedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: GatedSum, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        results = [
+            function.attend(q, part.keys(k), part.keys(v), part.plan, scale=function.scale) for part in function.parts
+        ]
+        outs = [out for out, _ in results]
+        ctx.function = function
+        ctx.save_for_backward(q, k, v, gates, *outs, *(lse for _, lse in results))
+        total = outs[0] * gates[0, :, :, None]
+        for out, gate in zip(outs[1:], gates[1:], strict=True):
+            total.addcmul_(out, gate[..., None])
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, gates, *results = ctx.saved_tensors
+        function: GatedSum = ctx.function
+        outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
+        for part, gate, out, lse in zip(function.parts, gates, outs, lses, strict=True):
+            gated = (dout * gate[..., None]).contiguous()
+            keys, values = part.keys(k), part.keys(v)
+            shares = function.attend_backward(gated, q, keys, values, out, lse, part.plan, scale=function.scale)
+            sums[0] += shares[0]
+            for total, share in zip(sums[1:], shares[1:], strict=True):
+                part.add_gradient(total, share.to(wide))
+        gate_gradients = _gate_gradients(dout, outs, gates) if ctx.needs_input_grad[4] else None
+        dq, dk, dv = (total.to(q.dtype) for total in sums)
+        return None, dq, dk, dv, gate_gradients
+
+
+def _gate_gradients(dout: Tensor, outs: Sequence[Tensor], gates: Tensor) -> Tensor:
+    """[parts, N, H], over batch and head dim."""
+    return torch.stack([(dout * out).sum((0, -1)) for out in outs]).to(gates.dtype)
+
+
+def _plan(part: Part) -> Plan | None:
+    """The plan over an attention's keys; None where it has no key at all."""
+    if part.pool == 1:
+        return require_whole_plan(part.workload)
+    (shape,) = part.workload.shapes
+    keys = np.arange(part.pool - 1, shape.length, part.pool)
+    hidden = part.workload.pattern.hidden_rows(shape)
+    if not len(keys) or hidden is None:
+        return None
+    blocks = (1, -(-shape.length // COLUMN_BLOCK), -(-len(keys) // COLUMN_BLOCK))
+    seen = hidden.over(shape, np.arange(shape.length), keys)
+    everything = np.broadcast_to(np.True_, blocks)
+    return BlockPlan(everything, COLUMN_BLOCK, shape.length, False, key_rows=len(keys), hidden=seen)

@@ -1,0 +1,137 @@
+"""Lists of tiles from the indices of selected key blocks, made on the device: nothing is copied to the host.
+
+Every tensor has a size that the shape decides, so that the host need not wait for a count. Planning is part of what a
+model pays in every call, unlike with a mask that is known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.tuning import TileConfig
+from dilabench.patterns.hidden_rows import HiddenRows
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedPlan(Plan):
+    """The key blocks of each block of queries: ``indices`` int [heads, n, k] on the device, n blocks of ``block_size``.
+
+    In any order; an index that is repeated counts once, and one outside of 0..n-1 stands for none. Successive query
+    heads share a head of the indices. Queries and keys are the same ``rows``.
+    """
+
+    indices: Tensor
+    block_size: int
+    rows: int
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    key_rows: None = field(default=None, init=False)
+    hidden: HiddenRows | None = field(default=None, init=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def mask_heads(self) -> int:
+        """Heads of the indices."""
+        return self.indices.shape[0]
+
+    def seen_blocks(self, mask_head: int, block: int) -> npt.NDArray[np.int64]:
+        """A row of the indices, each once."""
+        rows = self.keep("on the host", lambda: self._distinct().cpu().numpy())[mask_head, block]
+        return np.asarray(rows[rows < self.indices.shape[1]], dtype=np.int64)
+
+    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(spans, entries, order) of `TileLists` on the device, which has to be that of the indices."""
+        assert device.type == self.indices.device.type
+        key = ("tables", config.block_m, config.block_n, by_key)
+        return self.keep(key, lambda: self._tables(config.block_m, config.block_n, by_key))
+
+    def _tables(self, block_m: int, block_n: int, by_key: bool) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, some, whole = self._tile_pairs(block_m, block_n)
+        tiles_m, tiles_n = -(-self.rows // block_m), -(-self.rows // block_n)
+        own, partner, own_tiles, partners = (key, query, tiles_n, tiles_m) if by_key else (query, key, tiles_m, tiles_n)
+        heads = torch.arange(self.mask_heads, device=query.device)[:, None, None]
+        lists = self.mask_heads * own_tiles
+        # What is not visible goes to a list of its own at the end.
+        at = torch.where(some, heads * own_tiles + own, lists)
+        place = (at * 2 + ~whole) * partners + partner.clamp_max(partners - 1)
+        ordered = place.flatten().sort().values
+        counts = torch.zeros(2 * (lists + 1), dtype=torch.int64, device=query.device)
+        counts.scatter_add_(0, ordered // partners, torch.ones_like(ordered))
+        full, partly = counts.view(-1, 2)[:lists].view(self.mask_heads, own_tiles, 2).unbind(-1)
+        listed = full + partly
+        first = (listed.flatten().cumsum(0) - listed.flatten()).view_as(listed)
+        spans = torch.stack((first, full, partly), -1)
+        order = listed.argsort(dim=1, descending=True, stable=True)
+        return spans.int(), (ordered % partners).int(), order.int()
+
+    def _tile_pairs(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query tile and key tile of the listed pairs [heads, query tiles, key tiles of k blocks]; whether some of the
+        rows of each are visible to each other, and whether all are."""
+        blocks = self.indices.shape[1]
+        split = self.block_size // block_n
+        query = torch.arange(-(-self.rows // block_m), device=self.indices.device)
+        listed = self._distinct()[:, query * block_m // self.block_size]
+        inside = torch.arange(split, device=query.device)
+        key = (listed[..., None] * split + inside).flatten(2)
+        low, key_low = (query * block_m)[:, None], key * block_n
+        high, key_high = (low + block_m).clamp_max(self.rows) - 1, (key_low + block_n).clamp_max(self.rows) - 1
+        some = (key_low < self.rows) & (key < blocks * split)
+        whole = some & (key_low + block_n <= self.rows)
+        if self.right >= 0:
+            some = some & (key_low <= high + self.right)
+            whole = whole & (key_high <= low + self.right)
+        if self.left >= 0:
+            some = some & (key_high >= low - self.left)
+            whole = whole & (key_low >= high - self.left)
+        return query[:, None].expand_as(key), key, some, whole
+
+    def _distinct(self) -> Tensor:
+        """int64 [heads, n, k]: each index once, rising, and then n."""
+        blocks = self.indices.shape[1]
+        known = (self.indices >= 0) & (self.indices < blocks)
+        rising = self.indices.long().where(known, blocks).sort(-1).values
+        again = torch.zeros_like(rising, dtype=torch.bool)
+        again[..., 1:] = rising[..., 1:] == rising[..., :-1]
+        return rising.masked_fill(again, blocks).sort(-1).values
+
+
+def select_blocks(
+    q: Tensor, k: Tensor, block_size: int, top_k: int, *, causal: bool, own_block: bool = False
+) -> Tensor:
+    """int32 [K, n, min(top_k, n)]: the best key blocks of each block of queries for each key/value head, -1 for none.
+
+    q [N, H, D], k [N, K, D]; n blocks of ``block_size`` rows. The score is mean query, summed over the heads that share
+    the keys, times mean key, in float32 (VSA; MoBA with the ``own_block`` always). ``causal``: none that lies ahead. Of
+    equal scores the earlier block is better. No gradient, and nothing is copied to the host.
+    """
+    with torch.no_grad():
+        queries = _block_means(q, block_size).unflatten(1, (k.shape[1], -1)).sum(2)
+        keys = _block_means(k, block_size)
+        scores = torch.einsum("ihd,jhd->hij", queries, keys)
+        blocks = torch.arange(scores.shape[-1], device=q.device)
+        if own_block:
+            scores = scores.masked_fill(blocks == blocks[:, None], torch.inf)
+        if causal:
+            scores = scores.masked_fill(blocks > blocks[:, None], -torch.inf)
+        # As integers of the same order, so that the block itself can decide between equal scores. -0.0 is 0.0 here.
+        bits = (scores + 0.0).view(torch.int32).long()
+        rank = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) * len(blocks) - blocks
+        best = rank.topk(min(top_k, len(blocks)), dim=-1, sorted=False).indices
+        return best.masked_fill(scores.gather(-1, best) == -torch.inf, -1).int()
+
+
+def _block_means(x: Tensor, block_size: int) -> Tensor:
+    """[n, heads, D] in float32: means of successive blocks of x [N, heads, D], the last of which may be short."""
+    rows = x.shape[0]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -rows % block_size))
+    total = padded.unflatten(0, (-1, block_size)).sum(1, dtype=torch.float32)
+    sizes = (rows - torch.arange(len(total), device=x.device) * block_size).clamp_max(block_size)
+    return total / sizes[:, None, None]

@@ -1,0 +1,234 @@
+"""Bounds of columns: each key says from which rows it is hidden, in one or two ranges (FlashMask, Wang et al. 2024).
+
+Documents, prefixes and shared questions are such bounds in O(N) memory; a file gives any others. semantics.md §5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from itertools import accumulate, cycle, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from dilabench.errors import ConfigError
+from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
+from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
+from dilabench.patterns.pattern import SequenceShape
+from dilabench.validation import Model, read_count, read_counts, validated
+
+if TYPE_CHECKING:
+    from dilabench.patterns.pattern import Positions
+
+BoundsKind = Literal["documents", "prefix_documents", "shared_question", "file"]
+DEFAULT_LENGTHS = (300, 1500, 700, 4000, 2500, 8000)
+# A verification always samples the edges of so many ranges.
+MAX_EDGES = 64
+
+
+class ColumnBoundsRequest(Model):
+    """What a request may say of bounds."""
+
+    bounds: BoundsKind = "documents"
+    document_lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    lead: int = Field(default=256, ge=0)
+    answers: int = Field(default=4, ge=1)
+    bounds_file: str | None = None
+
+    @field_validator("document_lengths", mode="before")
+    @classmethod
+    def _lengths(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_counts(value, str(info.field_name))
+
+    @field_validator("answers", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_count(value, str(info.field_name))
+
+
+class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
+    """C[h, i, j] = 0 where row i lies in a range of key j, else 1.
+
+    `document_lengths` follow each other, again and again, until the sequence is full; the last document may be short.
+    `bounds` is what hides inside and between them:
+    documents: rows see the keys of their own document.
+    prefix_documents: of these, a key behind the first `lead` of its document is hidden from the rows before it.
+    shared_question: the first `lead` tokens of a document are a question, which all of it sees; the rest is cut into
+    `answers` equal parts, which see themselves and the question (FlashMask §3; DPO, reward models).
+    file: a `.npy` file of integers [ranges, 2, N]: starts and stops of the ranges of rows that each key is hidden from.
+    """
+
+    kind: Literal["column_bounds"] = "column_bounds"
+    bounds_digest: str | None = None
+
+    @model_validator(mode="after")
+    def _file_or_documents(self) -> Self:
+        if (self.bounds == "file") != (self.bounds_file is not None):
+            raise ValueError("bounds=file and a bounds_file need each other; give both or neither")
+        if not self.document_lengths or min(self.document_lengths) < 1:
+            raise ValueError(f"document_lengths {list(self.document_lengths)} must be at least 1 each")
+        return self
+
+    @classmethod
+    def request_model(cls) -> type[Model]:
+        """Without the digest, which is taken of the file."""
+        return ColumnBoundsRequest
+
+    @classmethod
+    def from_request(cls, fields: Mapping[str, Any]) -> Self:
+        """A file stands for the kind of bounds. Raises ConfigError when it cannot be read."""
+        asked = dict(fields)
+        if asked.get("bounds_file"):
+            asked = {"bounds": "file", **asked, "bounds_digest": mask_digest(Path(asked["bounds_file"]), "bounds")}
+        return validated(cls, asked)
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Documents of one token and longer than the sequence; leads longer than their documents; uneven answers."""
+        return (
+            cls(document_lengths=(17, 1, 30)),
+            cls(bounds="prefix_documents", document_lengths=(23, 5), lead=7),
+            cls(bounds="shared_question", document_lengths=(31, 9), lead=4, answers=3),
+            cls(document_lengths=(4000,)),
+        )
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Each maker; prefixes show without a causal mask only."""
+        lengths = {"document_lengths": (70, 3, 40)}
+        asked: dict[str, dict[str, Any]] = {
+            "documents": {"bounds": "documents"},
+            "documents-full": {"bounds": "documents", "causal": False},
+            "prefix-documents": {"bounds": "prefix_documents", "lead": 9, "causal": False},
+            "shared-question": {"bounds": "shared_question", "lead": 9, "answers": 3},
+        }
+        return {name: {**lengths, **fields} for name, fields in asked.items()}
+
+    @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """2 to 32 documents of one length."""
+        return tuple({"document_lengths": (-(-length // count),)} for count in (2, 8, 32))
+
+    def label(self) -> str:
+        """'column-bounds documents 1024,3072' and what its maker reads besides."""
+        if self.bounds == "file":
+            return f"column-bounds {self.bounds_file}"
+        read_besides = {
+            "prefix_documents": f" lead={self.lead}",
+            "shared_question": f" lead={self.lead} answers={self.answers}",
+        }
+        lengths = ",".join(map(str, self.document_lengths))
+        return f"column-bounds {self.bounds} {lengths}{read_besides.get(self.bounds, '')}"
+
+    def files(self) -> tuple[tuple[Path, str], ...]:
+        """The file of bounds, if there is one."""
+        return ((Path(self.bounds_file), self.bounds_digest),) if self.bounds_file and self.bounds_digest else ()
+
+    @property
+    def has_fixed_length(self) -> bool:
+        """A file has as many columns as it has."""
+        return self.bounds == "file"
+
+    def why_not_over(self, shape: SequenceShape) -> str | None:
+        """Under a causal mask a prefix would be no other than its document."""
+        if self.bounds == "prefix_documents" and shape.causal:
+            return "bounds=prefix_documents is causal but for the prefixes by itself; use it with causal=false"
+        return None
+
+    def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
+        """As the maker says. Raises ConfigError for a file that does not fit."""
+        return _hidden_rows(self, shape.length)
+
+    def edges(self, shape: SequenceShape) -> Positions:
+        """Where ranges start and stop, evenly thinned out where they are many."""
+        import numpy as np
+
+        hidden = self.hidden_rows(shape)
+        found = np.unique(np.concatenate([hidden.starts.ravel(), hidden.stops.ravel()]))
+        found = found[(found > 0) & (found < shape.length)]
+        return found if len(found) <= MAX_EDGES else found[np.linspace(0, len(found) - 1, MAX_EDGES).astype(np.int64)]
+
+    def document_starts(self, length: int) -> Positions:
+        """Where documents begin, 0 first."""
+        import numpy as np
+
+        starts = takewhile(lambda start: start < length, accumulate(cycle(self.document_lengths), initial=0))
+        return np.fromiter(starts, dtype=np.int64)
+
+
+Ranges = tuple[tuple["Positions", "Positions"], ...]
+
+
+def _documents(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:  # noqa: ARG001
+    """Hidden from the rows of all other documents."""
+    return _outside(start, stop, len(keys))
+
+
+def _prefix_documents(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:
+    """Behind the prefix, from the rows of its own document that come before it, too."""
+    import numpy as np
+
+    return _outside(np.where(keys < start + pattern.lead, start, keys), stop, len(keys))
+
+
+def _shared_question(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:
+    """An answer is hidden from all rows but its own."""
+    import numpy as np
+
+    first = np.minimum(start + pattern.lead, stop)
+    room = np.maximum(stop - first, 1)
+    part = (keys - first) * pattern.answers // room
+    # Part p holds the places x with x * answers // room = p.
+    edges = (first + -(-(part + more) * room // pattern.answers) for more in (0, 1))
+    begin, end = (np.where(keys < first, whole, edge) for whole, edge in zip((start, stop), edges, strict=True))
+    return _outside(begin, end, len(keys))
+
+
+MAKERS: Mapping[str, Callable[[ColumnBoundsPattern, Positions, Positions, Positions], Ranges]] = {
+    "documents": _documents,
+    "prefix_documents": _prefix_documents,
+    "shared_question": _shared_question,
+}
+
+
+def _outside(start: Positions, stop: Positions, length: int) -> Ranges:
+    """Hidden from the rows before `start` and from `stop` on."""
+    import numpy as np
+
+    return (np.zeros_like(start), start), (stop, np.full_like(stop, length))
+
+
+@lru_cache(maxsize=8)
+def _hidden_rows(pattern: ColumnBoundsPattern, length: int) -> HiddenRows:
+    import numpy as np
+
+    if pattern.bounds_file is not None:
+        return _from_file(pattern.bounds_file, pattern.bounds_digest, length)
+    keys = np.arange(length)
+    starts = pattern.document_starts(length)
+    own = starts.searchsorted(keys, side="right") - 1
+    stops = np.append(starts[1:], length)
+    return HiddenRows.of(length, *MAKERS[pattern.bounds](pattern, keys, starts[own], stops[own]))
+
+
+def _from_file(name: str, digest: str | None, length: int) -> HiddenRows:
+    import numpy as np
+
+    path = Path(name)
+    bounds = read_array(mask_of_digest(path, digest or mask_digest(path, "bounds")), "bounds")
+    if not np.issubdtype(bounds.dtype, np.integer) or bounds.ndim != 3 or bounds.shape[1] != 2 or not len(bounds):
+        raise ConfigError(
+            f"bounds file {name!r} holds {bounds.dtype} {list(bounds.shape)}; give integers [ranges, 2, N]: the first "
+            "and one past the last row of each range that a key is hidden from"
+        )
+    if bounds.shape[2] != length:
+        raise ConfigError(f"bounds file {name!r} has {bounds.shape[2]} columns; the sequence has {length} keys")
+    wrong = (bounds < 0) | (bounds > length)
+    if wrong.any():
+        place, side, key = (int(at[0]) for at in wrong.nonzero())
+        raise ConfigError(
+            f"bounds file {name!r}, range {place}, key {key}: row {bounds[place, side, key]} is not in 0..{length}"
+        )
+    return HiddenRows.of(length, *((part[0], part[1]) for part in bounds))

@@ -1,0 +1,190 @@
+"""Native sparse attention (NSA, Yuan et al. 2025): compressed blocks, selected blocks and a window, summed with gates.
+
+out[i, h] = g1 · compressed + g2 · selected + g3 · window, each with a softmax of its own. semantics.md §5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
+from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, Positions, SequenceShape
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
+from dilabench.patterns.window_sink import WindowSinkPattern
+from dilabench.validation import read_count
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Gates are this many parts of one, so that every dtype holds them exactly.
+GATE_STEPS = 128
+
+
+class Summand(NamedTuple):
+    """One attention of a sum. `pattern`: who sees whom in it. `gates` [N, H]: what its out is multiplied with.
+
+    `pool` above 1: keys and values are the means of whole blocks of so many positions, and each mean stands at the last
+    position of its block.
+    """
+
+    pattern: Pattern
+    pool: int
+    gates: NDArray[np.float64]
+
+
+class CompressedPattern(HiddenRowsPattern):
+    """Every row sees the last position of every whole block: where the mean of the block stands.
+
+    So that behind a causal mask a block is seen once it is complete.
+    """
+
+    kind: Literal["compressed"] = "compressed"
+    block: int
+
+    def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
+        """All other positions are hidden from all rows."""
+        import numpy as np
+
+        is_last = np.arange(shape.length) % self.block == self.block - 1
+        return HiddenRows.of(shape.length, (np.zeros(shape.length, dtype=np.int64), np.where(is_last, 0, shape.length)))
+
+
+class NativeSparsePattern(Pattern):
+    """The sum of three attentions under gates: means of blocks of keys, selected blocks, and the last keys.
+
+    Blocks of `block_size` positions are compressed to their mean (a learned compression is the model's); `top_k` of
+    them are selected by the mean key, the own block always, one selection for each key/value head; `window_size` is as
+    in window_sink. Gates are an input: drawn from `gate_seed` for every position, query head and part, from 0 to 1.
+    `counts` says which keys a row hangs on, however often.
+    """
+
+    kind: Literal["native_sparse"] = "native_sparse"
+    block_size: int = Field(default=64, ge=1, le=2**20)
+    top_k: int = Field(default=16, ge=1)
+    window_size: int = Field(default=512, ge=1)
+    selection_seed: int = Field(default=0, ge=0)
+    gate_seed: int = Field(default=0, ge=0)
+
+    @field_validator("block_size", "top_k", "window_size", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_count(value, str(info.field_name))
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Blocks that the end cuts."""
+        return (cls(block_size=16, top_k=2, window_size=11),)
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Mapping[str, Any]]:
+        """With and without a causal mask."""
+        fields = {"block_size": 48, "top_k": 2, "window_size": 50}
+        return {"native-sparse": fields, "native-sparse-full": {**fields, "causal": False}}
+
+    @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """A half to a 32nd of the blocks; the window and the means stay."""
+        blocks = -(-length // cls.model_fields["block_size"].default)
+        return tuple({"top_k": max(1, blocks // part)} for part in (2, 8, 32))
+
+    def why_not_over(self, shape: SequenceShape) -> str | None:
+        """A window of the workload would cut means into pieces."""
+        if shape.window != (-1, -1):
+            return f"native_sparse has a window of its own, not window {list(shape.window)}; set window_size"
+        return None
+
+    def summands(self, shape: SequenceShape) -> tuple[Summand, ...]:
+        """Compressed, selected, window."""
+        return _summands(self, shape)
+
+    @property
+    def block_length(self) -> int:
+        """As given."""
+        return self.block_size
+
+    @property
+    def parts(self) -> int:
+        """Three results are added up."""
+        return 3
+
+    def row_labels(self, shapes: Any) -> dict[str, str]:
+        """What was selected."""
+        return {"selection": self._selected.row_labels(shapes)["selection"]}
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """A group for each row: the keys of means that it sees, those of selected blocks, and its window."""
+        import numpy as np
+
+        compressed = shape.length // self.block_size * self.block_size
+        others = [self._of_rows(one.pattern, shape, head, rows) for one in self.summands(shape)[1:]]
+        for index, row in enumerate(rows.tolist()):
+            complete = (row + 1) // self.block_size * self.block_size if shape.causal else compressed
+            parts = (range(complete), *(other[index] for other in others))
+            yield KeyGroup(np.array([row]), parts)
+
+    def head_key(self, shape: SequenceShape, head: int) -> Hashable:
+        """Heads that share a selection."""
+        return self._selected.head_key(shape, head)
+
+    def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
+        """The rows that see it in some part."""
+        import numpy as np
+
+        block_end = (key // self.block_size + 1) * self.block_size
+        first = block_end - 1 if shape.causal else 0
+        found = [np.arange(first if block_end <= shape.length else shape.length, shape.length)]
+        found += [one.pattern.rows_seeing(shape, head, key) for one in self.summands(shape)[1:]]
+        return np.unique(np.concatenate(found))
+
+    def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
+        """Every row sees at least itself, in its window."""
+        return self.summands(shape)[2].pattern.covered(shape, head)
+
+    def pairs(self, shape: SequenceShape) -> Pairs:
+        """Of queries with means, and with keys; one that is both selected and in the window may be multiplied once."""
+        means, selected, window = (one.pattern.pairs(shape).attended for one in self.summands(shape))
+        return Pairs(means + selected + window, means + max(selected, window))
+
+    def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
+        """Of what each cell is attended most: a mean counts as one of the positions that it is of."""
+        import numpy as np
+
+        shares = [Pattern.shares(one.pattern, shape, lines, columns) for one in self.summands(shape)]
+        found = [one for one in shares if one is not None]
+        return np.maximum.reduce(found) if found else None
+
+    def edges(self, shape: SequenceShape) -> Positions:
+        """Where blocks begin."""
+        import numpy as np
+
+        return np.arange(0, shape.length, self.block_size)
+
+    @property
+    def _selected(self) -> TopKBlocksPattern:
+        return TopKBlocksPattern(block_size=self.block_size, top_k=self.top_k, selection_seed=self.selection_seed)
+
+    def _of_rows(self, pattern: Pattern, shape: SequenceShape, head: int, rows: Positions) -> list[range | Positions]:
+        """The keys of each row, in the order of the rows."""
+        found: dict[int, range | Positions] = {}
+        for group in pattern.counts(shape, head, rows):
+            found |= dict.fromkeys(group.rows.tolist(), group.parts[0])
+        return [found.get(row, range(0)) for row in rows.tolist()]
+
+
+@lru_cache(maxsize=8)
+def _summands(pattern: NativeSparsePattern, shape: SequenceShape) -> tuple[Summand, ...]:
+    import numpy as np
+
+    draw = np.random.default_rng(pattern.gate_seed)
+    gates = draw.integers(1, GATE_STEPS + 1, (3, shape.length, shape.num_heads)) / GATE_STEPS
+    parts: tuple[tuple[Pattern, int], ...] = (
+        (CompressedPattern(block=pattern.block_size), pattern.block_size),
+        (pattern._selected, 1),
+        (WindowSinkPattern(sinks=0, window_size=pattern.window_size), 1),
+    )
+    return tuple(Summand(part, pool, gates[index]) for index, (part, pool) in enumerate(parts))

@@ -1,0 +1,220 @@
+"""The best key blocks of each query block, by a named selector: MoBA (Lu et al. 2025), VSA (Zhang et al. 2025).
+
+The indices are an input: made once by the selector, the same for the oracle and for every implementation.
+semantics.md §5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from dilabench.errors import ConfigError
+from dilabench.patterns.block_masks import MAX_BLOCKS, WholeBlocks, visible_blocks
+from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
+from dilabench.patterns.pattern import SequenceShape
+from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
+from dilabench.patterns.whole_blocks import WholeBlocksPattern
+from dilabench.validation import Model, read_count, validated
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+    from dilabench.patterns.selectors import Indices
+
+SelectorName = Literal["mean_key", "pooled", "random", "given"]
+
+
+class TopKBlocksRequest(Model):
+    """What a request may say of a selection."""
+
+    selector: SelectorName = "mean_key"
+    block_size: int = Field(default=64, ge=1, le=2**20)
+    top_k: int = Field(default=16, ge=1)
+    selection_seed: int = Field(default=0, ge=0)
+    indices_file: str | None = None
+
+    @field_validator("block_size", "top_k", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_count(value, str(info.field_name))
+
+
+class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
+    """C[h, i, j] = 1 where the selection of key/value head h // g has block j // block_size for block i // block_size.
+
+    `selector`: mean_key (MoBA: the own block always), pooled (VSA), random, or given: an `indices_file`, `.npy` of
+    integers [n, k] or [K, n, k], n blocks of queries. In it, order does not matter, an index that is repeated counts
+    once, and -1 stands for none.
+    """
+
+    kind: Literal["topk_blocks"] = "topk_blocks"
+    indices_digest: str | None = None
+
+    @model_validator(mode="after")
+    def _file_or_selector(self) -> Self:
+        if (self.selector == "given") != (self.indices_file is not None):
+            raise ValueError("selector=given and an indices_file need each other; give both or neither")
+        return self
+
+    @classmethod
+    def request_model(cls) -> type[Model]:
+        """Without the digest, which is taken of the file."""
+        return TopKBlocksRequest
+
+    @classmethod
+    def from_request(cls, fields: Mapping[str, Any]) -> Self:
+        """A file of indices stands for the selector. Raises ConfigError when it cannot be read."""
+        asked = dict(fields)
+        if asked.get("indices_file"):
+            digest = mask_digest(Path(asked["indices_file"]), "indices")
+            asked = {"selector": "given", **asked, "indices_digest": digest}
+        return validated(cls, asked)
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Each selector, blocks that do not divide the sequence, and more blocks than there are."""
+        return (
+            cls(block_size=16, top_k=2),
+            cls(selector="pooled", block_size=16, top_k=2, selection_seed=3),
+            cls(selector="random", block_size=7, top_k=3),
+            cls(selector="random", block_size=32, top_k=100),
+        )
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Each selector that needs no file."""
+        return {
+            "topk-mean-key": {"selector": "mean_key", "block_size": 48, "top_k": 2},
+            "topk-pooled-full": {"selector": "pooled", "block_size": 48, "top_k": 2, "causal": False},
+            "topk-random": {"selector": "random", "block_size": 48, "top_k": 2},
+        }
+
+    @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """A half to a 32nd of the blocks."""
+        blocks = -(-length // cls.model_fields["block_size"].default)
+        return tuple({"top_k": max(1, blocks // part)} for part in (2, 8, 32))
+
+    @classmethod
+    def strategy(cls, max_seq_len: int) -> SearchStrategy[Self]:
+        """Any selector without a file, any blocks."""
+        from hypothesis import strategies as st
+
+        return st.builds(
+            cls,
+            selector=st.sampled_from(sorted(SELECTORS)),
+            block_size=st.integers(1, max_seq_len),
+            top_k=st.integers(1, 9),
+            selection_seed=st.integers(0, 99),
+        )
+
+    @property
+    def has_fixed_length(self) -> bool:
+        """A file has as many blocks as it has."""
+        return self.selector == "given"
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the selector reads queries and keys, so that a device can select from stand-ins."""
+        return self.selector in SELECTORS and SELECTORS[self.selector].reads_queries
+
+    def files(self) -> tuple[tuple[Path, str], ...]:
+        """The file of indices, if there is one."""
+        return ((Path(self.indices_file), self.indices_digest),) if self.indices_file and self.indices_digest else ()
+
+    def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
+        """What was selected: a digest of the indices, and the share of visible blocks that they leave out."""
+        digest = hashlib.sha256(b"".join(self.selection(shape).tobytes() for shape in shapes)).hexdigest()[:16]
+        masks = [self.whole_blocks(shape).mask for shape in shapes]
+        visible = sum(len(m) * visible_blocks(m.shape[-1], s.causal) for m, s in zip(masks, shapes, strict=True))
+        computed = sum(int(mask.sum()) for mask in masks)
+        return {"selection": digest, "sparsity_reached": f"{1 - computed / visible:.4f}"}
+
+    def selection(self, shape: SequenceShape) -> Indices:
+        """int32 [heads, n, k], rising, then -1: the key blocks of each query block; heads 1 or key/value heads.
+
+        Raises ConfigError for more than 2^15 blocks a side, and for a file that does not fit.
+        """
+        return _selection(self, shape.length, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.causal)
+
+    def whole_blocks(self, shape: SequenceShape) -> WholeBlocks:
+        """The selection as a mask; behind a causal mask without what lies ahead."""
+        return _whole_blocks(self, shape)
+
+    def blocks_of(self, shape: SequenceShape) -> Blocks:
+        """What a selector of this pattern scores over a sequence."""
+        kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+        return Blocks(-(-shape.length // self.block_size), kv_heads, group, shape.causal, self.selection_seed)
+
+
+@lru_cache(maxsize=8)
+def _selection(pattern: TopKBlocksPattern, length: int, kv_heads: int, group: int, causal: bool) -> Indices:
+    blocks = -(-length // pattern.block_size)
+    if blocks > MAX_BLOCKS:
+        raise ConfigError(
+            f"block_size={pattern.block_size} cuts {length} rows into {blocks} blocks a side, above {MAX_BLOCKS}; "
+            f"use block_size={-(-length // MAX_BLOCKS)} or more"
+        )
+    if pattern.indices_file is not None:
+        found = _from_file(pattern, pattern.indices_file, blocks, kv_heads)
+    else:
+        asked = Blocks(blocks, kv_heads, group, causal, pattern.selection_seed)
+        found = select(SELECTORS[pattern.selector], asked, pattern.top_k)
+    found.flags.writeable = False
+    return found
+
+
+@lru_cache(maxsize=8)
+def _whole_blocks(pattern: TopKBlocksPattern, shape: SequenceShape) -> WholeBlocks:
+    import numpy as np
+
+    indices = pattern.selection(shape)
+    heads, blocks, _ = indices.shape
+    # One column more takes what is absent.
+    mask = np.zeros((heads, blocks, blocks + 1), dtype=bool)
+    np.put_along_axis(mask, np.where(indices == ABSENT, blocks, indices).astype(np.int64), True, axis=2)
+    mask = mask[:, :, :blocks]
+    mask = np.tril(mask) if shape.causal else np.ascontiguousarray(mask)
+    mask.flags.writeable = False
+    return WholeBlocks(mask, pattern.block_size)
+
+
+def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int) -> Indices:
+    import numpy as np
+
+    path = Path(name)
+    found = read_array(mask_of_digest(path, pattern.indices_digest or mask_digest(path, "indices")), "indices")
+    if not np.issubdtype(found.dtype, np.integer) or found.ndim not in (2, 3):
+        raise ConfigError(
+            f"indices file {name!r} holds {found.dtype} {list(found.shape)}; give integers [n, k] or [K, n, k]: the "
+            "key blocks of each of n query blocks"
+        )
+    found = found[None] if found.ndim == 2 else found
+    if len(found) not in (1, kv_heads):
+        raise ConfigError(
+            f"indices file {name!r} has {len(found)} heads; the workload has {kv_heads} key/value heads; give 1 or "
+            f"{kv_heads}"
+        )
+    if found.shape[1] != blocks:
+        raise ConfigError(
+            f"indices file {name!r} has {found.shape[1]} query blocks; the workload needs {blocks} blocks of "
+            f"{pattern.block_size}; change seq_len, block_size or the file"
+        )
+    wrong = (found < ABSENT) | (found >= blocks)
+    if wrong.any():
+        head, row, place = (int(at[0]) for at in wrong.nonzero())
+        raise ConfigError(
+            f"indices file {name!r}, head {head}, row {row}: key block {found[head, row, place]} is not in "
+            f"0..{blocks - 1}; -1 stands for none"
+        )
+    # Rising and each once: what is repeated or absent goes to the end.
+    ordered = np.sort(np.where(found == ABSENT, blocks, found), axis=2)
+    ordered[:, :, 1:][ordered[:, :, 1:] == ordered[:, :, :-1]] = blocks
+    ordered.sort(axis=2)
+    return np.where(ordered == blocks, ABSENT, ordered).astype(np.int32)
