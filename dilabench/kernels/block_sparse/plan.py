@@ -170,7 +170,11 @@ class BlockPlan(Plan):
     def every_row_has_work(self) -> bool:
         """By the lists of the largest tiles that fit."""
         tile = largest_tile(self.block_size)
-        return bool((self.lists(tile, tile, by_key=False).spans[..., 1:].sum(-1) > 0).all())
+
+        def found() -> bool:
+            return bool((self.lists(tile, tile, by_key=False).spans[..., 1:].sum(-1) > 0).all())
+
+        return self.keep("every row has work", found)
 
     def seen_blocks(self, mask_head: int, block: int) -> npt.NDArray[np.int64]:
         """A row of the mask."""
