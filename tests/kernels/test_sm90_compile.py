@@ -8,8 +8,11 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile with")
 
@@ -23,9 +26,11 @@ from dilabench.kernels import merge, sum_parts
 from dilabench.kernels.block_sparse import backward as block_sparse_backward
 from dilabench.kernels.block_sparse import forward as block_sparse_forward
 from dilabench.kernels.block_sparse import plan as block_plan
+from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
+from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.tuning import TileConfig, shipped, specialized_config
 
@@ -252,6 +257,32 @@ def test_specialised_forward(causal: bool, cut: bool, null_mass: bool, tmp_path:
     assert "0 bytes spill stores" in report, report
     assert "serialized" not in report, report
     assert built.metadata.shared <= 227 * 1024
+
+
+def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are launched by name only on Hopper, where a missing argument would show."""
+    wanted, given = set(fused_forward_sm90._forward_kernel.arg_names), []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int]) -> object:
+            return lambda **arguments: given.append(set(arguments) - {"num_warps"})
+
+        def warmup(self, grid: tuple[int], **arguments: object) -> None:
+            self[grid](**arguments)
+
+    monkeypatch.setattr(fused_forward_sm90, "_forward_kernel", Recorder())
+    properties = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    q = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
+    plan = residue_plan((256,), (1,), 256, 2, 2, False)
+    config = specialized_config(128, False, 128)
+    lse = torch.zeros(1, 2, 256)
+    fused_forward_sm90.run_group(q, q, q, q.clone(), lse, None, plan.groups[0], False, 0.1, config)
+    mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
+    block_sparse_forward_sm90(q, q, q, mask, scale=0.1)
+    assert given == [wanted] * 3
 
 
 def test_merge_kernel_reads_and_writes_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
