@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.workload.spec import DType, Workload
 
@@ -29,11 +30,13 @@ def odd_workloads(dtype: DType = "float32") -> tuple[Workload, ...]:
 
 
 def odd_workloads_of(kind: str, dtype: DType = "float32") -> Iterator[Workload]:
-    """Those of one kind of pattern: every shape and every example."""
+    """Those of one kind of pattern: every shape and every example, where the one has a meaning over the other."""
     examples = pattern_type(kind).examples()
     for index in range(max(len(_SHAPES), len(examples))):
         pattern, shape = examples[index % len(examples)], _SHAPES[index % len(_SHAPES)]
-        yield Workload.model_validate({**_SHAPE, **shape, "pattern": pattern, "dtype": dtype})
+        full = Workload.model_validate({**_SHAPE, **shape, "pattern": DENSE, "dtype": dtype})
+        if not any(pattern.why_not_over(one) for one in full.shapes):
+            yield full.replace(pattern=pattern)
 
 
 def has_empty_rows(workload: Workload) -> bool:

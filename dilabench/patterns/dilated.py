@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -160,6 +160,10 @@ class DilatedPattern(Pattern):
     def branches(self) -> tuple[tuple[int, int], ...]:
         """The (segment length, dilation rate) pairs, as asked for."""
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def details(self, shapes: Sequence[SequenceShape]) -> str:  # noqa: ARG002
+        """The kind alone: branches would fill the line."""
+        return self.kind
 
     def label(self) -> str:
         """'dilated w 2K,4K r 1,2', and what is not the default."""

@@ -84,9 +84,14 @@ def test_every_sharding_that_a_descriptor_names_answers():
     catalogue = discover().catalogue
     named = [one for one in catalogue.implementations if one.sharding]
     assert {one.name for one in named} >= {"ring", "ulysses", "block-sparse-ring-multihead"}
-    sparse = {"kind": "block_sparse", "block_size": 8, "sparsity": 0.5}
+    patterns = {
+        "dense": {"kind": "dense"},
+        "block_sparse": {"kind": "block_sparse", "block_size": 8, "sparsity": 0.5},
+        "window_sink": {"kind": "window_sink", "window_size": 16},
+    }
     for one in named:
-        asked = workload(pattern=sparse) if one.supports.patterns == {"block_sparse"} else workload()
+        kind = next(kind for kind in patterns if one.supports.computes(kind))
+        asked = workload(pattern=patterns[kind])
         sharding = sharding_of(Case(implementation=one.name, workload=asked, world_size=4), catalogue)
         assert 0 < sharding.load_balance(asked, 4) <= 1
         assert 0 <= sharding.overlapping_share(asked, 4) < 1
