@@ -24,13 +24,17 @@ def outcome(engine, catalogue):
     return of
 
 
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("name", "workload", "why"),
     [
         ("out_1_01", {"dtype": "bfloat16"}, "out is the right one scaled by 1.01"),
-        ("out_1_002", {"dtype": "float16"}, "out is the right one scaled by 1.002"),
+        slow("out_1_002", {"dtype": "float16"}, "out is the right one scaled by 1.002"),
         ("dk_1_06", {"dtype": "bfloat16", "mode": "both"}, "dk is the right one scaled by 1.06"),
-        ("dk_1_005", {"dtype": "float16", "mode": "both"}, "dk is the right one scaled by 1.005"),
+        slow("dk_1_005", {"dtype": "float16", "mode": "both"}, "dk is the right one scaled by 1.005"),
         ("shifted_by_one", {}, "out is that of the position one earlier (shifted by one)"),
         ("not_causal", {}, "out is that of causal=false"),
         ("without_scale", {}, "out is that of scale=1 (no scale)"),

@@ -55,11 +55,11 @@ def test_through_the_math_backend_in_half_precision(implementation, mode, peaks,
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize("num_kv_heads", [4, 2])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["math", "sdpa-flash"])
+@pytest.mark.parametrize(
+    ("backend", "causal", "num_kv_heads", "batch_size", "ranks"),
+    # Each value beside each other of another parameter, once at least.
+    [("math", True, 2, 1, 3), ("math", False, 4, 2, 2), ("sdpa-flash", True, 4, 2, 3), ("sdpa-flash", False, 2, 1, 2)],
+)
 def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ranks, mode, peaks, check):
     """`math` aligns ends, so that a chunk of queries is one call; over `sdpa-flash` it is two."""
     fields = {"causal": causal, "num_kv_heads": num_kv_heads, "batch_size": batch_size, "seq_len": 1024 * ranks}
