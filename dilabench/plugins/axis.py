@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from dilabench.metadata import SPARSITY_REACHED
 from dilabench.record import PlannedCase
 from dilabench.units import format_count
+from dilabench.workload.work import attended_pairs
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -23,5 +24,15 @@ class Axis:
 
 LENGTH = Axis("length", lambda planned: planned.case.workload.seq_len, lambda value: format_count(int(value)))
 RANKS = Axis("ranks", lambda planned: planned.case.world_size)
-# What has no mask computes every block.
-DENSITY = Axis("density", lambda planned: 1 - (SPARSITY_REACHED.of(planned) or 0.0), "{:.1%}".format)
+
+
+def _density(planned: PlannedCase) -> float:
+    """The share of visible blocks that a block mask computes; of other patterns, that of pairs."""
+    reached = SPARSITY_REACHED.of(planned)
+    if reached is not None:
+        return 1 - reached
+    workload = planned.case.workload
+    return attended_pairs(workload) / attended_pairs(workload.as_dense())
+
+
+DENSITY = Axis("density", _density, "{:.1%}".format)
