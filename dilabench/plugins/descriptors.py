@@ -138,7 +138,8 @@ class Implementation:
     `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
-    supports.
+    supports. `project`: whose code it calls where that is a public project, a peer of ours. Suites have a peer only by
+    name; `field` sets all of them beside ours, and tells those that are missing by `install`, how to get it.
     """
 
     name: str
@@ -157,6 +158,8 @@ class Implementation:
     priority: int = 0
     sharding: str | None = None
     preferred_for: Capabilities | None = None
+    project: str | None = None
+    install: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
