@@ -10,10 +10,8 @@ from dilabench.workload.spec import Workload
 HALF = frozenset({"float16", "bfloat16"})
 # Over flash-attn itself, or over FlashAttention 2 as built into torch where that is not installed.
 FLASH_ATTN_2 = ("flash2", "sdpa-flash")
-STAND_IN = (
-    "over -b flash2 it calls flash-attn itself, over -b sdpa-flash torch's own FlashAttention 2, whose gradients are "
-    "copied into the buffers that flash-attn would write to"
-)
+STAND_IN = "over -b flash2 it calls flash-attn itself, over -b sdpa-flash torch's own FlashAttention 2"
+COPIED_GRADIENTS = "over -b sdpa-flash gradients are copied into the buffers that flash-attn would write to"
 CONTEXT_PARALLEL = (
     "shards are given cut, as after torch's own sharding of buffers: cutting is outside the timed call, DTensor's "
     "dispatch inside",
@@ -125,7 +123,7 @@ def _ring_flash_attn(
         requires=("ring_flash_attn",),
         uses_backend=True,
         backends=FLASH_ATTN_2,
-        quirks=(quirk, STAND_IN, NOT_COUNTED),
+        quirks=(quirk, STAND_IN, COPIED_GRADIENTS, NOT_COUNTED),
         sharding=f"dilabench.distributed.shardings:{sharding}",
         project="ring-flash-attn",
         install="pip install --no-deps ring-flash-attn",
