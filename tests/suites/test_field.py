@@ -49,6 +49,11 @@ def test_several_gpus_have_dense_attention_over_them_as_well(planned):
     ]
 
 
+def test_a_pattern_that_is_named_takes_the_place_of_dilated_ones(planned):
+    assert planned(CPU, overrides={"pattern": "dense"}) == [("dense", 1, True)]
+    assert ("block-sparse", 1, True) in planned(CPU, overrides={"pattern": "block_sparse"})
+
+
 def test_what_is_named_is_all_there_is(planned):
     assert {name for name, *_ in planned(CPU, implementations=("torchscale", "strided"), nproc=2)} == {
         "strided",

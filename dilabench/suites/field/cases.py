@@ -36,7 +36,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     ranks = request.nproc if request.nproc > 1 else max(1, len(machine.gpus))
     shape = {**SHAPE[machine.device], "mode": "both"}
     dilated = [{**shape, "pattern": DEFAULT_PATTERN, **BRANCHES[machine.device], **one} for one in FUNCTIONS]
-    asked = planner.workload_requests(dilated)
+    asked = planner.workload_requests([shape] if "pattern" in request.overrides else dilated)
     cases = list(_on_one_device(asked, planner.asking(nproc=1)))
     if ranks > 1:
         over_ranks = asked if _names_a_workload(request) else planner.workload_requests([_even(shape, ranks)])
