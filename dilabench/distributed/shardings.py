@@ -1,4 +1,4 @@
-"""The shardings of our implementations over ranks (`model.Sharding`). No torch, no tensors."""
+"""The shardings of implementations over ranks, ours and those of peers (`model.Sharding`). No torch, no tensors."""
 
 from __future__ import annotations
 
@@ -95,6 +95,33 @@ class Hops(Counted):
             yield keys, again, earlier * after + later * before
 
 
+@dataclass(frozen=True, slots=True)
+class WholeShards(Hops):
+    """Every shard goes to every rank, also where a mask hides it: torch's context parallelism and ring_flash_attn.
+
+    at_once: K and V come in one gather, in the forward and again in the backward pass.
+    """
+
+    at_once: bool = False
+    kept: Literal["nothing"] = "nothing"
+
+    def _overlapping(self, slowest: tuple[float, ...]) -> float:
+        """All but the last hop's work, or that on own keys where the others come at once."""
+        return slowest[0] if self.at_once else Hops._overlapping(self, slowest)
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """K and V of the P-1 others in each pass; backward, sums of dK and dV in float32 go round in P hops. Read in
+        torch 2.13 and ring_flash_attn 0.1.8.
+        """
+        if ranks == 1:
+            return 0
+        if workload.seq_len % ranks or workload.layout == "packed" or not workload.is_dense:
+            return None
+        forward, backward = workload.mode != "backward", workload.mode != "forward"
+        keys = (ranks - 1) * DTYPE_BYTES[workload.dtype] * (forward + backward)
+        return _vector(workload) * (workload.seq_len // ranks) * (keys + ranks * 4 * backward)
+
+
 class OneExchange(Counted):
     """Every row of nested branches that a rank sees, once, in one exchange."""
 
@@ -188,6 +215,9 @@ RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()
 COLUMNS = Columns()
+WHOLE_RING = WholeShards(zigzag=False)
+WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
+WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)
 
 
 def _uneven(workload: Workload, ranks: int) -> bool:

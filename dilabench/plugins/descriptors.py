@@ -140,6 +140,8 @@ class Implementation:
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
     supports. `every_call`: the steps of a call, where others of its pattern have some of them behind them when a call
     begins: select, plan, attend.
+    `project`: whose code it calls where that is a public project, a peer of ours. Suites have a peer only by
+    name; `field` sets all of them beside ours, and tells those that are missing by `install`, how to get it.
     """
 
     name: str
@@ -159,6 +161,8 @@ class Implementation:
     sharding: str | None = None
     preferred_for: Capabilities | None = None
     every_call: tuple[str, ...] = ("attend",)
+    project: str | None = None
+    install: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dilabench.errors import PluginError
 from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
+from dilabench.peer_paths import search_peer_paths
 from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
@@ -84,7 +85,9 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
     """Build the catalogue from the built-ins, the installed entry points and `extra` modules.
 
     With `strict`, any problem raises PluginError, now or later. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
+    Raises ConfigError for folders in DILABENCH_PEERS that are none.
     """
+    search_peer_paths()
     found = Found(Catalogue(strict))
     for name, ours in (("builtin", builtin), ("peers", peers)):
         _admit(found, name, ours, PluginInfo(name=name, distribution=NAME))

@@ -90,6 +90,8 @@ def _unmet_module(name: str, version: str | None) -> str | None:
             spec = importlib.util.find_spec(name)
     except PluginError as error:
         cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and name.startswith(f"{cause.name}."):
+            return f"module {cause.name} is not installed"
         return f"module {name} is broken: {cause if isinstance(cause, ImportError) else error.why}"
     if spec is None:
         return f"module {name} is not installed"

@@ -63,8 +63,12 @@ class Planner:
         return tuple(dict.fromkeys(FASTEST if name == AUTO else shelf.get(name) for name in names))
 
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
-        """Names of the implementations of which a fact holds, in the catalogue's order; the oracle is no competitor."""
-        return tuple(one.name for one in self.catalogue.implementations if one.role != "oracle" and holds(one))
+        """Names of the implementations of which a fact holds, in the catalogue's order.
+
+        The oracle is no competitor, and public projects are asked for by name or by suite `field`.
+        """
+        shelf = self.catalogue.implementations
+        return tuple(one.name for one in shelf if one.role != "oracle" and one.project is None and holds(one))
 
     def on_one_device(self, *patterns: str) -> tuple[str, ...]:
         """What computes such patterns on q, k, v of one device, without compiling for tens of seconds at each shape."""

@@ -76,7 +76,7 @@ def test_whole_heads_are_uneven_where_they_do_not_divide():
 
 def test_nothing_is_said_of_an_implementation_that_names_no_sharding():
     catalogue = discover().catalogue
-    for name in ("strided", "torch-context-parallel", "somebody-elses-ring"):
+    for name in ("strided", "torchscale", "somebody-elses-ring"):
         assert sharding_of(Case(implementation=name, workload=workload(), world_size=4), catalogue) is None
 
 

@@ -1,10 +1,13 @@
 """With zero keys, blocked offsets and a detached merge, ours is torchscale's function: its own outputs and gradients.
 
+So is the adapter of torchscale itself, over a package with its recorded signatures.
+
 The files hold what torchscale's module computed in float64 (a reference attention in place of flash-attn): weights,
 input x, the attention's out before the norm, the result y, and the gradients of all under dy.
 """
 
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,14 +19,21 @@ from torch.nn.functional import layer_norm, linear
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls import gather, reference, strided
+from dilabench.impls.peers import torchscale
 from dilabench.workload.spec import Workload
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torchscale"
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))
 
 
+@pytest.fixture(autouse=True)
+def torchscale_as_recorded(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("DILABENCH_PEERS", str(Path(__file__).parent / "peers" / "recorded"))
+
+
 @pytest.mark.parametrize("name", ["gigapath_scaled", "heads_no_multiple_of_rate", "short_last_segment", "whole_causal"])
-@pytest.mark.parametrize("module", [reference, gather, strided], ids=["reference", "gather", "strided"])
+@pytest.mark.parametrize("module", [reference, gather, strided, torchscale], ids=lambda one: one.__name__)
 def test_outputs_and_gradients_are_torchscales(module: ModuleType, name: str) -> None:
     with np.load(GOLDEN / f"{name}.npz") as file:
         saved = {key: torch.from_numpy(file[key]) for key in file.files if key != "config"}

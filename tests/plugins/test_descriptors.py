@@ -94,7 +94,7 @@ def test_what_is_supported_has_no_reason_against_it():
         ("gpus>=3", HOPPER, "needs 3 GPUs, have 2"),
         ("json", CPU, None),
         ("no_such_module_at_all", CPU, "module no_such_module_at_all is not installed"),
-        ("no_such_package.part", CPU, "module no_such_package.part is broken: No module named 'no_such_package'"),
+        ("no_such_package.part", CPU, "module no_such_package is not installed"),
         ("pydantic>=2.0", CPU, None),
         ("what is this", CPU, "requirement 'what is this' cannot be read; write 'cuda>=sm80' or 'module>=1.2'"),
     ],

@@ -1,7 +1,10 @@
 """Public projects as peers: found like everything else, and skipped with the reason where they cannot be used."""
 
+import sys
+
 import pytest
 
+from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
@@ -10,7 +13,8 @@ from dilabench.suites.planner import Planner
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 CATALOGUE = discover().catalogue
-PEERS = [one.name for one in CATALOGUE.implementations if CATALOGUE.implementations.origin(one.name) == "peers"]
+PEERS = [one.name for one in CATALOGUE.implementations if one.project]
+OVER_RANKS = PEERS[2:]
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPERS = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),) * 4)
 SHAPE = {"batch_size": 1, "seq_len": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "dtype": "bfloat16"}
@@ -27,8 +31,12 @@ def installed(monkeypatch):
     monkeypatch.setattr("dilabench.plugins.requirements._unmet_module", lambda name, version: None)
 
 
-def test_torch_and_ring_flash_attn_are_there():
+def test_the_projects_that_there_are_adapters_for():
+    assert [name for name in PEERS if CATALOGUE.implementations.origin(name) != "peers"] == []
+    assert all(CATALOGUE.implementations.get(name).install for name in PEERS)
     assert PEERS == [
+        "torchscale",
+        "dilated-attention-pytorch",
         "torch-context-parallel",
         "torch-context-parallel-alltoall",
         "ring-flash-attn-zigzag",
@@ -36,7 +44,7 @@ def test_torch_and_ring_flash_attn_are_there():
     ]
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", OVER_RANKS)
 def test_a_causal_dense_workload_over_ranks_can_be_computed(installed, name):
     assert reasons(name) == ()
 
@@ -60,6 +68,57 @@ def test_a_causal_dense_workload_over_ranks_can_be_computed(installed, name):
 )
 def test_what_cannot_be_used_says_why(installed, name, asked, reason):
     assert reason in reasons(name, **asked)
+
+
+TORCHSCALES = {"offset": "blocked", "padding": "zero_key", "merge_grad": "detached"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields", "reason"),
+    [
+        (TORCHSCALES, {"causal": False}, None),
+        # Behind a causal mask nobody sees the zeros, and 512 positions in segments of 64 have none.
+        ({**TORCHSCALES, "padding": "masked"}, {"seq_len": 500}, None),
+        ({**TORCHSCALES, "padding": "masked"}, {"causal": False}, None),
+        ({**TORCHSCALES, "padding": "masked"}, {"causal": False, "seq_len": 500}, "torchscale attends to the zeros"),
+        ({**TORCHSCALES, "offset": "modulo"}, {}, "torchscale computes offset=blocked, not offset=modulo"),
+        ({**TORCHSCALES, "merge_grad": "exact"}, {}, "merge_grad exact is not supported"),
+        ({**TORCHSCALES, "merge_grad": "exact"}, {"mode": "forward"}, None),
+        ({**TORCHSCALES, "padding": "masked", "segment_lengths": (63, 512)}, {}, "2 does not divide 63"),
+        (TORCHSCALES, {"scale": 0.5}, "torchscale computes scale=1/sqrt(D), not 0.5"),
+        (TORCHSCALES, {"num_kv_heads": 4}, "num_kv_heads 4 below num_heads 8 is not supported"),
+    ],
+)
+def test_torchscale_is_asked_for_its_own_function_only(installed, pattern, fields, reason):
+    branches = {"kind": "dilated", "segment_lengths": (64, 128), "dilation_rates": (2, 4)}
+    found = reasons("torchscale", ranks=1, **{"num_kv_heads": 8, "pattern": {**branches, **pattern}, **fields})
+    assert found == () if reason is None else reason in "; ".join(found)
+
+
+def test_what_is_no_longnet_attention_is_refused_with_the_reason(installed):
+    dilated = {"kind": "dilated", "segment_lengths": (512,), "dilation_rates": (1,)}
+    (reason,) = reasons("dilated-attention-pytorch", ranks=1, pattern=dilated)
+    assert "no LongNet attention: each head has one of the branches" in reason
+
+
+@pytest.mark.parametrize("there", [set(), {"torchscale"}])
+def test_a_torchscale_without_dilated_attention_is_named(monkeypatch, there, tmp_path):
+    for name in there:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    # Looking into a package imports it: what is imported here leaves again.
+    monkeypatch.setitem(sys.modules, "torchscale", None)
+    del sys.modules["torchscale"]
+    missing = "torchscale.component" if there else "torchscale"
+    assert f"module {missing} is not installed" in reasons("torchscale", ranks=1)
+
+
+def test_a_folder_of_peers_that_is_none_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setenv("DILABENCH_PEERS", f"{tmp_path}:/no/such/folder")
+    with pytest.raises(ConfigError, match="DILABENCH_PEERS names '/no/such/folder', which is no folder; give"):
+        discover()
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_a_missing_package_is_a_reason(monkeypatch):

@@ -94,6 +94,24 @@ def test_optimization_counts_real_hits_and_requests(run, tmp_path):
     assert "What the buffer pool did" in done.stdout
 
 
+def test_field_sets_a_project_beside_ours_and_says_what_another_computes(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_PEERS", str(Path(__file__).parents[1] / "impls" / "peers" / "recorded"))
+    done = run("run", "field", "--seq-length", "100", "-i", "strided,torchscale,dilated-attention-pytorch", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_record(folder_of(tmp_path, "field")).rows
+    by_function = [[(row.case.implementation, row.outcome.status) for row in part] for part in (rows[:3], rows[3:])]
+    refused = ("dilated-attention-pytorch", "skipped")
+    assert by_function == [
+        [("strided", "measured"), ("torchscale", "skipped"), refused],
+        [("strided", "measured"), ("torchscale", "measured"), refused],
+    ]
+    told = " ".join(done.stdout.split())
+    assert re.search(r"torchscale over \S+ 1 \S+ [mµ]s strided over", told)
+    assert "torchscale computes offset=blocked, not offset=modulo" in told
+    assert "computes no LongNet attention" in told
+    assert re.search(r"ring-flash-attn .*computes over ranks.* pip install --no-deps ring-flash-attn", told)
+
+
 def test_a_budget_that_measures_nothing_ends_with_its_code_and_says_what_would_do(run):
     done = run("run", "range", "--lengths", "97,192", "-i", "strided", "--budget", "10ms", *SMALL)
     assert done.returncode == 8, done.stdout + done.stderr

@@ -105,8 +105,8 @@ def _target_facts(descriptor: object, catalogue: Catalogue, machine: Machine) ->
             "priority",
             ", ".join(f"{there} {rank}" for there, rank in descriptor.priority.items()) or "none: by name only",
         )
-        if descriptor.install:
-            yield "install", descriptor.install
+    if isinstance(descriptor, Implementation | Backend) and descriptor.install:
+        yield "install", descriptor.install
     if isinstance(descriptor, Implementation):
         yield "takes", "q, k, v [B, N, H, D]" if descriptor.takes == "heads" else f"{descriptor.takes} [B, N, E]"
         only = " or ".join(descriptor.backends)

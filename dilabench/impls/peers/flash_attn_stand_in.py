@@ -1,4 +1,4 @@
-"""flash-attn 2's two low-level functions over one of our backends, for projects that import them where it is missing.
+"""flash-attn 2's functions over one of our backends, for projects that import them where it is missing.
 
 Over `sdpa-flash` on CUDA this is FlashAttention 2 all the same, as built into torch. torch's operators return new
 gradients, where flash-attn writes into given ones: that copy is the stand-in's cost.
@@ -7,17 +7,22 @@ gradients, where flash-attn writes into given ones: that copy is the stand-in's 
 # ruff: noqa: ARG001 (what stands in for something takes what that takes)
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
 from dilabench.contracts import LoadedBackend
+from dilabench.impls.one_operator import eager
 
+# The backend that is flash-attn 2 itself, and needs no stand-in.
+ITSELF = "flash2"
 NAME = "flash_attn.flash_attn_interface"
 
 
 def stand_in(backend: LoadedBackend) -> ModuleType:
-    """A module like flash_attn.flash_attn_interface (2.7 to 2.8), with `_flash_attn_forward` and `_backward`."""
+    """A module like flash_attn.flash_attn_interface (2.7 to 2.8), of what projects call."""
 
     def _flash_attn_forward(
         q: Tensor,
@@ -65,9 +70,50 @@ def stand_in(backend: LoadedBackend) -> ModuleType:
         for given, gradient in zip((dq, dk, dv), gradients, strict=True):
             given.copy_(gradient)
 
+    def flash_attn_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Any:
+        _refuse(dropout_p, softcap, alibi_slopes)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        out, lse = eager(_Dense(backend, causal, window_size, scale), q, k, v)
+        return (out, lse, None) if return_attn_probs else out
+
     module = ModuleType(NAME)
-    module.__dict__.update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+    module.__dict__.update(
+        flash_attn_func=flash_attn_func,
+        _flash_attn_forward=_flash_attn_forward,
+        _flash_attn_backward=_flash_attn_backward,
+    )
     return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """A dense call as a `Computation`."""
+
+    backend: LoadedBackend
+    causal: bool
+    window: tuple[int, int]
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.backend.attend(q, k, v, causal=self.causal, window=self.window, scale=self.scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        backward = self.backend.require_backward()
+        return backward(dout, q, k, v, out, lse, causal=self.causal, window=self.window, scale=self.scale)
 
 
 def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:

@@ -6,11 +6,7 @@ of a function is imported, in a package without its `__init__`. Read in version 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +15,13 @@ from torch import Tensor
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.sharding import Shards, contiguous, zigzag
 from dilabench.impls.peers import flash_attn_stand_in
+from dilabench.impls.peers.private_import import imported
 from dilabench.impls.peers.sharded import PeerOverRanks, world_of
 from dilabench.workload.equal_parts import against_equal_pairs, against_equal_parts
 from dilabench.workload.spec import Workload
 
 PACKAGE = "ring_flash_attn"
-FLASH_ATTN = "flash2"
+INSTALL = "pip install --no-deps ring-flash-attn"
 
 
 def build_zigzag(workload: Workload, context: BuildContext) -> RingFlashAttention:
@@ -84,35 +81,7 @@ def _imported(module: str, backend: LoadedBackend) -> ModuleType:
 
     Raises ModuleNotFoundError where the package is missing.
     """
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.submodule_search_locations is None:
-        raise ModuleNotFoundError(f"the package {PACKAGE} is not installed; pip install --no-deps ring-flash-attn")
-    package = ModuleType(PACKAGE)
-    package.__path__ = list(spec.submodule_search_locations)
-    given = {PACKAGE: package}
-    if backend.name != FLASH_ATTN:
-        interface = flash_attn_stand_in.stand_in(backend)
-        given |= {"flash_attn": ModuleType("flash_attn"), interface.__name__: interface}
-    with _importable(given):
-        return importlib.import_module(f"{PACKAGE}.{module}")
-
-
-@contextmanager
-def _importable(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Put modules into sys.modules inside the block; afterwards the modules of these names, and all of the package that
-    was imported before, are restored.
-    """
-
-    def of_ours(name: str) -> bool:
-        return name in modules or name.startswith(f"{PACKAGE}.")
-
-    kept = {name: module for name, module in sys.modules.items() if of_ours(name)}
-    for name in kept:
-        del sys.modules[name]
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if of_ours(name)]:
-            del sys.modules[name]
-        sys.modules.update(kept)
+    given: tuple[ModuleType, ...] = ()
+    if backend.name != flash_attn_stand_in.ITSELF:
+        given = (ModuleType("flash_attn"), flash_attn_stand_in.stand_in(backend))
+    return imported(f"{PACKAGE}.{module}", *given, install=INSTALL)

@@ -2,23 +2,23 @@
 
 from dataclasses import replace
 
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins import Capabilities, Implementation, hookimpl
 from dilabench.workload.equal_parts import against_equal_pairs, against_equal_parts
+from dilabench.workload.spec import Workload
 
 HALF = frozenset({"float16", "bfloat16"})
 # Over flash-attn itself, or over FlashAttention 2 as built into torch where that is not installed.
 FLASH_ATTN_2 = ("flash2", "sdpa-flash")
-STAND_IN = (
-    "over -b flash2 it calls flash-attn itself, over -b sdpa-flash torch's own FlashAttention 2, whose gradients are "
-    "copied into the buffers that flash-attn would write to"
-)
+STAND_IN = "over -b flash2 it calls flash-attn itself, over -b sdpa-flash torch's own FlashAttention 2"
+COPIED_GRADIENTS = "over -b sdpa-flash gradients are copied into the buffers that flash-attn would write to"
 CONTEXT_PARALLEL = (
     "shards are given cut, as after torch's own sharding of buffers: cutting is outside the timed call, DTensor's "
     "dispatch inside",
     "k and v are copied into [B, H, N, D] by torch, inside the timed call",
     "enables DTensor's context-parallel dispatch for the rest of the process",
 )
-NOT_COUNTED = "what it sends goes past our counters: its bytes are not known"
+NOT_COUNTED = "what it sends goes past our counters: its bytes are known by formula only"
 
 _IN_ORDER = Capabilities(
     patterns=frozenset({"dense"}),
@@ -32,7 +32,71 @@ _IN_ORDER = Capabilities(
 _ZIGZAG = replace(_IN_ORDER, causal=frozenset({True}), check_ranks=against_equal_pairs)
 
 
-def _context_parallel(name: str, summary: str, rotation: str) -> Implementation:
+def _not_torchscales(workload: Workload) -> str | None:
+    """The reason against a workload whose function is not torchscale's; what no row can tell apart is."""
+    pattern = DilatedPattern.match(workload.pattern)
+    if pattern is None:
+        return None
+    theirs = pattern.model_copy(update={"padding": "zero_key"})
+    if reason := next(filter(None, map(theirs.why_not_over, workload.shapes)), None):
+        return reason
+    if pattern.offset != "blocked" and workload.num_heads > 1 and max(pattern.dilation_rates) > 1:
+        return f"torchscale computes offset=blocked, not offset={pattern.offset} (--set offset=blocked)"
+    zero_keys = (theirs.zero_keys(shape, head) for shape in workload.shapes for head in range(workload.num_heads))
+    if not pattern.has_zero_keys and any(True for found in zero_keys for _ in found):
+        return "torchscale attends to the zeros that it pads with, padding=zero_key (--set padding=zero_key)"
+    if workload.scale is not None and workload.scale != workload.head_dim**-0.5:
+        return f"torchscale computes scale=1/sqrt(D), not {workload.scale:g}"
+    return None
+
+
+TORCHSCALE = Implementation(
+    "torchscale",
+    "LongNet's own module, which LongViT and Prov-GigaPath run: branch by branch through flash-attn",
+    "dilabench.impls.peers.torchscale:build",
+    supports=Capabilities(
+        window=False,
+        gqa=False,
+        grouped_heads=False,
+        zero_keys=True,
+        merge_grads=frozenset({"detached"}),
+        check=_not_torchscales,
+    ),
+    requires=("torchscale.component.dilated_attention", "einops"),
+    uses_backend=True,
+    backends=FLASH_ATTN_2,
+    quirks=(
+        "offset=blocked, padding=zero_key and merge_grad=detached are what it computes",
+        "its own forward pass with the identity in place of its projections",
+        STAND_IN,
+    ),
+    project="torchscale",
+    install="git clone https://github.com/microsoft/torchscale; pip install einops; "
+    "DILABENCH_PEERS=torchscale dilabench ... (the package torchscale 0.3.0 has no dilated attention)",
+)
+
+
+def _no_attention(_workload: Workload) -> str:
+    """The reason against every workload, as read in dilated-attention-pytorch 0.2.0."""
+    return (
+        "refused, for it computes no LongNet attention: each head has one of the branches, and its output is "
+        "divided by its sum over all positions, so that scaling v changes nothing and a causal row hangs on later ones"
+    )
+
+
+DILATED_ATTENTION_PYTORCH = Implementation(
+    "dilated-attention-pytorch",
+    "fkodom's DilatedAttention: known and refused, because it computes another function",
+    "dilated_attention_pytorch.dilated_attention:DilatedAttention",
+    supports=Capabilities(merge_grads=frozenset({"exact", "detached"}), zero_keys=True, check=_no_attention),
+    requires=("dilated_attention_pytorch",),
+    quirks=("with n branches it does 1/n of LongNet's work, so that its times would say nothing beside others",),
+    project="dilated-attention-pytorch",
+    install="pip install --no-deps dilated-attention-pytorch",
+)
+
+
+def _context_parallel(name: str, summary: str, rotation: str, sharding: str) -> Implementation:
     return Implementation(
         name,
         f"torch's context_parallel around scaled_dot_product_attention, {summary}",
@@ -42,10 +106,15 @@ def _context_parallel(name: str, summary: str, rotation: str) -> Implementation:
         uses_backend=True,
         backends=("sdpa-cudnn", "sdpa-flash"),
         quirks=(*CONTEXT_PARALLEL, NOT_COUNTED),
+        sharding=f"dilabench.distributed.shardings:{sharding}",
+        project="torch",
+        install="pip install 'torch>=2.10'",
     )
 
 
-def _ring_flash_attn(name: str, function: str, build: str, supports: Capabilities, quirk: str) -> Implementation:
+def _ring_flash_attn(
+    name: str, function: str, build: str, supports: Capabilities, sharding: str, quirk: str
+) -> Implementation:
     return Implementation(
         name,
         f"{function} of the package ring_flash_attn",
@@ -54,21 +123,31 @@ def _ring_flash_attn(name: str, function: str, build: str, supports: Capabilitie
         requires=("ring_flash_attn",),
         uses_backend=True,
         backends=FLASH_ATTN_2,
-        quirks=(quirk, STAND_IN, NOT_COUNTED),
+        quirks=(quirk, STAND_IN, COPIED_GRADIENTS, NOT_COUNTED),
+        sharding=f"dilabench.distributed.shardings:{sharding}",
+        project="ring-flash-attn",
+        install="pip install --no-deps ring-flash-attn",
     )
 
 
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
-    """Attention over ranks: torch's own, and the package that most others took theirs from."""
+    """LongNet's own module; over ranks torch's own, and the package that most others took theirs from."""
     return [
-        _context_parallel("torch-context-parallel", "K and V gathered (its default)", "allgather"),
-        _context_parallel("torch-context-parallel-alltoall", "K and V from rank to rank", "alltoall"),
+        TORCHSCALE,
+        DILATED_ATTENTION_PYTORCH,
+        _context_parallel(
+            "torch-context-parallel", "K and V gathered (its default)", "allgather", "WHOLE_ZIGZAG_GATHER"
+        ),
+        _context_parallel(
+            "torch-context-parallel-alltoall", "K and V from rank to rank", "alltoall", "WHOLE_ZIGZAG_RING"
+        ),
         _ring_flash_attn(
             "ring-flash-attn-zigzag",
             "zigzag_ring_flash_attn_func",
             "build_zigzag",
             _ZIGZAG,
+            "WHOLE_ZIGZAG_RING",
             "gives a wrong dq in float32, where it adds to the buffer that it reads",
         ),
         _ring_flash_attn(
@@ -76,6 +155,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "ring_flash_attn_func",
             "build_ring",
             replace(_IN_ORDER, dtypes=frozenset({"bfloat16"})),
+            "WHOLE_RING",
             "gives dq in bfloat16 whatever q is",
         ),
     ]

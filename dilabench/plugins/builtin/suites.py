@@ -59,6 +59,14 @@ SUITES: tuple[Suite, ...] = (
         options=(),
     ),
     Suite(
+        "field",
+        "public projects beside ours, each on what it computes, and how to get those that are missing",
+        "dilabench.suites.field.cases:expand",
+        analysis="dilabench.suites.field.findings:analyse",
+        reads_catalogue=True,
+        options=(),
+    ),
+    Suite(
         "ring",
         "what several ranks bring against one device: speed-up, efficiency, bytes moved",
         "dilabench.suites.ring.cases:expand",

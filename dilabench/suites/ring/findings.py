@@ -232,8 +232,8 @@ def _balance(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) 
     yield NONE if balance is None else f"{balance:.3f}"
     yield NONE if balance is None else f"{one.efficiency / balance:.1%}"
     yield NONE if formula is None else format_bytes(formula)
-    # What goes past `World`, as other projects send it, is neither counted nor known by formula.
-    yield RECEIVED_BYTES.shown(counted) if counted or formula is not None else NONE
+    # What goes past `World`, as other projects send it, is not counted; it may be known by formula.
+    yield RECEIVED_BYTES.shown(counted) if counted or formula == 0 else NONE
     yield NONE if alone_ns is None else figures.significant(gigabytes_per_second(counted, alone_ns), 3)
     yield ", ".join(map(figures.latency, rank_medians_ns(one.row))) or NONE
     yield format_bytes(outcome.memory.peak_bytes) if outcome.memory else NONE

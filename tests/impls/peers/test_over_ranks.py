@@ -54,6 +54,14 @@ def test_each_pass_runs_under_its_own_rotation(launch):
         assert seen == ["ALL_GATHER"] * 2 + ["ALL_TO_ALL"] * 2
 
 
+def test_context_parallel_receives_what_its_sharding_says(launch):
+    import peer_cases
+
+    for gathered, rotated in launch(peer_cases.received_beside_the_formula, 3):
+        assert gathered[0] == gathered[1] > 0
+        assert rotated[0] == rotated[1] > 0
+
+
 def test_lse_is_offered_where_the_project_gives_one(recorded, launch):
     import peer_cases
 

@@ -6,6 +6,7 @@ import torch
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.distributed.shardings import WHOLE_ZIGZAG_GATHER, WHOLE_ZIGZAG_RING
 from dilabench.distributed.whole import Whole
 from dilabench.engine.verify import summary, verify
 from dilabench.impls.peers import ring_flash_attn, torch_context_parallel
@@ -54,6 +55,39 @@ def context_parallel_verdicts(world):
     cases = [(build, workload(**heads)) for build in builds for heads in (GROUPED, EQUAL)]
     told = [verdict(built(build, one, world), one) for build, one in cases]
     return told, len(seen) > 0
+
+
+def received_beside_the_formula(world):
+    """Bytes that torch's context parallelism receives in one forward and backward call, and those by formula."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    use_our_kernel()
+    one, received = workload(), []
+
+    def counting(rotater, shards):
+        exchange = rotater.exchange_buffers
+
+        def exchanged(self, buffer):
+            # A gather is asked for again at every hop, and sends at the first.
+            if getattr(self, "_aggregated_buffer", None) is None:
+                received.append(shards * buffer.nbytes)
+            exchange(self, buffer)
+
+        rotater.exchange_buffers = exchanged
+
+    counting(_attention._AllToAllRotater, 1)
+    counting(_attention._AllGatherRotater, world.size - 1)
+    found = []
+    for build, sharding in (
+        (torch_context_parallel.build_allgather, WHOLE_ZIGZAG_GATHER),
+        (torch_context_parallel.build_alltoall, WHOLE_ZIGZAG_RING),
+    ):
+        shape = (2, 96 // world.size, 4, 16), (2, 96 // world.size, 2, 16)
+        leaves = [torch.randn(shape[index > 0], dtype=torch.bfloat16, requires_grad=True) for index in range(3)]
+        del received[:]
+        built(build, one, world)(*leaves).sum().backward()
+        found.append((sum(received), sharding.received_bytes(one, world.size)))
+    return found
 
 
 def rotations_of_interleaved_passes(world):

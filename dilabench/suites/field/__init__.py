@@ -1,0 +1,1 @@
+"""Suite `field`: public projects beside ours."""

@@ -1,0 +1,80 @@
+"""Suite `field`: every public project that there is an adapter for, beside ours, on what each of them computes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dilabench.patterns.dense import DENSE
+from dilabench.record import PlannedCase
+from dilabench.request import RunRequest
+from dilabench.suites.planner import Planner
+from dilabench.suites.ring.cases import beside_one_device
+from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
+
+SHAPE: dict[str, dict[str, Any]] = {
+    "cpu": {"batch_size": 1, "seq_len": 4000, "num_heads": 4, "head_dim": 64},
+    "cuda": {"batch_size": 1, "seq_len": 65000, "num_heads": 16, "head_dim": 64},
+}
+BRANCHES: dict[str, dict[str, Any]] = {
+    "cpu": {"segment_lengths": (1024, 2048, 4096), "dilation_rates": (1, 2, 4)},
+    "cuda": {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 8, 16)},
+}
+# LongNet's formula as its paper has it, and as the released models compute it.
+FUNCTIONS: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"causal": False, "offset": "blocked", "padding": "zero_key", "merge_grad": "detached"},
+)
+OVER_RANKS: dict[str, Any] = {"pattern": DENSE.kind, "causal": True, "dtype": "bfloat16"}
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Dilated attention on one device; with several ranks also dense attention over them, from one device on.
+
+    Workloads that are asked for take the place of both. Ranks are those of `--nproc`, else every GPU. Projects that
+    nothing is planned for are in the findings.
+    """
+    machine = planner.machine
+    ranks = request.nproc if request.nproc > 1 else max(1, len(machine.gpus))
+    shape = {**SHAPE[machine.device], "mode": "both"}
+    dilated = [{**shape, "pattern": DEFAULT_PATTERN, **BRANCHES[machine.device], **one} for one in FUNCTIONS]
+    asked = planner.workload_requests([shape] if "pattern" in request.overrides else dilated)
+    cases = list(_on_one_device(asked, planner.asking(nproc=1)))
+    if ranks > 1:
+        over_ranks = asked if _names_a_workload(request) else planner.workload_requests([_even(shape, ranks)])
+        for workload in over_ranks:
+            cases += _over_ranks(workload, planner, ranks)
+    return tuple({one.case.case_id: one for one in cases}.values())
+
+
+def _names_a_workload(request: RunRequest) -> bool:
+    return bool(request.presets) or "pattern" in request.overrides
+
+
+def _even(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Dense, as far down from the length as halves of shards are equal."""
+    return {**shape, **OVER_RANKS, "seq_len": shape["seq_len"] // (2 * ranks) * 2 * ranks}
+
+
+def _on_one_device(asked: tuple[WorkloadRequest, ...], planner: Planner) -> Iterator[PlannedCase]:
+    for workload in asked:
+        names = (*planner.on_one_device(workload.pattern), *_peers(planner, workload, over_ranks=False))
+        for implementation in planner.implementations(names):
+            if implementation.supports.max_world_size == 1:
+                yield from planner.plan(implementation, workload)
+
+
+def _over_ranks(workload: WorkloadRequest, planner: Planner, ranks: int) -> list[PlannedCase]:
+    names = (*planner.over_ranks(workload), *_peers(planner, workload, over_ranks=True))
+    asked = planner.asking(nproc=ranks).implementations(names)
+    chosen = tuple(one.name for one in asked if one.supports.max_world_size != 1)
+    return beside_one_device(workload, planner.asking(implementations=chosen), ranks) if chosen else []
+
+
+def _peers(planner: Planner, workload: WorkloadRequest, over_ranks: bool) -> tuple[str, ...]:
+    """Names of what public projects have for a pattern, on one device or over ranks."""
+    return tuple(
+        one.name
+        for one in planner.catalogue.implementations
+        if one.project is not None
+        and (one.supports.max_world_size != 1) == over_ranks
+        and one.supports.computes(workload.pattern)
+    )

@@ -1,0 +1,112 @@
+"""Suite `field`: what each public project needs beside the fastest of ours, where it computes something else, and how
+to get those that are missing.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import Failed, Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Section
+from dilabench.report.rows import location, row_name
+from dilabench.stats.samples.derive import speedup
+from dilabench.suites.overview import findings as overview
+from dilabench.suites.ring import findings as over_ranks
+
+TITLE = "The field"
+COLUMNS = ("workload", "peer", "ranks", "median", "fastest of ours", "median of ours", "theirs / ours")
+MEANING = (
+    "Public projects' own code on the workloads that it computes, verified and timed beside ours in the same rounds. "
+    "theirs / ours above 1 means that ours is faster; whether that is proven is in the answer."
+)
+NONE = "No public project was measured."
+ELSEWHERE = "Without a time"
+WHY = ("peer", "workload", "why")
+TO_GET = ("project", "why", "how to get it")
+
+
+def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
+    """Peers beside ours, peers on what they do not compute, missing ones, and what suite `ring` says of ranks."""
+    shelf = catalogue.implementations
+    peers = {one.name: one for one in shelf if one.project is not None}
+    rows = [row for row in record.rows if row.case.implementation in peers]
+    ours = [row for row in record.rows if row.case.implementation in shelf and row.case.implementation not in peers]
+    measured = [row for row in rows if isinstance(row.outcome, Measured)]
+    ran = {row.case.implementation for row in rows if isinstance(row.outcome, Measured | Failed)}
+    return (
+        Section(
+            title=TITLE,
+            sentence=MEANING if measured else NONE,
+            columns=COLUMNS if measured else (),
+            rows=tuple(_beside(row, ours) for row in measured),
+            numeric=frozenset(COLUMNS[2:]) - {"fastest of ours"},
+            headed=bool(measured),
+        ),
+        *_elsewhere([row for row in rows if row.case.implementation in ran and row not in measured]),
+        *_missing([one for one in peers.values() if one.name not in ran], rows),
+        *over_ranks.analyse(record, catalogue),
+        *overview.analyse(record),
+    )
+
+
+def _beside(row: Row, ours: Sequence[Row]) -> tuple[str, ...]:
+    """A peer's row beside the fastest row of ours for the same workload on as many ranks."""
+    case, their_place = row.case, location(row)
+    assert their_place is not None
+    places = [
+        (place.median_ns, row_name(one))
+        for one in ours
+        if (one.case.workload, one.case.world_size, one.planned.takes)
+        == (case.workload, case.world_size, row.planned.takes)
+        and (place := location(one)) is not None
+    ]
+    median_ns, name = min(places, default=(None, figures.ABSENT))
+    return (
+        _workload_text(row),
+        row_name(row),
+        str(case.world_size),
+        figures.latency(their_place.median_ns),
+        name,
+        figures.ABSENT if median_ns is None else figures.latency(median_ns),
+        figures.ABSENT if median_ns is None else figures.ratio(speedup(their_place.median_ns, median_ns)),
+    )
+
+
+def _elsewhere(rows: Sequence[Row]) -> Iterator[Section]:
+    if rows:
+        lines = tuple((row.case.implementation, _workload_text(row), _why(row)) for row in rows)
+        sentence = "Workloads whose function is not theirs, or that they cannot run here; no time is shown for those."
+        yield Section(title=ELSEWHERE, sentence=sentence, columns=WHY, rows=lines)
+
+
+def _missing(peers: Sequence[Implementation], rows: Sequence[Row]) -> Iterator[Section]:
+    """A line for each project and reason, whatever number of its implementations share it."""
+    if peers:
+        whys = {row.case.implementation: _why(row) for row in rows}
+        lines = dict.fromkeys(
+            (str(one.project), whys.get(one.name) or _unasked(one), one.install or figures.ABSENT) for one in peers
+        )
+        sentence = "Public projects that dilabench has an adapter for and that nothing could be measured of."
+        yield Section(title="Not in this run", sentence=sentence, columns=TO_GET, rows=tuple(lines))
+
+
+def _unasked(one: Implementation) -> str:
+    if one.supports.max_world_size != 1:
+        return "computes over ranks, and this run has none (--nproc 2)"
+    return f"computes other patterns (--set pattern={min(one.supports.patterns)})"
+
+
+def _why(row: Row) -> str:
+    """The mistake that a wrong output is known for, or why there is no time."""
+    outcome = row.outcome
+    if isinstance(outcome, Measured):
+        return figures.ABSENT
+    if isinstance(outcome, Failed) and outcome.verification and outcome.verification.diagnosis:
+        return f"wrong output: {outcome.verification.diagnosis}"
+    return outcome.why
+
+
+def _workload_text(row: Row) -> str:
+    workload = row.case.workload
+    return f"{workload.label()}, {workload.pattern.label()}, {workload.mode}"

@@ -1,0 +1,1 @@
+"""What torchscale itself imports, and what is recorded of it does not."""
