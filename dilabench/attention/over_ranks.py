@@ -22,6 +22,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
+from dilabench.impls.one_operator import outside_compilers
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
@@ -139,13 +140,8 @@ def ring_attention(
         except ConfigError as error:
             raise ValueError(str(error)) from None
         shards._functions[*key_of_function, algorithm, backend] = known
-    return _outside_compilers(known, query, key, value)
-
-
-@torch.compiler.disable
-def _outside_compilers(function: ShardedAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Messages between ranks are no part of a graph."""
-    return function(query, key, value)
+    # Messages between ranks are no part of a graph.
+    return outside_compilers(known, query, key, value)
 
 
 def _workload(

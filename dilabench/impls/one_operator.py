@@ -8,12 +8,15 @@ functionalize writes through the strided views that results are merged into. So 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
 import itertools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+ResultT = TypeVar("ResultT")
 
 
 class Computation(Protocol):
@@ -46,11 +49,18 @@ def differentiable(
     keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. One operator does not hand these
     on, so that the compiler leaves such a computation alone.
     """
-    if not torch.compiler.is_compiling():
-        return eager(computation, q, k, v)
-    if not keeps_more:
+    if torch.compiler.is_compiling() and not keeps_more:
         return as_one_operator(number, q, k, v)
-    return torch.compiler.disable(eager)(computation, q, k, v)
+    return outside_compilers(eager, computation, q, k, v)
+
+
+def outside_compilers(function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """Call it as it is, with a break of the graph where a compiler traces the call."""
+    if not torch.compiler.is_compiling():
+        return function(*arguments)
+    # As a decorator it would load the compiler when a module is imported.
+    apart: Callable[..., ResultT] = torch.compiler.disable(function)
+    return apart(*arguments)
 
 
 def nothing_looks_on(*tensors: Tensor) -> bool:

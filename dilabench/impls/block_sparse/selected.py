@@ -18,6 +18,7 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import BlockUnion, PlannedRows, block_union, planned_over_everything
+from dilabench.impls.one_operator import outside_compilers
 from dilabench.kernels.block_sparse.selected import SelectedPlan, select_blocks
 from dilabench.patterns.selectors import SELECTORS, STAND_IN_DIM, stand_ins
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
@@ -79,8 +80,10 @@ class Selecting:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
         return self.with_lse(q, k, v)[0]
 
-    @torch.compiler.disable
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log), which carries no gradient."""
+        return outside_compilers(self._planned, q, k, v)
+
+    def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.rows()
         return replace(self.union, rows=lambda _device: rows).with_lse(q, k, v)
