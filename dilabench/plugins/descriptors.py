@@ -28,7 +28,7 @@ class Capabilities:
 
     `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
     is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
-    `patterns=ANY_PATTERN`: whatever pattern it is. `on_cuda` holds instead of all of this on CUDA, for a kernel that
+    `patterns=ANY_PATTERN`: whatever pattern it is, but sums of several attentions only with `sums`. `on_cuda` holds instead of all of this on CUDA, for a kernel that
     differs between the two kinds of device.
     """
 
@@ -43,6 +43,7 @@ class Capabilities:
     gqa: bool = True
     grouped_heads: bool = True
     zero_keys: bool = False
+    sums: bool = False
     head_dim_multiple: int = 1
     max_head_dim: int | None = None
     max_world_size: int | None = 1
@@ -96,6 +97,9 @@ class Capabilities:
             yield "grouped heads are not supported"
         if workload.pattern.has_zero_keys and not self.zero_keys:
             yield "attended zero keys are not supported"
+        named = workload.pattern.kind in self.patterns
+        if not named and not self.sums and workload.pattern.summands(workload.shapes[0]):
+            yield "a sum of several attentions, each with a softmax of its own, is not supported"
         merge_grad = "detached" if workload.pattern.is_detached else "exact"
         if merge_grad not in self.merge_grads and workload.mode != "forward":
             yield f"merge_grad {merge_grad} is not supported"

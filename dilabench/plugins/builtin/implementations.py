@@ -138,6 +138,7 @@ IMPLEMENTATIONS = (
             layouts=BOTH_LAYOUTS,
             merge_grads=BOTH_MERGES,
             zero_keys=True,
+            sums=True,
         ),
         deterministic=True,
         role="oracle",
