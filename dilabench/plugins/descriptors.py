@@ -28,8 +28,8 @@ class Capabilities:
 
     `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
     is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
-    `patterns=ANY_PATTERN`: whatever pattern it is, but sums of several attentions only with `sums`. `on_cuda` holds instead of all of this on CUDA, for a kernel that
-    differs between the two kinds of device.
+    `patterns=ANY_PATTERN`: whatever pattern it is, but sums of several attentions only with `sums`. `on_cuda` holds
+    instead of all of this on CUDA, for a kernel that differs between the two kinds of device.
     """
 
     patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
