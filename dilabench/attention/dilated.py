@@ -382,7 +382,10 @@ def _cached_computation(
         )
         if options.backend == AUTO and (fastest := _without_backend(workload, device)):
             return fastest
-        context = BuildContext(device=device, backend=_backend(options.backend, workload, device.type))
+        # A named backend may serve a forward pass alone.
+        asked = workload.replace(mode="both" if options.backend == AUTO else "forward")
+        case = Case(implementation="dilated_attention", workload=asked)
+        context = BuildContext(device=device, backend=backend_of(options.backend, case, device.type))
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return strided.build(workload, context)
@@ -399,16 +402,14 @@ def _without_backend(workload: Workload, device: torch.device) -> _Computation |
     return found if isinstance(found, _Computation) else None
 
 
-def _backend(name: str, workload: Workload, device: str) -> LoadedBackend:
-    """The backend of a name that can serve the workload here, or what 'auto' means for it."""
+def backend_of(name: str, case: Case, device: str) -> LoadedBackend:
+    """The backend of a name that can serve a case here, or what 'auto' means for it. Raises ValueError for others."""
     planner = planner_of(device)
-    mode = "both" if name == AUTO else "forward"
-    case = Case(implementation="dilated_attention", backend=name, workload=workload.replace(mode=mode))
     if name == AUTO:
         chosen, reasons = planner.choose_backend(case)
     else:
-        chosen = planner.catalogue.backends.get(name).name
-        reasons = "; ".join(planner.catalogue.reasons_against_backend(case, planner.machine))
+        chosen, asked = planner.catalogue.backends.get(name).name, case.model_copy(update={"backend": name})
+        reasons = "; ".join(planner.catalogue.reasons_against_backend(asked, planner.machine))
     if chosen is None or (name != AUTO and reasons):
         raise ValueError(f"backend {name!r} cannot serve this call: {reasons}")
     return load_backend(planner.catalogue.backends.get(chosen))

@@ -1,8 +1,10 @@
 """Attention over the ranks of a process group: each holds some tokens of a sequence, and they attend to those of all.
 
-shards = sequence_shards(seq_len)
-x = shards.take(embeddings)                      # this rank's tokens
-out = ring_attention(q, k, v, shards)            # of projections of x
+    shards = sequence_shards(seq_len)
+    x = shards.take(embeddings)                      # this rank's tokens
+    out = ring_attention(q, k, v, shards)            # of projections of x
+
+What a call needs besides tensors (bounds, plans, the workload that ranks agreed on) is made once for each shape.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilabench.attention.dilated import planner_of
-from dilabench.backends.load import load_backend
+from dilabench.attention.dilated import backend_of, planner_of
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous, zigzag
 from dilabench.distributed.world import World
@@ -195,10 +196,7 @@ def _function(
         if not over_ranks.get(name).uses_backend:
             reasons = ("it calls no backend",)
         if not reasons:
-            chosen, why_not = (backend, "") if backend != AUTO else planner.choose_backend(case)
-            if chosen is None:
-                raise ValueError(f"no backend can serve {workload.label()}: {why_not}")
-            loaded = load_backend(catalogue.backends.get(chosen))
+            loaded = backend_of(backend, case, device.type)
             context = BuildContext(device=device, backend=loaded, world=shards.world)
             built = load_target(over_ranks.get(name).target)(workload, context)
             if isinstance(built, ShardedAttention) and built.shards == shards.shards:

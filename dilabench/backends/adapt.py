@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,22 @@ KernelForward = Callable[..., tuple[Tensor, Tensor]]
 
 KernelBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """(dout, q, k, v, out, lse, band, scale) -> dq, dk, dv; with dq=... where it places results. lse comes contiguous."""
+
+
+class Sequences(NamedTuple):
+    """Packed sequences, as `contracts.AttendPacked` has them."""
+
+    cu_seqlens: Tensor
+    longest: int
+
+
+def varlen_arguments(sequences: Sequences | None) -> dict[str, Tensor | int]:
+    """What FlashAttention's functions are told of packed sequences; nothing for a batch."""
+    if sequences is None:
+        return {}
+    cu_seqlens, longest = sequences
+    bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    return {**bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +141,7 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
 
 
 def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plain) -> PackedKernel:
-    """The same for packed sequences, over a kernel that takes `cu_seqlens` and `longest` besides.
+    """The same for packed sequences, over a kernel that takes `sequences` besides.
 
     It raises ValueError where a tensor spans more than a launch can reach.
     """
@@ -144,7 +161,7 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
         k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
         band = Band.of(causal, window, longest, longest)
-        found, lse = forward(q_in, k_in, v_in, band, scale, cu_seqlens=cu_seqlens, longest=longest)
+        found, lse = forward(q_in, k_in, v_in, band, scale, sequences=Sequences(cu_seqlens, longest))
         return _cut(found, q), lse
 
     def attend_backward(
@@ -166,7 +183,7 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
         band = Band.of(causal, window, longest, longest)
         tensors = (dout_in, q_in, k_in, v_in, out_in, lse.contiguous())
-        dq, dk, dv = backward(*tensors, band, scale, cu_seqlens=cu_seqlens, longest=longest)
+        dq, dk, dv = backward(*tensors, band, scale, sequences=Sequences(cu_seqlens, longest))
         return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
 
     return PackedKernel(attend, attend_backward)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
+from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed, varlen_arguments
 from dilabench.backends.band import Band
 
 
@@ -19,17 +19,16 @@ def _forward(
     v: Tensor,
     band: Band,
     scale: float,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor]:
     from flash_attn import flash_attn_interface as library
 
-    call = library._flash_attn_forward if cu_seqlens is None else library._flash_attn_varlen_forward
+    call = library._flash_attn_forward if sequences is None else library._flash_attn_varlen_forward
     out, lse, *_ = call(
         q,
         k,
         v,
-        **_sequences(cu_seqlens, longest),
+        **varlen_arguments(sequences),
         dropout_p=0.0,
         softmax_scale=scale,
         causal=band.causal,
@@ -51,13 +50,12 @@ def _backward(
     lse: Tensor,
     band: Band,
     scale: float,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn import flash_attn_interface as library
 
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    call = library._flash_attn_backward if cu_seqlens is None else library._flash_attn_varlen_backward
+    call = library._flash_attn_backward if sequences is None else library._flash_attn_varlen_backward
     call(
         dout,
         q,
@@ -68,7 +66,7 @@ def _backward(
         dq,
         dk,
         dv,
-        **_sequences(cu_seqlens, longest),
+        **varlen_arguments(sequences),
         dropout_p=0.0,
         softmax_scale=scale,
         causal=band.causal,
@@ -79,14 +77,6 @@ def _backward(
         deterministic=False,
     )
     return dq, dk, dv
-
-
-def _sequences(cu_seqlens: Tensor | None, longest: int | None) -> dict[str, Tensor | int]:
-    """The arguments by which the library's varlen functions differ from its others."""
-    if cu_seqlens is None or longest is None:
-        return {}
-    bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    return {**bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
+from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed, varlen_arguments
 from dilabench.backends.band import Band
 
 
@@ -19,8 +19,7 @@ def _forward(
     v: Tensor,
     band: Band,
     scale: float,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor]:
     from flash_attn_interface import _flash_attn_forward
 
@@ -28,10 +27,7 @@ def _forward(
         q,
         k,
         v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        **varlen_arguments(sequences),
         softmax_scale=scale,
         causal=band.causal,
         window_size_left=band.left,
@@ -49,8 +45,7 @@ def _backward(
     lse: Tensor,
     band: Band,
     scale: float,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn_interface import _flash_attn_backward
 
@@ -62,10 +57,7 @@ def _backward(
         v,
         out,
         lse,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        **varlen_arguments(sequences),
         dq=dq,
         dk=dk,
         dv=dv,

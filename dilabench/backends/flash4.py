@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
+from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed, varlen_arguments
 from dilabench.backends.band import Band
 
 
@@ -21,8 +21,7 @@ def _forward(
     band: Band,
     scale: float,
     out: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -31,10 +30,7 @@ def _forward(
         q,
         k,
         v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        **varlen_arguments(sequences),
         softmax_scale=scale,
         causal=band.causal,
         window_size_left=_bound(band.left),
@@ -55,8 +51,7 @@ def _backward(
     band: Band,
     scale: float,
     dq: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -71,10 +66,7 @@ def _backward(
         causal=band.causal,
         window_size_left=_bound(band.left),
         window_size_right=_bound(band.right),
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        **varlen_arguments(sequences),
         dq=dq,
     )
     return dq, dk, dv

@@ -6,9 +6,9 @@ query rows, in float64 or, as the yardstick of rounding, in the plain way in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,6 +140,38 @@ def _attend_part(
     return attend_rows(q, part.keys(k.to(dtype)), part.keys(v.to(dtype)), part.workload, rows, dtype)
 
 
+class ShareOfSum(NamedTuple):
+    """One attention of a sum in the backward pass. `own`: k and v as it has them. `gated`: dout times its gates.
+
+    `gradients`: dq, and dk and dv of its own keys and values.
+    """
+
+    part: Part
+    own: tuple[Tensor, Tensor]
+    gated: Tensor
+    lse: Tensor
+    gradients: tuple[Tensor, Tensor, Tensor]
+
+
+def shares_of_sum(
+    parts: Sequence[Part],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype,
+) -> Iterator[ShareOfSum]:
+    """What `attend_rows_backward` gives for each attention of a sum; lse [B, parts·H, R]."""
+    for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
+        own = part.keys(k.to(dtype)), part.keys(v.to(dtype))
+        out = attend_rows(q, *own, part.workload, rows, dtype)[0]
+        gated = dout * part.gates[rows][..., None]
+        gradients = attend_rows_backward(gated, q, *own, out, part_lse, part.workload, rows, None, dtype)
+        yield ShareOfSum(part, own, gated, part_lse, gradients)
+
+
 def _sum_backward(
     parts: list[Part],
     dout: Tensor,
@@ -152,12 +184,9 @@ def _sum_backward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = []
-    for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
-        own = part.keys(k.to(dtype)), part.keys(v.to(dtype))
-        out = attend_rows(q, *own, part.workload, rows, dtype)[0]
-        gated = dout * part.gates[rows][..., None]
-        dq, dk, dv = attend_rows_backward(gated, q, *own, out, part_lse, part.workload, rows, None, dtype)
-        dk, dv = (x if keys is None else x[:, keys.to(x.device)] for x in map(part.keys_backward, (dk, dv)))
+    for share in shares_of_sum(parts, dout, q, k, v, lse, rows, dtype):
+        dq, *of_keys = share.gradients
+        dk, dv = (x if keys is None else x[:, keys.to(x.device)] for x in map(share.part.keys_backward, of_keys))
         gradients.append((dq, dk, dv))
     dq, dk, dv = (torch.stack(shares).sum(0) for shares in zip(*gradients, strict=True))
     return dq, dk, dv

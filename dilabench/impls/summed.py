@@ -33,9 +33,9 @@ class Part:
         """The transpose of `keys`: the gradient of x from that of `keys(x)`."""
         if self.pool == 1:
             return gradient
-        means = gradient[:, self.pool - 1 :: self.pool] / self.pool
+        whole = block_means_backward(gradient[:, self.pool - 1 :: self.pool], self.pool)
         found = torch.zeros_like(gradient)
-        found[:, : means.shape[1] * self.pool] = means.repeat_interleave(self.pool, 1)
+        found[:, : whole.shape[1]] = whole
         return found
 
 
@@ -43,6 +43,11 @@ def block_means(x: Tensor, pool: int) -> Tensor:
     """[B, N // pool, K, D]: the means of whole blocks of `pool` positions of x [B, N, K, D]."""
     whole = x.shape[1] // pool
     return x[:, : whole * pool].unflatten(1, (whole, pool)).mean(2)
+
+
+def block_means_backward(gradient: Tensor, pool: int) -> Tensor:
+    """The transpose of `block_means`: [B, n, K, D] -> [B, n · pool, K, D]."""
+    return (gradient / pool).repeat_interleave(pool, 1)
 
 
 def parts_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Part]:

@@ -97,6 +97,11 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
         merge_rows_torch_(out, lse, branch_out, branch_lse)
 
 
+def merge_null_mass_(out: Tensor, lse: Tensor, log_mass: Tensor) -> None:
+    """Add a mass whose logarithm broadcasts to lse, in place: as the result of keys whose out is one row of zeros."""
+    merge_rows_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
+
+
 def merge_rows_torch_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
     """The same merge in plain PyTorch: the CPU path and the oracle of the kernel."""
     compute = torch.promote_types(out.dtype, torch.float32)

@@ -141,7 +141,7 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
 
         Raises ConfigError for more than 2^15 blocks a side, and for a file that does not fit.
         """
-        return _selection(self, shape.length, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.causal)
+        return _selection(self, shape.length, self.blocks_of(shape))
 
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks:
         """The selection as a mask; behind a causal mask without what lies ahead."""
@@ -154,17 +154,15 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
 
 
 @lru_cache(maxsize=8)
-def _selection(pattern: TopKBlocksPattern, length: int, kv_heads: int, group: int, causal: bool) -> Indices:
-    blocks = -(-length // pattern.block_size)
-    if blocks > MAX_BLOCKS:
+def _selection(pattern: TopKBlocksPattern, length: int, asked: Blocks) -> Indices:
+    if asked.count > MAX_BLOCKS:
         raise ConfigError(
-            f"block_size={pattern.block_size} cuts {length} rows into {blocks} blocks a side, above {MAX_BLOCKS}; "
+            f"block_size={pattern.block_size} cuts {length} rows into {asked.count} blocks a side, above {MAX_BLOCKS}; "
             f"use block_size={-(-length // MAX_BLOCKS)} or more"
         )
     if pattern.indices_file is not None:
-        found = _from_file(pattern, pattern.indices_file, blocks, kv_heads)
+        found = _from_file(pattern, pattern.indices_file, asked.count, asked.kv_heads)
     else:
-        asked = Blocks(blocks, kv_heads, group, causal, pattern.selection_seed)
         found = select(SELECTORS[pattern.selector], asked, pattern.top_k)
     found.flags.writeable = False
     return found

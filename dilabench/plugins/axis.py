@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dilabench.metadata import SPARSITY_REACHED
 from dilabench.record import PlannedCase
 from dilabench.units import format_count
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.work import share_of_pairs
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,10 +29,7 @@ RANKS = Axis("ranks", lambda planned: planned.case.world_size)
 def _density(planned: PlannedCase) -> float:
     """The share of visible blocks that a block mask computes; of other patterns, that of pairs."""
     reached = SPARSITY_REACHED.of(planned)
-    if reached is not None:
-        return 1 - reached
-    workload = planned.case.workload
-    return attended_pairs(workload) / attended_pairs(workload.as_dense())
+    return share_of_pairs(planned.case.workload) if reached is None else 1 - reached
 
 
 DENSITY = Axis("density", _density, "{:.1%}".format)

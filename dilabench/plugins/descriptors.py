@@ -143,9 +143,9 @@ class Implementation:
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
     supports. `every_call`: the steps of a call, where others of its pattern have some of them behind them when a call
-    begins: select, plan, attend.
-    `project`: whose code it calls where that is a public project, a peer of ours. Suites have a peer only by
-    name; `field` sets all of them beside ours, and tells those that are missing by `install`, how to get it.
+    begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of ours. Suites
+    have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by `install`, how
+    to get it.
     """
 
     name: str
@@ -178,8 +178,8 @@ class Backend:
     `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
     that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `install`:
-    the command that installs it. `family`: the name that generations of one kernel
-    share; the suite `backends` sets them against each other.
+    the command that installs it. `family`: the name that generations of one kernel share; the suite `backends` sets
+    them against each other.
     """
 
     name: str

@@ -72,7 +72,7 @@ def one_by_one(call: Callable[..., Any], results: int) -> Callable[..., Any]:
 def either(call: Callable[..., Any], results: int) -> Callable[..., Any]:
     """A function that takes packed sequences when it is given bounds."""
     packed = one_by_one(call, results)
-    return lambda *tensors, **options: (packed if options["cu_seqlens_q"] is not None else call)(*tensors, **options)
+    return lambda *tensors, **options: (packed if "cu_seqlens_q" in options else call)(*tensors, **options)
 
 
 def through_math(

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted, adapted_packed
+from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 
@@ -21,12 +21,10 @@ def _forward(
     v: Tensor,
     band: Band,
     scale: float,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rows, keys = longest or q.shape[1], longest or k.shape[1]
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, rows, keys, 0.0, band.causal, False, scale=scale, **_window(band)
+        q, k, v, *_bounds(q, k, sequences), 0.0, band.causal, False, scale=scale, **_window(band)
     )
     return out, lse
 
@@ -40,8 +38,7 @@ def _backward(
     lse: Tensor,
     band: Band,
     scale: float,
-    cu_seqlens: Tensor | None = None,
-    longest: int | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The two tensors of the random generator's state (named philox_seed and philox_offset up to torch 2.6, rng_state
     # and unused since) are read only with dropout.
@@ -53,10 +50,7 @@ def _backward(
         v,
         out,
         lse,
-        cu_seqlens,
-        cu_seqlens,
-        longest or q.shape[1],
-        longest or k.shape[1],
+        *_bounds(q, k, sequences),
         0.0,
         band.causal,
         unread,
@@ -65,6 +59,14 @@ def _backward(
         **_window(band),
     )
     return dq, dk, dv
+
+
+def _bounds(q: Tensor, k: Tensor, sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where sequences begin among queries and keys, None in a batch; and the longest of both."""
+    if sequences is None:
+        return None, None, q.shape[1], k.shape[1]
+    cu_seqlens, longest = sequences
+    return cu_seqlens, cu_seqlens, longest, longest
 
 
 def _window(band: Band) -> dict[str, int]:

@@ -19,7 +19,7 @@ from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import COLUMN_BLOCK, BlockBackward, BlockForward, require_whole_plan
 from dilabench.impls.one_operator import outside_compilers
-from dilabench.impls.summed import Part, block_means, parts_of
+from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
 
 
@@ -29,9 +29,9 @@ def build(workload: Any, context: BuildContext) -> GatedSum:
     if not parts:
         raise ValueError(f"{workload.pattern.label()} is no sum of attentions")
     _, forward, backward = kernels_for(context.device)
-    planned = tuple(PlannedPart(part.pool, plan) for part in parts if (plan := _plan(part)) is not None)
-    gates = torch.stack([part.gates for part in parts if _plan(part) is not None])
-    return GatedSum(planned, gates, forward, backward, workload.softmax_scale)
+    planned = [(PlannedPart(part.pool, plan), part.gates) for part in parts if (plan := _plan(part)) is not None]
+    attentions, gates = zip(*planned, strict=True)
+    return GatedSum(attentions, torch.stack(gates), forward, backward, workload.softmax_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class PlannedPart:
         if self.pool == 1:
             total += part
         else:
-            whole = part.shape[1] * self.pool
-            total[:, :whole] += (part / self.pool).repeat_interleave(self.pool, 1)
+            whole = block_means_backward(part, self.pool)
+            total[:, : whole.shape[1]] += whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -156,16 +157,30 @@ def shards_of(held: Sequence[Sequence[range]]) -> Shards:
     return Shards(tuple(parts))
 
 
+class Deal(Protocol):
+    """Who holds which blocks or keys, and what of them goes from rank to rank."""
+
+    def sent(self, holder: int, reader: int) -> npt.NDArray[np.int64]: ...
+
+
+Parcels = dict[int, npt.NDArray[np.int64]]
+
+
+def travelling(deal: Deal, world: World) -> tuple[Parcels, Parcels]:
+    """What this rank needs of each holder, and gives each reader."""
+    others = [other for other in range(world.size) if other != world.rank]
+    needed = {holder: deal.sent(holder, world.rank) for holder in others}
+    return needed, {reader: deal.sent(world.rank, reader) for reader in others}
+
+
 def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchange:
     """What this rank computes, sends and receives.
 
     The last block may be short, and comes last among gathered ones: behind a causal mask only its holder sees it,
     otherwise the last rank holds it.
     """
-    rank, own = world.rank, deal.own(world.rank)
-    others = [other for other in range(world.size) if other != rank]
-    needed = {holder: deal.sent(holder, rank) for holder in others}
-    given = {reader: deal.sent(rank, reader) for reader in others}
+    own = deal.own(world.rank)
+    needed, given = travelling(deal, world)
     coming = np.concatenate([*needed.values(), own[:0]])
     queries = deal.mask[:, own]
     rows = deal.rows_of(own)

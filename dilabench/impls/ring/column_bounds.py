@@ -14,7 +14,7 @@ from dilabench.distributed.column_deal import ColumnDeal
 from dilabench.distributed.world import World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import COLUMN_BLOCK
-from dilabench.impls.ring.block_sparse import BlockExchange, NoRows, shards_of
+from dilabench.impls.ring.block_sparse import BlockExchange, NoRows, shards_of, travelling
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.patterns.pattern import Positions
@@ -35,9 +35,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
 
 def _exchange(workload: Workload, world: World, deal: ColumnDeal) -> BlockExchange:
     rank, own = world.rank, deal.own(world.rank)
-    others = [other for other in range(world.size) if other != rank]
-    needed = {holder: deal.sent(holder, rank) for holder in others}
-    given = {reader: deal.sent(rank, reader) for reader in others}
+    needed, given = travelling(deal, world)
     coming = np.concatenate([*needed.values(), own[:0]])
     _, attend, attend_backward = kernels_for(world.device)
     return BlockExchange(

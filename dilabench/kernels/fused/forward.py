@@ -36,7 +36,7 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
-from dilabench.kernels.merge import merge_rows_
+from dilabench.kernels.merge import merge_null_mass_
 from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
 
 
@@ -211,8 +211,7 @@ def fused_forward(
             launched = _run_group(q, k, v, out, lse, mass, group, plan.causal, scale, config, merge=index > 0)
         known.keep(index, launched, tensors)
     if log_mass is not None and not covered:
-        # As the result of other keys, whose out is one row of zeros.
-        merge_rows_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
+        merge_null_mass_(out, lse, log_mass)
     return out, lse
 
 

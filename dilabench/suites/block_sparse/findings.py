@@ -14,7 +14,7 @@ from dilabench.report.rows import location
 from dilabench.stats.samples.derive import tflops_per_second
 from dilabench.units import format_bytes
 from dilabench.workload.spec import Workload
-from dilabench.workload.work import attended_pairs, flops
+from dilabench.workload.work import flops, share_of_pairs
 
 COLUMNS = ("implementation", "block", "asked", "left out", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
 
@@ -98,7 +98,7 @@ def _density(workload: Workload) -> float:
     masked = BlockSparsePattern.match(workload.pattern)
     if masked is not None:
         return 1 - masked.sparsity_of(workload.shapes)
-    return attended_pairs(workload) / attended_pairs(workload.as_dense())
+    return share_of_pairs(workload)
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:

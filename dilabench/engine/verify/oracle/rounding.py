@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.impls.reference import Block, attend_rows, attend_rows_backward, blocks, finite, key_slots
+from dilabench.impls.reference import Block, attend_rows, blocks, finite, key_slots, shares_of_sum
 from dilabench.impls.summed import Part, parts_of
 from dilabench.workload.spec import Workload
 
@@ -136,13 +136,9 @@ def _sizes_of_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The natural sizes of the shares of all attentions of a sum, added up."""
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
-    for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
-        own = part.keys(k.double()), part.keys(v.double())
-        gated = dout.double() * part.gates[rows][..., None]
-        out = attend_rows(q, *own, part.workload, rows)[0]
-        exact = attend_rows_backward(gated, q, *own, out, part_lse, part.workload, rows)
-        sizes = gradient_sizes(gated, q, *own, part_lse, part.workload, rows, None, exact)
+    for share in shares_of_sum(parts, dout.double(), q, k, v, lse, rows, torch.float64):
+        sizes = gradient_sizes(share.gated, q, *share.own, share.lse, share.part.workload, rows, None, share.gradients)
         dq += sizes[0]
-        for total, size in zip((dk, dv), map(part.keys_backward, sizes[1:]), strict=True):
+        for total, size in zip((dk, dv), map(share.part.keys_backward, sizes[1:]), strict=True):
             total += size if keys is None else size[:, keys.to(size.device)]
     return dq, dk, dv
