@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
 from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.block_sparse import key_items
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.block_sparse.selected import SelectedPlan
+from dilabench.kernels.gates import gated, gated_sum
 from dilabench.kernels.tuning import TileConfig
 from dilabench.patterns.hidden_rows import HiddenRows
 
@@ -38,6 +41,7 @@ BOUNDED = {
     "two ranges, wide query tile": ((1, 131, 2, 1, 32, 32, False, (-1, -1), 1, TileConfig(32, 16, 4, 1)), 2),
     "three ranges, window, wide key tile": ((1, 130, 3, 3, 16, 64, False, (40, 90), 3, TileConfig(16, 32, 4, 1)), 3),
 }
+SHARED = ("full tiles", "causal, shared keys, mask per head", "padded head dim", "mask per key head")
 # name: (B, query rows, key rows of the first and of the second call, H, K, D, block, mask heads, tiles)
 RECTANGLES = {
     "more keys than queries": (1, 48, 64, 96, 2, 2, 16, 16, 1, None),
@@ -174,10 +178,29 @@ def two_calls(case: tuple) -> dict[str, float]:
     return compared((out, lse, *gradients), (got_out, got_lse, sum(dq), torch.cat(dk, 1), torch.cat(dv, 1)))
 
 
+def gates_of_parts() -> dict[str, float]:
+    """Sums under gates, and gradients times gates, against the same in torch."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 37, 3, 24, generator=generator) for _ in range(3)]
+    gates = torch.rand(3, 37, 3, generator=generator)
+    wanted = sum(part * gate[..., None] for part, gate in zip(parts, gates, strict=True))
+    products = zip(gated(parts[0], gates), gates, strict=True)
+    return {
+        "sum": float((gated_sum(parts, gates) - wanted).abs().max()),
+        "products": max(float((found - parts[0] * gate[..., None]).abs().max()) for found, gate in products),
+    }
+
+
 if __name__ == "__main__":
     results = {name: errors(case, torch.float32) for name, case in CASES.items()}
     results |= {f"two calls: {name}": two_calls(case) for name, case in RECTANGLES.items()}
     results |= {f"bounds: {name}": errors(case, torch.float32, ranges) for name, (case, ranges) in BOUNDED.items()}
+    # As at lengths where single lists are long: several programs share a tile.
+    with mock.patch.multiple(key_items, _LEAST_STEPS=2, _PROGRAMS=2**20):
+        results |= {f"shared tiles: {name}": errors(CASES[name], torch.float32) for name in SHARED}
+        case, ranges = BOUNDED["two ranges, wide query tile"]
+        results["shared tiles: bounds"] = errors(case, torch.float32, ranges)
     results["chosen on the device"] = chosen_on_the_device()
+    results["gates"] = gates_of_parts()
     results["half"] = errors(CASES["causal, shared keys, mask per head"], torch.float16)
     print(json.dumps(results))  # noqa: T201 - the parent process reads it

@@ -26,6 +26,11 @@ CASES = [
     "bounds: two ranges, wide query tile",
     "bounds: three ranges, window, wide key tile",
     "chosen on the device",
+    "shared tiles: full tiles",
+    "shared tiles: causal, shared keys, mask per head",
+    "shared tiles: padded head dim",
+    "shared tiles: mask per key head",
+    "shared tiles: bounds",
     "two calls: more keys than queries",
     "two calls: more queries than keys, ragged ends",
     "two calls: wide query tile, one key row",
@@ -46,6 +51,10 @@ def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: st
     assert found.pop("number of empty rows") > 0, "the case must hold rows that see nothing"
     assert found["empty rows"] == 0
     assert max(found.values()) < 2e-6, found
+
+
+def test_gates_are_products_with_every_part(errors: dict[str, dict[str, float]]) -> None:
+    assert max(errors["gates"].values()) == 0.0, errors["gates"]
 
 
 def test_a_single_block(errors: dict[str, dict[str, float]]) -> None:
@@ -117,6 +126,33 @@ def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibil
                     # Bounds over a tile's keys: what they cannot tell is looked at pair by pair.
                     assert whole or other not in full
                     assert not tile.any() or other in full or other in partly
+
+
+def test_a_windows_first_tile_is_left_to_the_rows_that_see_it() -> None:
+    """Its first key is hidden by one range and the others by two: no bounds of one range say that a row is past all."""
+    keys = np.arange(64)
+    hidden = HiddenRows.of(1024, (np.zeros_like(keys), keys), (keys + 40, np.full_like(keys, 1024)))
+    seen = Visibility(1024, False, key_rows=64, hidden=hidden)
+    lists = tile_lists(np.ones((1, 16, 1), bool), 64, seen, 64, 64, by_key=True)
+    assert lists.entries.tolist() == [0, 1]
+
+
+def test_long_lists_are_shared_and_every_entry_is_somebodys() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from dilabench.kernels.block_sparse.key_items import balanced_items
+
+    counts = np.array([[4000, 3, 0, 2500], [1, 1, 7, 8]])
+    items, shared, slots = balanced_items(counts, group=2, kv_heads=2, device=torch.device("cpu"))
+    for mine, tiles, lengths in zip(items.tolist(), shared.tolist(), counts.tolist(), strict=True):
+        listed = [item for item in mine if item[0] >= 0]
+        for tile, length in enumerate(lengths):
+            parts = sorted(item[1:3] for item in listed if item[0] == tile)
+            assert (parts[0][0], parts[-1][1] >= length) == (0, True)
+            assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
+        used = [item[3] for item in listed if item[3] >= 0]
+        assert sorted(used) == list(range(len(used)))
+        assert sum(count for tile, _, count in tiles if tile >= 0) == len(used) <= slots
+    assert slots > 50
 
 
 def test_tiles_must_divide_blocks() -> None:

@@ -49,7 +49,7 @@ BLOCK_KERNELS = {
     "backward_key": block_sparse_backward._block_key_kernel,
 }
 QUERY_ROWS = {"q_desc", "out_desc", "dout_desc", "dq_desc"}
-FLOATS = {"lse_ptr", "mass_ptr", "stats_ptr"}
+FLOATS = {"lse_ptr", "mass_ptr", "stats_ptr", "slots_ptr"}
 RESULTS = {"out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 NOT_ALIGNED = {
     *PER_LENGTH,
@@ -73,7 +73,7 @@ PARKED_BYTES = {
     (128, True, "backward_key", False): 8,
 }
 # The same of block-sparse kernels: 8 % faster than when they read statistics with masks and parked nothing.
-BLOCK_PARKED_BYTES = {(128, False, "backward_key"): 4, (128, True, "backward_key"): 36}
+BLOCK_PARKED_BYTES = {(128, False, "backward_key"): 24, (128, True, "backward_key"): 36}
 
 
 def compiled(kernel, constants: dict[str, object], tiles: dict[str, str], config: TileConfig):
@@ -131,6 +131,7 @@ def block_sparse(dim: int, causal: bool, direction: str, config: TileConfig):
         "LEFT": False,
         "RIGHT": causal,
         "RANGES": 0,
+        "PER_HEAD": False,
         "GROUP": 1,
         "PRECISION": "tf32",
         "STAGES": config.num_stages,
@@ -222,16 +223,20 @@ def test_block_sparse_configurations(
     assert kernel.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("null_mass", [False, True])
+# Null mass is of dilated attention, ranges of rows that keys are hidden from are of block-sparse attention.
+@pytest.mark.parametrize(("null_mass", "ranges"), [(False, 0), (True, 0), (False, 1), (False, 2)])
 @pytest.mark.parametrize(("causal", "cut"), [(False, False), (False, True), (True, False)])
-def test_specialised_forward(causal: bool, cut: bool, null_mass: bool, tmp_path: Path) -> None:
+def test_specialised_forward(causal: bool, cut: bool, null_mass: bool, ranges: int, tmp_path: Path) -> None:
     config = specialized_config(128, causal, 128)
     assert config is not None
     kernel = fused_forward_sm90._forward_kernel
     constants = {"DIM": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
-    constants |= {"STAGES": config.num_stages, "PERSISTENT": not (causal or cut), "RAGGED": cut}
+    constants |= {"STAGES": config.num_stages, "PERSISTENT": not (causal or cut or ranges), "RAGGED": cut}
+    constants["RANGES"] = ranges
     if not null_mass:
         constants["mass_ptr"] = None
+    if not ranges:
+        constants["bounds_ptr"] = None
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -254,7 +259,8 @@ def test_specialised_forward(causal: bool, cut: bool, null_mass: bool, tmp_path:
     assert "cp.async.bulk.tensor" in ptx
     assert "setmaxnreg" in ptx, "the producer warp must give its registers to the consumers"
     report = assembler_report(ptx, tmp_path)
-    assert "0 bytes spill stores" in report, report
+    # Parked while two ranges of rows hide keys besides the causal edge: 6.3 against 7.8 ms of the kernel without roles.
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= (8 if causal and ranges > 1 else 0), report
     assert "serialized" not in report, report
     assert built.metadata.shared <= 227 * 1024
 

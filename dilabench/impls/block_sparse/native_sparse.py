@@ -83,10 +83,7 @@ class _GatedSum(torch.autograd.Function):
         outs = [out for out, _ in results]
         ctx.function = function
         ctx.save_for_backward(q, k, v, gates, *outs, *(lse for _, lse in results))
-        total = outs[0] * gates[0, :, :, None]
-        for out, gate in zip(outs[1:], gates[1:], strict=True):
-            total.addcmul_(out, gate[..., None])
-        return total
+        return _gated_sum(outs, gates)
 
     @staticmethod
     @once_differentiable
@@ -95,17 +92,48 @@ class _GatedSum(torch.autograd.Function):
         function: GatedSum = ctx.function
         outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
         wide = torch.promote_types(q.dtype, torch.float32)
-        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
-        for part, gate, out, lse in zip(function.parts, gates, outs, lses, strict=True):
-            gated = (dout * gate[..., None]).contiguous()
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        of_queries = []
+        for part, gated_dout, out, lse in zip(function.parts, _gated(dout, gates), outs, lses, strict=True):
             keys, values = part.keys(k), part.keys(v)
-            shares = function.attend_backward(gated, q, keys, values, out, lse, part.plan, scale=function.scale)
-            sums[0] += shares[0]
-            for total, share in zip(sums[1:], shares[1:], strict=True):
+            dq, *shares = function.attend_backward(
+                gated_dout, q, keys, values, out, lse, part.plan, scale=function.scale
+            )
+            of_queries.append(dq)
+            for total, share in zip((dk, dv), shares, strict=True):
                 part.add_gradient(total, share.to(wide))
+        dq = _sum(of_queries)
         gate_gradients = _gate_gradients(dout, outs, gates) if ctx.needs_input_grad[4] else None
-        dq, dk, dv = (total.to(q.dtype) for total in sums)
-        return None, dq, dk, dv, gate_gradients
+        return None, dq, dk.to(q.dtype), dv.to(q.dtype), gate_gradients
+
+
+def _gated_sum(outs: Sequence[Tensor], gates: Tensor) -> Tensor:
+    if outs[0].device.type == "cuda":
+        # Triton is not installed everywhere, and only CUDA needs it.
+        from dilabench.kernels.gates import gated_sum
+
+        return gated_sum(outs, gates)
+    return _sum([out * gate[..., None] for out, gate in zip(outs, gates, strict=True)])
+
+
+def _gated(dout: Tensor, gates: Tensor) -> list[Tensor]:
+    """dout as each attention gets it."""
+    if dout.device.type == "cuda":
+        from dilabench.kernels.gates import gated
+
+        return gated(dout, gates)
+    return [(dout * gate[..., None]).contiguous() for gate in gates]
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, in float32 or wider, in the dtype of the parts; overwrites the first."""
+    if parts[0].device.type == "cuda":
+        from dilabench.kernels.sum_parts import sum_parts_
+
+        sum_parts_(parts[0], [(part, 0) for part in parts])
+        return parts[0]
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    return torch.stack([part.to(wide) for part in parts]).sum(0).to(parts[0].dtype)
 
 
 def _gate_gradients(dout: Tensor, outs: Sequence[Tensor], gates: Tensor) -> Tensor:

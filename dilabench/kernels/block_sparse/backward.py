@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.forward import head_rows, visible_pairs
+from dilabench.kernels.block_sparse.forward import head_rows, key_bounds, visible_pairs
+from dilabench.kernels.block_sparse.key_items import add_slots, slot_places
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
@@ -88,9 +89,10 @@ def _block_query_kernel(
         v = v_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
         logits = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
-        key_row = key + tl.arange(0, BLOCK_N)
-        seen = (key_row < key_rows)[None, :] & visible_pairs(
-            query_row[:, None], key_row[None, :], left, right, bounds_ptr, key_rows, LEFT, RIGHT, RANGES
+        key_row = (key + tl.arange(0, BLOCK_N))[None, :]
+        bounds = key_bounds(bounds_ptr, key_row, key_rows, RANGES)
+        seen = (key_row < key_rows) & visible_pairs(
+            query_row[:, None], key_row, left, right, bounds, LEFT, RIGHT, RANGES
         )
         p = tl.where(seen, tl.math.exp2(logits * scale_log2 - log2_lse[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
@@ -115,8 +117,7 @@ def _query_tile(
     scale_log2,
     left,
     right,
-    bounds_ptr,
-    key_rows,
+    bounds,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LEFT: tl.constexpr,
@@ -134,9 +135,7 @@ def _query_tile(
     dout = dout_desc.load([batch, head, query, 0]).reshape([BLOCK_M, DIM])
     p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
     if LEFT or RIGHT or RANGES > 0:
-        seen = visible_pairs(
-            query_row[None, :], key_row[:, None], left, right, bounds_ptr, key_rows, LEFT, RIGHT, RANGES
-        )
+        seen = visible_pairs(query_row[None, :], key_row, left, right, bounds, LEFT, RIGHT, RANGES)
         p = tl.where(seen, p, 0.0)
     delta = tl.load(stats + _STATS_BLOCK)
     dp = tl.dot(v, dout.T, input_precision=PRECISION)
@@ -154,20 +153,24 @@ def _block_key_kernel(
     dout_desc,
     dk_desc,
     dv_desc,
+    slots_ptr,
     stats_ptr,
     spans_ptr,
     entries_ptr,
-    order_ptr,
+    items_ptr,
     bounds_ptr,
     scale,
     scale_log2,
     n_heads,
     heads_per_mask,
     n_tiles,
+    n_items,
+    n_slots,
     stats_blocks,
     key_rows,
     left,
     right,
+    PER_HEAD: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -180,28 +183,33 @@ def _block_key_kernel(
 ):
     pid = tl.program_id(0)
     n_kv_heads = n_heads // GROUP
-    batch = pid // n_tiles // n_kv_heads
-    kv_head = pid // n_tiles % n_kv_heads
-    # The order of the group's first head serves them all: with one mask for all heads it is theirs too.
-    tile = tl.load(order_ptr + (kv_head * GROUP // heads_per_mask) * n_tiles + pid % n_tiles)
+    batch = pid // n_items // n_kv_heads
+    kv_head = pid // n_items % n_kv_heads
+    item_ptr = items_ptr + ((kv_head if PER_HEAD else 0) * n_items + pid % n_items) * 4
+    tile = tl.load(item_ptr)
+    if tile < 0:
+        return
+    low, high, slot = tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
 
     k = k_desc.load([batch, kv_head, tile * BLOCK_N, 0]).reshape([BLOCK_N, DIM])
     v = v_desc.load([batch, kv_head, tile * BLOCK_N, 0]).reshape([BLOCK_N, DIM])
-    key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    key_row = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    bounds = key_bounds(bounds_ptr, key_row, key_rows, RANGES)
     dk = tl.zeros([BLOCK_N, DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
         span_ptr = spans_ptr + ((head // heads_per_mask) * n_tiles + tile) * 3
-        entry_ptr = entries_ptr + tl.load(span_ptr)
+        first = entries_ptr + tl.load(span_ptr)
         n_full = tl.load(span_ptr + 1)
-        n_partly = tl.load(span_ptr + 2)
+        n_listed = n_full + tl.load(span_ptr + 2)
         if not (LEFT or RIGHT or RANGES > 0):
             # Only the end of the keys cuts tiles, and gradients of rows past it are never stored.
-            n_full += n_partly
+            n_full = n_listed
         stats_at = (batch * n_heads + head).to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
         stats_at = stats_ptr + stats_at + stats_places(tl.arange(0, BLOCK_M))
-        for _ in tl.range(0, n_full, num_stages=STAGES):
+        entry_ptr = first + low
+        for _ in tl.range(low, tl.minimum(high, n_full), num_stages=STAGES):
             query = tl.load(entry_ptr) * BLOCK_M
             entry_ptr += 1
             dk, dv = _query_tile(
@@ -219,8 +227,7 @@ def _block_key_kernel(
                 scale_log2,
                 left,
                 right,
-                bounds_ptr,
-                key_rows,
+                bounds,
                 DIM,
                 BLOCK_M,
                 False,
@@ -230,7 +237,8 @@ def _block_key_kernel(
             )
         if LEFT or RIGHT or RANGES > 0:
             # Not pipelined: such tiles are few, and with their masks a second one in flight would spill registers.
-            for _ in tl.range(0, n_partly, num_stages=1):
+            entry_ptr = first + tl.maximum(low, n_full)
+            for _ in tl.range(tl.maximum(low, n_full), tl.minimum(high, n_listed), num_stages=1):
                 query = tl.load(entry_ptr) * BLOCK_M
                 entry_ptr += 1
                 dk, dv = _query_tile(
@@ -248,8 +256,7 @@ def _block_key_kernel(
                     scale_log2,
                     left,
                     right,
-                    bounds_ptr,
-                    key_rows,
+                    bounds,
                     DIM,
                     BLOCK_M,
                     LEFT,
@@ -257,8 +264,13 @@ def _block_key_kernel(
                     RANGES,
                     PRECISION,
                 )
-    dk_desc.store([batch, kv_head, tile * BLOCK_N, 0], (dk * scale).to(dk_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
-    dv_desc.store([batch, kv_head, tile * BLOCK_N, 0], dv.to(dv_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
+    if slot >= 0:
+        at = slot_places(slots_ptr, batch * n_kv_heads + kv_head, slot, n_slots, BLOCK_N, DIM)
+        tl.store(at, dk)
+        tl.store(at + BLOCK_N * DIM, dv)
+    else:
+        dk_desc.store([batch, kv_head, tile * BLOCK_N, 0], (dk * scale).to(dk_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
+        dv_desc.store([batch, kv_head, tile * BLOCK_N, 0], dv.to(dv_desc.dtype).reshape([1, 1, BLOCK_N, DIM]))
 
 
 def block_sparse_backward(
@@ -309,7 +321,8 @@ def block_sparse_backward(
             head_rows(v, config.block_n),
             head_rows(dout, config.block_m),
         )
-        common = (stats, *plan.tables(config, by_key, q.device), bounds, scale, scale * _LOG2E, num_heads)
+        spans, entries, order = plan.tables(config, by_key, q.device)
+        common = (bounds, scale, scale * _LOG2E, num_heads)
         heads_per_mask = num_heads // plan.mask_heads
         limits, group = (plan.left, plan.right), num_heads // num_kv_heads
         shape = {
@@ -321,12 +334,18 @@ def block_sparse_backward(
             "num_stages": config.num_stages,
         }
         if by_key:
-            gradients = (head_rows(dk, own), head_rows(dv, own))
-            grid = (batch * num_kv_heads * tiles,)
-            counts = (heads_per_mask, tiles, stats.shape[4], plan.keys, *limits)
-            _block_key_kernel[grid](*operands, *gradients, *common, *counts, GROUP=group, **shape)
+            work = plan.key_items(config, group, num_kv_heads, q.device)
+            slots = stats.new_empty((batch * num_kv_heads, work.slots, 2, own, dim))
+            sets, n_items, _ = work.items.shape
+            grid = (batch * num_kv_heads * n_items,)
+            counts = (heads_per_mask, tiles, n_items, work.slots, stats.shape[4], plan.keys, *limits)
+            gradients = (head_rows(dk, own), head_rows(dv, own), slots)
+            lists = (stats, spans, entries, work.items)
+            _block_key_kernel[grid](*operands, *gradients, *lists, *common, *counts, PER_HEAD=sets > 1, GROUP=group, **shape)
+            add_slots(slots, work, dk, dv, scale)
         else:
             grid = (batch * num_heads * tiles,)
             sizes = (group, heads_per_mask, tiles, stats.shape[4], plan.keys, *limits)
-            _block_query_kernel[grid](*operands, head_rows(dq, own), *common, *sizes, **shape)
+            lists = (stats, spans, entries, order)
+            _block_query_kernel[grid](*operands, head_rows(dq, own), *lists, *common, *sizes, **shape)
     return dq, dk, dv

@@ -19,16 +19,18 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def key_bounds(bounds_ptr, key_row, key_rows, RANGES: tl.constexpr):
+    """(start, stop) of each range of rows that these keys are hidden from, one after the other."""
+    bounds = ()
+    for index in tl.static_range(RANGES):
+        at = bounds_ptr + 2 * index * key_rows + key_row
+        bounds = bounds + (tl.load(at, key_row < key_rows, 0), tl.load(at + key_rows, key_row < key_rows, 0))
+    return bounds
+
+
+@triton.jit
 def visible_pairs(
-    query_row,
-    key_row,
-    left,
-    right,
-    bounds_ptr,
-    key_rows,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    RANGES: tl.constexpr,
+    query_row, key_row, left, right, bounds, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr
 ):
     """Which pairs of a partly visible tile lie inside (left, right) and in no range of rows that hides the key."""
     seen = query_row == query_row
@@ -37,9 +39,7 @@ def visible_pairs(
     if RIGHT:
         seen = seen & (key_row <= query_row + right)
     for index in tl.static_range(RANGES):
-        start = tl.load(bounds_ptr + 2 * index * key_rows + key_row, key_row < key_rows, 0)
-        stop = tl.load(bounds_ptr + (2 * index + 1) * key_rows + key_row, key_row < key_rows, 0)
-        seen = seen & ((query_row < start) | (query_row >= stop))
+        seen = seen & ((query_row < bounds[2 * index]) | (query_row >= bounds[2 * index + 1]))
     return seen
 
 
@@ -108,9 +108,10 @@ def _block_forward_kernel(
         entry_ptr += 1
         k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
         logits = tl.dot(q, k.T, input_precision=PRECISION)
-        key_row = key + tl.arange(0, BLOCK_N)
-        seen = (key_row < key_rows)[None, :] & visible_pairs(
-            query_row[:, None], key_row[None, :], left, right, bounds_ptr, key_rows, LEFT, RIGHT, RANGES
+        key_row = (key + tl.arange(0, BLOCK_N))[None, :]
+        bounds = key_bounds(bounds_ptr, key_row, key_rows, RANGES)
+        seen = (key_row < key_rows) & visible_pairs(
+            query_row[:, None], key_row, left, right, bounds, LEFT, RIGHT, RANGES
         )
         logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)

@@ -19,14 +19,14 @@ _LOG2E = 1.4426950408889634
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
-    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, no bounds of
-    columns, regular strides, on sm_90. Batch items follow each other at one distance, so that of several the keys must
+    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides, on
+    sm_90. Batch items follow each other at one distance, so that of several the keys must
     be the queries' rows.
     """
     size = TILES.block_m
     whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))
     fits = whole and plan.keys // size <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
-    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1) and plan.hidden is None
+    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
     regular = all(is_row_addressable(x) for x in (q, k, v))
     return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
 
@@ -46,14 +46,16 @@ def block_sparse_forward_sm90(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sc
 
     batch, rows, num_heads, dim = q.shape
     items, entries, heads = _device_lists(plan, num_heads, q.device)
+    bounds = plan.bounds(q.device)
     empty = torch.empty if plan.every_row_has_work else torch.zeros
     out = empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((batch, num_heads, rows), float("-inf"), dtype=torch.float32, device=q.device)
     n_items = items.shape[2]
     n_work = n_items * batch * num_heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    # Programs that stay on their multiprocessor and walk over many tiles: measured to lose under a causal mask.
-    persistent = not plan.causal
+    # Programs that stay on their multiprocessor and walk over many tiles: measured to lose under a causal mask, and with
+    # bounds of columns they spill registers.
+    persistent = not plan.causal and not len(bounds)
     strides = {
         f"{name}_{axis}": x.stride(place)
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -69,6 +71,7 @@ def block_sparse_forward_sm90(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sc
         items_ptr=items,
         entries_ptr=entries,
         heads_ptr=heads,
+        bounds_ptr=bounds if len(bounds) else None,
         **strides,
         scale_log2=scale * _LOG2E,
         n_supers=1,
@@ -83,12 +86,14 @@ def block_sparse_forward_sm90(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sc
         length=rows,
         n_work=n_work,
         heads_per_kv=num_heads // k.shape[2],
+        key_rows=plan.keys,
         R=1,
         DIM=dim,
         BLOCK_M=TILES.block_m,
         BLOCK_N=TILES.block_n,
         CAUSAL=plan.causal,
         RAGGED=False,
+        RANGES=len(bounds),
         STAGES=TILES.num_stages,
         PERSISTENT=persistent,
         num_warps=TILES.num_warps,

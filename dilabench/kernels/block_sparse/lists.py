@@ -54,24 +54,34 @@ class HiddenTiles:
     """Bounds over the keys of each tile, of each range of rows; int64 [ranges, key tiles].
 
     A range hides all keys of a tile from the rows ``all_from`` <= i < ``all_to``, and none from rows outside of
-    ``some_from`` <= i < ``some_to``.
+    ``some_from`` <= i < ``some_to``. Rows outside of ``first`` <= i < ``end``, int64 [key tiles], see none of its keys,
+    whichever of a key's ranges it is that hides it: the one range of a first document's key is the second of another's.
     """
 
     all_from: npt.NDArray[np.int64]
     all_to: npt.NDArray[np.int64]
     some_from: npt.NDArray[np.int64]
     some_to: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, hidden: HiddenRows, rows: int, block_n: int) -> HiddenTiles:
         """Over key tiles of ``block_n`` keys."""
         tiles = np.arange(0, hidden.keys, block_n)
         some = hidden.starts < hidden.stops
+        first, end = np.zeros(hidden.keys, np.int64), np.full(hidden.keys, rows)
+        for starts, stops in zip(hidden.starts, hidden.stops, strict=True):
+            first = np.where(starts <= first, np.maximum(first, stops), first)
+        for starts, stops in zip(hidden.starts[::-1], hidden.stops[::-1], strict=True):
+            end = np.where(stops >= end, np.minimum(end, starts), end)
         return cls(
             np.maximum.reduceat(hidden.starts, tiles, axis=1),
             np.minimum.reduceat(hidden.stops, tiles, axis=1),
             np.minimum.reduceat(np.where(some, hidden.starts, rows), tiles, axis=1),
             np.maximum.reduceat(np.where(some, hidden.stops, 0), tiles, axis=1),
+            np.minimum.reduceat(first, tiles),
+            np.maximum.reduceat(end, tiles),
         )
 
 
@@ -134,6 +144,7 @@ def visible_tiles(
         whole &= k_low >= q_high - seen.left
     if seen.hidden is not None:
         tiles = hidden or HiddenTiles.of(seen.hidden, seen.rows, block_n)
+        some &= (q_high >= tiles.first) & (q_low < tiles.end)
         for all_from, all_to, some_from, some_to in zip(
             tiles.all_from, tiles.all_to, tiles.some_from, tiles.some_to, strict=True
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.lists import BoolArray, HiddenTiles, TileLists, Visibility, largest_tile, tile_lists
 from dilabench.kernels.tuning import Direction, TileConfig, float32_config
 from dilabench.patterns.hidden_rows import HiddenRows
+
+if TYPE_CHECKING:
+    from dilabench.kernels.block_sparse.key_items import KeyItems
 
 KeptT = TypeVar("KeptT")
 
@@ -62,6 +65,19 @@ class Plan(ABC):
     @abstractmethod
     def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(spans, entries, order) of `TileLists` on the device."""
+
+    def key_items(self, config: TileConfig, group: int, kv_heads: int, device: torch.device) -> KeyItems:
+        """The lists by key as work of programs, each of which walks over those of ``group`` heads.
+
+        Here whole lists: how long they are is not known on the host.
+        """
+        # Triton is not installed everywhere, and only lists of tiles need it.
+        from dilabench.kernels.block_sparse.key_items import whole_lists
+
+        return self.keep(
+            ("whole lists", config.block_m, config.block_n, kv_heads),
+            lambda: whole_lists(self.tables(config, True, device)[2][_set_heads(self.mask_heads, kv_heads)]),
+        )
 
     @property
     def every_row_has_work(self) -> bool:
@@ -196,3 +212,21 @@ class BlockPlan(Plan):
             return spans, entries, order
 
         return self.keep(("tables", config.block_m, config.block_n, by_key, device), make)
+
+    def key_items(self, config: TileConfig, group: int, kv_heads: int, device: torch.device) -> KeyItems:
+        """Tiles with long lists in several items."""
+        from dilabench.kernels.block_sparse.key_items import balanced_items
+
+        def make() -> KeyItems:
+            counts = self.lists(config.block_m, config.block_n, by_key=True).spans[..., 1:].sum(-1)
+            if self.mask_heads > 1:
+                # Of heads that share keys and have masks of their own, the longest list.
+                counts = counts.repeat(group * kv_heads // self.mask_heads, 0).reshape(kv_heads, group, -1).max(1)
+            return balanced_items(counts, group, kv_heads, device)
+
+        return self.keep(("items", config.block_m, config.block_n, group, kv_heads, device), make)
+
+
+def _set_heads(mask_heads: int, kv_heads: int) -> list[int]:
+    """The mask head whose order serves a set of lists: the first of each key/value head, or the only one."""
+    return [head * mask_heads // kv_heads for head in range(kv_heads)] if mask_heads > 1 else [0]

@@ -49,49 +49,14 @@ class SelectedPlan(Plan):
 
     def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(spans, entries, order) of `TileLists` on the device, which has to be that of the indices."""
+        # Triton is not installed everywhere, and only lists of tiles need it.
+        from dilabench.kernels.block_sparse.selected_lists import Selection, lists_by_key, lists_by_query
+
         assert device.type == self.indices.device.type
+        selection = Selection(self.indices, self.block_size, self.visibility)
+        make = lists_by_key if by_key else lists_by_query
         key = ("tables", config.block_m, config.block_n, by_key)
-        return self.keep(key, lambda: self._tables(config.block_m, config.block_n, by_key))
-
-    def _tables(self, block_m: int, block_n: int, by_key: bool) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, some, whole = self._tile_pairs(block_m, block_n)
-        tiles_m, tiles_n = -(-self.rows // block_m), -(-self.rows // block_n)
-        own, partner, own_tiles, partners = (key, query, tiles_n, tiles_m) if by_key else (query, key, tiles_m, tiles_n)
-        heads = torch.arange(self.mask_heads, device=query.device)[:, None, None]
-        lists = self.mask_heads * own_tiles
-        # What is not visible goes to a list of its own at the end.
-        at = torch.where(some, heads * own_tiles + own, lists)
-        place = (at * 2 + ~whole) * partners + partner.clamp_max(partners - 1)
-        ordered = place.flatten().sort().values
-        counts = torch.zeros(2 * (lists + 1), dtype=torch.int64, device=query.device)
-        counts.scatter_add_(0, ordered // partners, torch.ones_like(ordered))
-        full, partly = counts.view(-1, 2)[:lists].view(self.mask_heads, own_tiles, 2).unbind(-1)
-        listed = full + partly
-        first = (listed.flatten().cumsum(0) - listed.flatten()).view_as(listed)
-        spans = torch.stack((first, full, partly), -1)
-        order = listed.argsort(dim=1, descending=True, stable=True)
-        return spans.int(), (ordered % partners).int(), order.int()
-
-    def _tile_pairs(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query tile and key tile of the listed pairs [heads, query tiles, key tiles of k blocks]; whether some of the
-        rows of each are visible to each other, and whether all are."""
-        blocks = self.indices.shape[1]
-        split = self.block_size // block_n
-        query = torch.arange(-(-self.rows // block_m), device=self.indices.device)
-        listed = self._distinct()[:, query * block_m // self.block_size]
-        inside = torch.arange(split, device=query.device)
-        key = (listed[..., None] * split + inside).flatten(2)
-        low, key_low = (query * block_m)[:, None], key * block_n
-        high, key_high = (low + block_m).clamp_max(self.rows) - 1, (key_low + block_n).clamp_max(self.rows) - 1
-        some = (key_low < self.rows) & (key < blocks * split)
-        whole = some & (key_low + block_n <= self.rows)
-        if self.right >= 0:
-            some = some & (key_low <= high + self.right)
-            whole = whole & (key_high <= low + self.right)
-        if self.left >= 0:
-            some = some & (key_high >= low - self.left)
-            whole = whole & (key_low >= high - self.left)
-        return query[:, None].expand_as(key), key, some, whole
+        return self.keep(key, lambda: make(selection, config.block_m, config.block_n))
 
     def _distinct(self) -> Tensor:
         """int64 [heads, n, k]: each index once, rising, and then n."""

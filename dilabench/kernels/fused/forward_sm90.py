@@ -89,7 +89,7 @@ def _produce_item(
     """Copy one query tile and its key and value tiles; returns the counts of key tiles and query tiles so far."""
     q_desc, k_desc, v_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
-    items_ptr, entries_ptr, heads_ptr = tables
+    items_ptr, entries_ptr, heads_ptr, _ = tables
     q_smem, k_smem, v_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     item_ptr, head, _, shift, _, base_row = _locate(work, geometry, items_ptr, heads_ptr)
@@ -180,8 +180,10 @@ def _weights(
     residue,
     shift,
     ends,
+    bounds,
     MASK: gl.constexpr,
     CAUSAL: gl.constexpr,
+    RANGES: gl.constexpr,
     R,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -199,6 +201,14 @@ def _weights(
         else:
             seen = (key_row < _end_of(partner, ends) - (entry & _TILE_MASK) * BLOCK_N)[None, :]
         logits = gl.where(seen, logits, float("-inf"))
+        bounds_ptr, key_rows = bounds
+        for index in gl.static_range(RANGES):
+            # Ranges of rows that a key is hidden from (block_sparse), key by key.
+            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + first_row
+            at = bounds_ptr + 2 * index * key_rows + (entry & _TILE_MASK) * BLOCK_N + key_row
+            start, stop = gl.load(at), gl.load(at + key_rows)
+            hidden = (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
+            logits = gl.where(hidden, float("-inf"), logits)
     new_top = gl.maximum(top, gl.max(logits, 1) * scale_log2 + bias)
     safe_top = new_top
     if MASK:
@@ -221,10 +231,12 @@ def _consume_tile(
     residue,
     shift,
     ends,
+    bounds,
     tiles,
     barriers,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
+    RANGES: gl.constexpr,
     R,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -238,6 +250,7 @@ def _consume_tile(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    MASK: gl.constexpr = CAUSAL or RAGGED or RANGES > 0
     top = gl.full([ROWS], float("-inf"), gl.float32, STAT_LAYOUT)
     total = gl.full([ROWS], 0.0, gl.float32, STAT_LAYOUT)
     acc = gl.full([ROWS, DIM], 0.0, gl.float32, O_LAYOUT)
@@ -262,15 +275,17 @@ def _consume_tile(
         residue,
         shift,
         ends,
-        CAUSAL or RAGGED,
+        bounds,
+        MASK,
         CAUSAL,
+        RANGES,
         R,
         ROWS,
         BLOCK_N,
         S_LAYOUT,
     )
     weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT)
-    for masked in gl.static_range(2 if CAUSAL or RAGGED else 1):
+    for masked in gl.static_range(2 if MASK else 1):
         low = 1 if masked == 0 else gl.maximum(1, n_full)
         high = n_full if masked == 0 else n
         for j in range(low, high):
@@ -294,8 +309,10 @@ def _consume_tile(
                 residue,
                 shift,
                 ends,
+                bounds,
                 masked == 1,
                 CAUSAL,
+                RANGES,
                 R,
                 ROWS,
                 BLOCK_N,
@@ -330,6 +347,7 @@ def _consume_item(
     scale_log2,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
+    RANGES: gl.constexpr,
     R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -342,7 +360,8 @@ def _consume_item(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (DIM // 8), DIM // 8], [4, 1], [1, 0])
     out_ptr, lse_ptr, mass_ptr = results
-    items_ptr, entries_ptr, heads_ptr = tables
+    items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
+    bounds = (bounds_ptr, geometry[10])
     n_heads, super_rows, whole_rows = geometry[4], geometry[6], geometry[7]
     longer_classes, length = geometry[8], geometry[9]
     item_ptr, head, batch, shift, super_index, _ = _locate(work, geometry, items_ptr, heads_ptr)
@@ -365,10 +384,12 @@ def _consume_item(
             residue,
             shift,
             ends,
+            bounds,
             tiles,
             barriers,
             CAUSAL,
             RAGGED,
+            RANGES,
             R,
             ROWS,
             BLOCK_N,
@@ -389,6 +410,10 @@ def _consume_item(
             total = total * decay + gl.exp2(mass - higher)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
             top = higher
+        if RANGES > 0:
+            # A row may see no key at all: its out is 0 and its lse -inf.
+            top = gl.where(total == 0.0, float("-inf"), top)
+            total = gl.where(total == 0.0, 1.0, total)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, O_LAYOUT))[:, None]
         lse = (top + gl.log2(total)) * 0.6931471805599453
         result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
@@ -414,6 +439,7 @@ def _consume(
     scale_log2,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
+    RANGES: gl.constexpr,
     R,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -439,6 +465,7 @@ def _consume(
                 scale_log2,
                 CAUSAL,
                 RAGGED,
+                RANGES,
                 R,
                 BLOCK_M,
                 BLOCK_N,
@@ -459,6 +486,7 @@ def _consume(
             scale_log2,
             CAUSAL,
             RAGGED,
+            RANGES,
             R,
             BLOCK_M,
             BLOCK_N,
@@ -478,6 +506,7 @@ def _forward_kernel(
     items_ptr,
     entries_ptr,
     heads_ptr,
+    bounds_ptr,
     q_token,
     q_head,
     k_token,
@@ -497,12 +526,14 @@ def _forward_kernel(
     length,
     n_work,
     heads_per_kv,
+    key_rows,
     R,
     DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
+    RANGES: gl.constexpr,
     STAGES: gl.constexpr,
     PERSISTENT: gl.constexpr,
 ):
@@ -523,7 +554,7 @@ def _forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    tables = (items_ptr, entries_ptr, heads_ptr)
+    tables = (items_ptr, entries_ptr, heads_ptr, bounds_ptr)
     geometry = (
         n_supers,
         full_supers,
@@ -535,6 +566,7 @@ def _forward_kernel(
         whole_rows,
         longer_classes,
         length,
+        key_rows,
     )
     tiles = (q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
@@ -556,6 +588,7 @@ def _forward_kernel(
                     scale_log2,
                     CAUSAL,
                     RAGGED,
+                    RANGES,
                     R,
                     BLOCK_M,
                     BLOCK_N,
@@ -577,6 +610,7 @@ def _forward_kernel(
                     scale_log2,
                     CAUSAL,
                     RAGGED,
+                    RANGES,
                     R,
                     BLOCK_M,
                     BLOCK_N,
@@ -652,6 +686,7 @@ def run_group(
             "items_ptr": tables.items,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
+            "bounds_ptr": None,
             **{f"{name}_token": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
             **{f"{name}_head": x.stride(2) for name, x in (("q", q), ("k", k), ("v", v))},
             "scale_log2": scale * _LOG2E,
@@ -667,12 +702,14 @@ def run_group(
             "length": group.length,
             "n_work": n_work,
             "heads_per_kv": num_heads // k.shape[2],
+            "key_rows": 0,
             "R": group.modulus,
             "DIM": dim,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "CAUSAL": causal,
             "RAGGED": ragged and not causal,
+            "RANGES": 0,
             "STAGES": config.num_stages,
             "PERSISTENT": persistent,
             "num_warps": config.num_warps,

@@ -26,6 +26,8 @@ PER_LENGTH = (
     "n_tiles",
     "n_blocks",
     "n_work",
+    "n_slots",
+    "n_shared",
     "length",
     "sequence_rows",
     "whole_rows",

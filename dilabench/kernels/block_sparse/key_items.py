@@ -1,0 +1,142 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""Work of the backward pass by keys: a tile whose list is far longer than others' is shared by several programs.
+
+Attention sinks, means of blocks and keys that many select are seen by every query, and one program would walk over all
+of them while the others are long done. Each share of a tile writes its sums in float32 to a place of its own, and a
+second kernel adds them in order: no atomics, so the result is deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.lists import Int32Array
+from dilabench.kernels.fused.row_layout import PER_LENGTH
+
+# Programs that run at once on a GPU of 132 multiprocessors, twice over, so that the last ones to end are short.
+_PROGRAMS = 528
+# Shorter shares would spend more on filling their pipelines than they save.
+_LEAST_STEPS = 64
+_ALL = np.iinfo(np.int32).max
+
+
+class KeyItems(NamedTuple):
+    """``items`` int32 [sets, items, 4]: key tile (-1: none), first and end place in its list, slot (-1: its only item).
+
+    ``shared`` int32 [sets, tiles in several items, 3]: key tile (-1: none), first slot, slots. A set is of one
+    key/value head, or of all. ``slots``: how many there are for each head.
+    """
+
+    items: Tensor
+    shared: Tensor
+    slots: int
+
+
+def whole_lists(order: Tensor) -> KeyItems:
+    """Each tile one item, in this order int [sets, tiles]."""
+    ends = torch.tensor([0, _ALL, -1], dtype=torch.int32, device=order.device)
+    items = torch.cat((order[..., None].int(), ends.expand(*order.shape, 3)), -1)
+    return KeyItems(items, items.new_empty((len(order), 0, 3)), 0)
+
+
+def balanced_items(counts: Int32Array, group: int, kv_heads: int, device: torch.device) -> KeyItems:
+    """Of lists of so many entries [sets, tiles], which ``group`` heads walk over; the longest items first."""
+    steps = int(counts.sum()) * group * (kv_heads // len(counts))
+    most = -(-max(_LEAST_STEPS, steps // _PROGRAMS) // group)
+    shares = np.where(counts > 2 * most, -(-counts // most), 1)
+    each = -(-counts // shares)
+    items, shared, slots = [], [], int(np.where(shares > 1, shares, 0).sum(1).max(initial=0))
+    for share, length, count in zip(shares, each, counts, strict=True):
+        tile = np.arange(len(share)).repeat(share)
+        first = share.cumsum() - share
+        number = np.arange(len(tile)) - first[tile]
+        low = number * length[tile]
+        is_shared = share > 1
+        slot = np.where(is_shared, share, 0).cumsum() - np.where(is_shared, share, 0)
+        rows = (tile, low, low + length[tile], np.where(is_shared[tile], slot[tile] + number, -1))
+        items.append(np.stack(rows, 1)[np.minimum(length[tile], count[tile] - low).argsort(kind="stable")[::-1]])
+        shared.append(np.stack((np.arange(len(share)), slot, share), 1)[is_shared])
+    return KeyItems(_padded(items, device), _padded(shared, device), slots)
+
+
+def _padded(sets: list[np.ndarray], device: torch.device) -> Tensor:
+    """int32 [sets, most of a set, columns] on the device; -1 where a set has fewer."""
+    padded = np.full((len(sets), max(map(len, sets)), sets[0].shape[1]), -1, np.int32)
+    for place, rows in enumerate(sets):
+        padded[place, : len(rows)] = rows
+    return torch.from_numpy(padded).to(device)
+
+
+@triton.jit
+def slot_places(slots_ptr, head, slot, n_slots, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Where the first of the two sums of a slot of a head stands; the other follows it."""
+    tile = tl.arange(0, ROWS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    return slots_ptr + (head.to(tl.int64) * n_slots + slot) * (2 * ROWS * DIM) + tile
+
+
+@triton.jit(do_not_specialize=PER_LENGTH)
+def _add_slots_kernel(
+    slots_ptr,
+    shared_ptr,
+    dk_ptr,
+    dv_ptr,
+    scale,
+    n_slots,
+    n_shared,
+    n_kv_heads,
+    key_rows,
+    HEAD_DIM: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    head, place = tl.program_id(0) // n_shared, tl.program_id(0) % n_shared
+    kv_head = head % n_kv_heads
+    shared_ptr += ((kv_head if PER_HEAD else 0) * n_shared + place) * 3
+    tile = tl.load(shared_ptr)
+    if tile >= 0:
+        slot, count = tl.load(shared_ptr + 1), tl.load(shared_ptr + 2)
+        at = slot_places(slots_ptr, head, slot, n_slots, ROWS, DIM)
+        dk, dv = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+        for _ in range(count):
+            dk += tl.load(at)
+            dv += tl.load(at + ROWS * DIM)
+            at += 2 * ROWS * DIM
+        row, column = tile * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DIM)[None, :]
+        result = (((head // n_kv_heads).to(tl.int64) * key_rows + row) * n_kv_heads + kv_head) * HEAD_DIM + column
+        inside = (row < key_rows) & (column < HEAD_DIM)
+        tl.store(dk_ptr + result, (dk * scale).to(dk_ptr.dtype.element_ty), inside)
+        tl.store(dv_ptr + result, dv.to(dv_ptr.dtype.element_ty), inside)
+
+
+def add_slots(slots: Tensor, work: KeyItems, dk: Tensor, dv: Tensor, scale: float) -> None:
+    """Write the tiles of dk and dv [B, N, K, D] that were computed in several items: the sums of their slots.
+
+    ``slots`` float32 [B * K, slots, 2, rows, columns]; scale is that of dk.
+    """
+    sets, n_shared, _ = work.shared.shape
+    if n_shared:
+        _, _, _, rows, columns = slots.shape
+        _add_slots_kernel[(len(slots) * n_shared,)](
+            slots,
+            work.shared,
+            dk,
+            dv,
+            scale,
+            work.slots,
+            n_shared,
+            dk.shape[2],
+            dk.shape[1],
+            HEAD_DIM=dk.shape[3],
+            PER_HEAD=sets > 1,
+            ROWS=rows,
+            DIM=columns,
+            num_warps=8,
+        )

@@ -1,0 +1,230 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""The kernels that turn indices of selected key blocks into lists of tiles, in one launch for the forward pass.
+
+A selection is new in every call of a model, so that its lists are part of what attention costs: a sort of all pairs
+takes longer than a tenth of the attention itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.lists import Visibility
+
+# Words of 32 query blocks that a program of the lists by key looks at together: with more, or with more than a warp, its
+# sums over them take longer (0.16 against 0.20 to 0.28 ms for 7 x 1713 lists of 64, H200).
+_WORDS = 4
+# As PER_LENGTH of the other kernels: what changes with a sequence or a selection compiles nothing.
+_PER_LENGTH = ("blocks", "width", "words", "tiles", "rows", "left", "right")
+
+
+class Selection(NamedTuple):
+    """``indices`` int [heads, n, k] of key blocks for each of n blocks of ``block_size`` queries, and what is visible.
+
+    In any order; an index that is repeated counts once, and one outside of 0..n-1 stands for none.
+    """
+
+    indices: Tensor
+    block_size: int
+    visibility: Visibility
+
+
+@triton.jit
+def _seen(query, key, listed, rows, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of listed pairs of tiles: whether some, and whether all of their pairs of rows are visible."""
+    low, key_low = query * BLOCK_M, key * BLOCK_N
+    high, key_high = tl.minimum(low + BLOCK_M, rows) - 1, tl.minimum(key_low + BLOCK_N, rows) - 1
+    some = listed & (key_low < rows) & (low < rows)
+    whole = some & (key_low + BLOCK_N <= rows)
+    if right >= 0:
+        some = some & (key_low <= high + right)
+        whole = whole & (key_high <= low + right)
+    if left >= 0:
+        some = some & (key_high >= low - left)
+        whole = whole & (key_low >= high - left)
+    return some & ~whole, whole
+
+
+@triton.jit(do_not_specialize=_PER_LENGTH)
+def _by_query_kernel(
+    indices_ptr,
+    spans_ptr,
+    entries_ptr,
+    order_ptr,
+    blocks,
+    width,
+    tiles,
+    rows,
+    left,
+    right,
+    WIDTH: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+    KEY_TILES: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    place = tl.arange(0, WIDTH)
+    index = tl.load(indices_ptr + (head * blocks + tile // QUERY_TILES) * width + place, place < width, -1).to(tl.int32)
+    index = tl.sort(tl.where((index >= 0) & (index < blocks), index, blocks))
+    before = tl.gather(index, tl.maximum(place - 1, 0), 0)
+    listed = (index < blocks) & ((place == 0) | (index != before))
+    inside = tl.arange(0, SPREAD)[None, :]
+    key = tl.reshape(index[:, None] * KEY_TILES + inside, [WIDTH * SPREAD])
+    listed = tl.reshape(listed[:, None] & (inside < KEY_TILES), [WIDTH * SPREAD])
+    partly, whole = _seen(tile, key, listed, rows, left, right, BLOCK_M, BLOCK_N)
+    n_whole, n_partly = tl.sum(whole.to(tl.int32), 0), tl.sum(partly.to(tl.int32), 0)
+    at = tl.where(whole, tl.cumsum(whole.to(tl.int32), 0), n_whole + tl.cumsum(partly.to(tl.int32), 0)) - 1
+    first = tl.program_id(0) * width * KEY_TILES
+    tl.store(entries_ptr + first + at, key, whole | partly)
+    tl.store(spans_ptr + 3 * tl.program_id(0), first)
+    tl.store(spans_ptr + 3 * tl.program_id(0) + 1, n_whole)
+    tl.store(spans_ptr + 3 * tl.program_id(0) + 2, n_partly)
+    # Behind a causal edge later rows can see more blocks.
+    tl.store(order_ptr + tl.program_id(0), tl.where(right >= 0, tiles - 1 - tile, tile))
+
+
+@triton.jit(do_not_specialize=_PER_LENGTH)
+def _mark_kernel(indices_ptr, bits_ptr, blocks, width, words, WIDTH: tl.constexpr):
+    """Bit i of the words of (head, key block): block i of queries selected it."""
+    head, query = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    place = tl.arange(0, WIDTH)
+    index = tl.load(indices_ptr + (head * blocks + query) * width + place, place < width, -1).to(tl.int32)
+    at = (head * blocks + index).to(tl.int64) * words + query // 32
+    bit = tl.full([WIDTH], 1, tl.int32) << (query % 32)
+    tl.atomic_or(bits_ptr + at, bit, (index >= 0) & (index < blocks), sem="relaxed")
+
+
+@triton.jit
+def _marked(bits_ptr, start, words, WORDS: tl.constexpr, QUERY_TILES: tl.constexpr, SPREAD: tl.constexpr):
+    """Query tiles of `WORDS` words of bits, rising, and which of them are listed."""
+    size: tl.constexpr = WORDS * 32 * SPREAD
+    place = tl.arange(0, size)
+    block, inside = start * 32 + place // SPREAD, place % SPREAD
+    bits = tl.load(bits_ptr + block // 32, block // 32 < words, 0)
+    return block * QUERY_TILES + inside, (((bits >> (block % 32)) & 1) != 0) & (inside < QUERY_TILES)
+
+
+@triton.jit(do_not_specialize=_PER_LENGTH)
+def _by_key_kernel(
+    bits_ptr,
+    spans_ptr,
+    counts_ptr,
+    entries_ptr,
+    used_ptr,
+    blocks,
+    words,
+    tiles,
+    rows,
+    left,
+    right,
+    WORDS: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+    KEY_TILES: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    bits_ptr += (head * blocks + tile // KEY_TILES).to(tl.int64) * words
+    n_whole, n_partly = 0, 0
+    for start in range(0, words, WORDS):
+        query, listed = _marked(bits_ptr, start, words, WORDS, QUERY_TILES, SPREAD)
+        partly, whole = _seen(query, tile, listed, rows, left, right, BLOCK_M, BLOCK_N)
+        n_whole += tl.sum(whole.to(tl.int32), 0)
+        n_partly += tl.sum(partly.to(tl.int32), 0)
+    # Where a list lies hangs on who comes first; what is in it does not.
+    first = tl.atomic_add(used_ptr, n_whole + n_partly, sem="relaxed")
+    at_whole, at_partly = first - 1, first + n_whole - 1
+    for start in range(0, words, WORDS):
+        query, listed = _marked(bits_ptr, start, words, WORDS, QUERY_TILES, SPREAD)
+        partly, whole = _seen(query, tile, listed, rows, left, right, BLOCK_M, BLOCK_N)
+        own, other = whole.to(tl.int32), partly.to(tl.int32)
+        at = tl.where(whole, at_whole + tl.cumsum(own, 0), at_partly + tl.cumsum(other, 0))
+        tl.store(entries_ptr + at, query, whole | partly)
+        at_whole += tl.sum(own, 0)
+        at_partly += tl.sum(other, 0)
+    tl.store(spans_ptr + 3 * tl.program_id(0), first)
+    tl.store(spans_ptr + 3 * tl.program_id(0) + 1, n_whole)
+    tl.store(spans_ptr + 3 * tl.program_id(0) + 2, n_partly)
+    tl.store(counts_ptr + tl.program_id(0), n_whole + n_partly)
+
+
+def lists_by_query(selection: Selection, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(spans, entries, order) of `TileLists` on the indices' device, later rows first behind a causal edge."""
+    indices, block_size, seen = selection
+    heads, blocks, width = indices.shape
+    tiles = -(-seen.rows // block_m)
+    key_tiles = block_size // block_n
+    spans = indices.new_empty((heads, tiles, 3), dtype=torch.int32)
+    entries = indices.new_empty(heads * tiles * width * key_tiles, dtype=torch.int32)
+    order = indices.new_empty((heads, tiles), dtype=torch.int32)
+    _by_query_kernel[(heads * tiles,)](
+        indices.contiguous(),
+        spans,
+        entries,
+        order,
+        blocks,
+        width,
+        tiles,
+        seen.rows,
+        seen.left,
+        0 if seen.causal else seen.right,
+        WIDTH=_power_of_two(width, 2),
+        QUERY_TILES=block_size // block_m,
+        KEY_TILES=key_tiles,
+        SPREAD=_power_of_two(key_tiles),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4 if width > 128 else 1,
+    )
+    return spans, entries, order
+
+
+def lists_by_key(selection: Selection, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(spans, entries, order) of `TileLists` on the indices' device, the longest list first."""
+    indices, block_size, seen = selection
+    heads, blocks, width = indices.shape
+    tiles = -(-seen.rows // block_n)
+    query_tiles, key_tiles = block_size // block_m, block_size // block_n
+    words = -(-blocks // 32)
+    bits = indices.new_zeros(heads * blocks * words + 1, dtype=torch.int32)
+    spans = indices.new_empty((heads, tiles, 3), dtype=torch.int32)
+    counts = indices.new_empty((heads, tiles), dtype=torch.int32)
+    entries = indices.new_empty(heads * blocks * width * query_tiles * key_tiles, dtype=torch.int32)
+    _mark_kernel[(heads * blocks,)](
+        indices.contiguous(), bits, blocks, width, words, WIDTH=_power_of_two(width, 2), num_warps=1
+    )
+    _by_key_kernel[(heads * tiles,)](
+        bits,
+        spans,
+        counts,
+        entries,
+        bits[-1:],
+        blocks,
+        words,
+        tiles,
+        seen.rows,
+        seen.left,
+        0 if seen.causal else seen.right,
+        WORDS=max(1, min(_WORDS, _power_of_two(words)) // _power_of_two(query_tiles)),
+        QUERY_TILES=query_tiles,
+        KEY_TILES=key_tiles,
+        SPREAD=_power_of_two(query_tiles),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=1,
+    )
+    return spans, entries, counts.argsort(dim=1, descending=True, stable=True).int()
+
+
+def _power_of_two(number: int, least: int = 1) -> int:
+    """The smallest power of two that is neither below `number` nor below `least`."""
+    return max(least, 1 << (number - 1).bit_length())
