@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtim
 import torch
 from torch import Tensor, nn
 
+from dilabench.attention import first_use
 from dilabench.backends.load import load_backend
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.errors import ConfigError
@@ -31,7 +32,6 @@ from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.request import AUTO, RunRequest
-from dilabench.suites.choice import choose
 from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
@@ -121,6 +121,7 @@ def dilated_attention(
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
         tuple(bounds),
+        wants_gradient,
         backend,
     )
     if sink is None and nothing_looks_on(*tensors):
@@ -224,6 +225,7 @@ class _Options(NamedTuple):
     padding: str
     merge_grad: str
     cu_seqlens: tuple[int, ...]
+    wants_gradient: bool
     backend: str
 
 
@@ -244,11 +246,12 @@ def _forward_op(
     padding: str,
     merge_grad: str,
     cu_seqlens: Sequence[int],
+    wants_gradient: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N]."""
     branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
-    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), backend)
+    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), wants_gradient, backend)
     out, lse = _computation(query, key, value, options).forward(query, key, value)[:2]
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
@@ -281,11 +284,12 @@ def _backward_op(
     padding: str,
     merge_grad: str,
     cu_seqlens: Sequence[int],
+    wants_gradient: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
     branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
-    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), backend)
+    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), wants_gradient, backend)
     return _computation(query, key, value, options).backward(dout, query, key, value, out, lse)
 
 
@@ -380,7 +384,7 @@ def _cached_computation(
                 **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
             },
         )
-        if options.backend == AUTO and (fastest := _without_backend(workload, device)):
+        if options.backend == AUTO and (fastest := _fastest(workload, device, options.wants_gradient)):
             return fastest
         # A named backend may serve a forward pass alone.
         asked = workload.replace(mode="both" if options.backend == AUTO else "forward")
@@ -391,15 +395,21 @@ def _cached_computation(
     return strided.build(workload, context)
 
 
-def _without_backend(workload: Workload, device: torch.device) -> _Computation | None:
-    """The fastest, where it is one that calls no backend and gives its gradients on demand."""
+def _fastest(workload: Workload, device: torch.device, wants_gradient: bool) -> _Computation | None:
+    """The fastest way that is known or can be measured, if that is more than a rule that leaves the backend open."""
     planner = planner_of(device.type)
-    choice = choose(planner.catalogue, planner.machine, workload.replace(mode="both"))
-    implementation = planner.catalogue.implementations.get(choice.implementation)
-    if implementation.uses_backend:
-        return None
-    found = load_target(implementation.target)(workload, BuildContext(device=device))
-    return found if isinstance(found, _Computation) else None
+
+    def build(case: Case) -> _Computation | None:
+        implementation = planner.catalogue.implementations.get(case.implementation)
+        if implementation.uses_backend and case.backend is None:
+            return None
+        backend = load_backend(planner.catalogue.backends.get(case.backend)) if case.backend else None
+        found = load_target(implementation.target)(workload, BuildContext(device=device, backend=backend))
+        return found if isinstance(found, _Computation) else None
+
+    asked = workload.replace(mode="both" if wants_gradient else "forward")
+    choice = first_use.fastest(planner, asked, device, build)
+    return build(Case(implementation=choice.implementation, backend=choice.backend, workload=asked))
 
 
 def backend_of(name: str, case: Case, device: str) -> LoadedBackend:

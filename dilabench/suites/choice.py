@@ -1,20 +1,22 @@
 """Which implementation and backend is fastest for a workload, as measured: what `-i auto` means.
 
-`dilabench tune` writes a file of measured cells for this machine (GPU, torch, Triton and kernel sources in its name);
-the package ships one for each GPU that it was tuned on. Without any, the priorities on the descriptors decide.
+`dilabench tune` writes a file of measured cells for this machine (GPU, torch, Triton and kernel sources in its name),
+and the library adds what it measures at the first call of a configuration (`attention.first_use`). The package ships a
+file for each GPU that it was tuned on. Without any, the priorities on the descriptors decide.
 """
 
 import hashlib
 import importlib.metadata
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from dilabench.atomic_file import write_text
 from dilabench.cache_folder import cache_folder
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
@@ -24,6 +26,8 @@ from dilabench.validation import Model
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs
 
+# A cell of the very same configuration is believed for lengths of up to 1.5 times the tokens, or as many times fewer.
+NEAR_DOUBLINGS = 0.6
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "tuned"
 KERNELS = PACKAGE / "kernels"
@@ -64,16 +68,34 @@ def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: in
 
     What was measured is of one device. Raises ConfigError when nothing can compute it on this machine.
     """
+    near = measured_near(machine, workload) if ranks == 1 else None
+    if near and _usable(catalogue, machine, _case(near, workload, ranks), measured=True):
+        return Choice(near.implementation, near.backend, "tuned")
     for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
         for cell in _alike(read_tune_file(path), workload):
-            case = Case(implementation=cell.implementation, backend=cell.backend, workload=workload, world_size=ranks)
             # What was measured on this very workload needs no rule.
-            if _usable(catalogue, machine, case, measured=cell.workload == workload):
+            if _usable(catalogue, machine, _case(cell, workload, ranks), measured=cell.workload == workload):
                 return Choice(cell.implementation, cell.backend, source)
     for name in by_priority(catalogue, workload, ranks):
         if _usable(catalogue, machine, Case(implementation=name, workload=workload, world_size=ranks)):
             return Choice(name, None, "rule")
     raise ConfigError(f"nothing here can compute {workload.label()}; `dilabench list --why` says why")
+
+
+def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
+    """What this machine measured of the same configuration at nearly this length (`NEAR_DOUBLINGS`), the nearest."""
+    cells = [cell for cell in _alike(read_tune_file(tune_path(machine)), workload) if _is_near(cell.workload, workload)]
+    return cells[0] if cells else None
+
+
+def _is_near(a: Workload, b: Workload) -> bool:
+    sizes = {"seq_len": 1, "batch_size": 1, "mode": "forward", "cu_seqlens": None}
+    alike = a.layout == b.layout and a.model_copy(update=sizes) == b.model_copy(update=sizes)
+    return alike and abs(math.log2(a.tokens / b.tokens)) <= NEAR_DOUBLINGS
+
+
+def _case(cell: TunedCell, workload: Workload, ranks: int) -> Case:
+    return Case(implementation=cell.implementation, backend=cell.backend, workload=workload, world_size=ranks)
 
 
 def by_priority(catalogue: Catalogue, workload: Workload, ranks: int = 1) -> tuple[str, ...]:
@@ -116,6 +138,15 @@ def _distance(a: Workload, b: Workload) -> float:
     """How many doublings apart two workloads are, in tokens x heads and in keys per query."""
     sizes = ((one.tokens * one.num_heads, attended_pairs(one) / (one.tokens * one.num_heads)) for one in (a, b))
     return sum(abs(math.log2(max(x, 1e-9) / max(y, 1e-9))) for x, y in zip(*sizes, strict=True))
+
+
+def remember(path: Path, machine: Machine, cells: Iterable[TunedCell], run_id: str | None = None) -> None:
+    """Put cells into a file, in the place of older ones of the same workloads. Raises as `read_tune_file`."""
+    before = read_tune_file(path)
+    kept = {cell.workload: cell for cell in before.cells} if before else {}
+    kept |= {cell.workload: cell for cell in cells}
+    file = TuneFile(device=device_name(machine), packages=package_versions(), run_id=run_id, cells=tuple(kept.values()))
+    write_text(path, file.model_dump_json(indent=1) + "\n")
 
 
 def read_tune_file(path: Path) -> TuneFile | None:

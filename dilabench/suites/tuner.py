@@ -3,12 +3,11 @@
 from itertools import groupby
 from pathlib import Path
 
-from dilabench.atomic_file import write_text
 from dilabench.machine import Machine
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.stats.samples.location import locate
 from dilabench.store.run_files import read_record
-from dilabench.suites.choice import TunedCell, TuneFile, device_name, package_versions, read_tune_file
+from dilabench.suites.choice import TunedCell, remember
 
 
 def add_to_file(path: Path, run_folder: Path, machine: Machine) -> int:
@@ -19,17 +18,7 @@ def add_to_file(path: Path, run_folder: Path, machine: Machine) -> int:
     cells = fastest(read_record(run_folder))
     if not cells:
         return 0
-    before = read_tune_file(path)
-    kept = {cell.workload: cell for cell in before.cells} if before else {}
-    kept |= {cell.workload: cell for cell in cells}
-    file = TuneFile(
-        device=device_name(machine),
-        packages=package_versions(),
-        run_id=run_folder.name,
-        cells=tuple(kept.values()),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, file.model_dump_json(indent=1) + "\n")
+    remember(path, machine, cells, run_folder.name)
     return len(cells)
 
 

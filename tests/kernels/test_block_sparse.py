@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -148,7 +149,7 @@ def test_long_lists_are_shared_and_every_entry_is_somebodys() -> None:
         for tile, length in enumerate(lengths):
             parts = sorted(item[1:3] for item in listed if item[0] == tile)
             assert (parts[0][0], parts[-1][1] >= length) == (0, True)
-            assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
+            assert all(before[1] == after[0] for before, after in pairwise(parts))
         used = [item[3] for item in listed if item[3] >= 0]
         assert sorted(used) == list(range(len(used)))
         assert sum(count for tile, _, count in tiles if tile >= 0) == len(used) <= slots

@@ -334,14 +334,15 @@ def block_sparse_backward(
             "num_stages": config.num_stages,
         }
         if by_key:
-            work = plan.key_items(config, group, num_kv_heads, q.device)
+            work = plan.key_items(config, num_heads, num_kv_heads, q.device)
             slots = stats.new_empty((batch * num_kv_heads, work.slots, 2, own, dim))
             sets, n_items, _ = work.items.shape
             grid = (batch * num_kv_heads * n_items,)
             counts = (heads_per_mask, tiles, n_items, work.slots, stats.shape[4], plan.keys, *limits)
             gradients = (head_rows(dk, own), head_rows(dv, own), slots)
             lists = (stats, spans, entries, work.items)
-            _block_key_kernel[grid](*operands, *gradients, *lists, *common, *counts, PER_HEAD=sets > 1, GROUP=group, **shape)
+            shape |= {"PER_HEAD": sets > 1, "GROUP": group}
+            _block_key_kernel[grid](*operands, *gradients, *lists, *common, *counts, **shape)
             add_slots(slots, work, dk, dv, scale)
         else:
             grid = (batch * num_heads * tiles,)

@@ -24,7 +24,8 @@ def key_bounds(bounds_ptr, key_row, key_rows, RANGES: tl.constexpr):
     bounds = ()
     for index in tl.static_range(RANGES):
         at = bounds_ptr + 2 * index * key_rows + key_row
-        bounds = bounds + (tl.load(at, key_row < key_rows, 0), tl.load(at + key_rows, key_row < key_rows, 0))
+        # Triton has no unpacking.
+        bounds = bounds + (tl.load(at, key_row < key_rows, 0), tl.load(at + key_rows, key_row < key_rows, 0))  # type: ignore[assignment]  # noqa: RUF005
     return bounds
 
 

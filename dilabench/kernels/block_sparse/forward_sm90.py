@@ -19,9 +19,8 @@ _LOG2E = 1.4426950408889634
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
-    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides, on
-    sm_90. Batch items follow each other at one distance, so that of several the keys must
-    be the queries' rows.
+    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides,
+    on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries' rows.
     """
     size = TILES.block_m
     whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))
@@ -53,8 +52,8 @@ def block_sparse_forward_sm90(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sc
     n_items = items.shape[2]
     n_work = n_items * batch * num_heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    # Programs that stay on their multiprocessor and walk over many tiles: measured to lose under a causal mask, and with
-    # bounds of columns they spill registers.
+    # Programs that stay on their multiprocessor and walk over many tiles: measured to lose under a causal mask, and
+    # with bounds of columns they spill registers.
     persistent = not plan.causal and not len(bounds)
     strides = {
         f"{name}_{axis}": x.stride(place)

@@ -66,8 +66,8 @@ class Plan(ABC):
     def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(spans, entries, order) of `TileLists` on the device."""
 
-    def key_items(self, config: TileConfig, group: int, kv_heads: int, device: torch.device) -> KeyItems:
-        """The lists by key as work of programs, each of which walks over those of ``group`` heads.
+    def key_items(self, config: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyItems:  # noqa: ARG002
+        """The lists by key as work of programs, each of which walks over those of the heads that share keys.
 
         Here whole lists: how long they are is not known on the host.
         """
@@ -213,7 +213,7 @@ class BlockPlan(Plan):
 
         return self.keep(("tables", config.block_m, config.block_n, by_key, device), make)
 
-    def key_items(self, config: TileConfig, group: int, kv_heads: int, device: torch.device) -> KeyItems:
+    def key_items(self, config: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyItems:
         """Tiles with long lists in several items."""
         from dilabench.kernels.block_sparse.key_items import balanced_items
 
@@ -221,10 +221,11 @@ class BlockPlan(Plan):
             counts = self.lists(config.block_m, config.block_n, by_key=True).spans[..., 1:].sum(-1)
             if self.mask_heads > 1:
                 # Of heads that share keys and have masks of their own, the longest list.
-                counts = counts.repeat(group * kv_heads // self.mask_heads, 0).reshape(kv_heads, group, -1).max(1)
-            return balanced_items(counts, group, kv_heads, device)
+                counts = counts.repeat(num_heads // self.mask_heads, 0)
+                counts = counts.reshape(kv_heads, num_heads // kv_heads, -1).max(1)
+            return balanced_items(counts, num_heads // kv_heads, kv_heads, device)
 
-        return self.keep(("items", config.block_m, config.block_n, group, kv_heads, device), make)
+        return self.keep(("items", config.block_m, config.block_n, num_heads, kv_heads, device), make)
 
 
 def _set_heads(mask_heads: int, kv_heads: int) -> list[int]:

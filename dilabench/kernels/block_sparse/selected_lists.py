@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import Visibility
 
-# Words of 32 query blocks that a program of the lists by key looks at together: with more, or with more than a warp, its
-# sums over them take longer (0.16 against 0.20 to 0.28 ms for 7 x 1713 lists of 64, H200).
+# Words of 32 query blocks that a program of the lists by key looks at together: with more, or with more than a warp,
+# its sums over them take longer (0.16 against 0.20 to 0.28 ms for 7 x 1713 lists of 64, H200).
 _WORDS = 4
 # As PER_LENGTH of the other kernels: what changes with a sequence or a selection compiles nothing.
 _PER_LENGTH = ("blocks", "width", "words", "tiles", "rows", "left", "right")

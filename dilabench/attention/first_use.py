@@ -1,0 +1,132 @@
+"""What `backend="auto"` takes on a GPU: the fastest of all ways that can serve a call, measured at its first use.
+
+Which way is the fastest depends on lengths, head dim, segments, windows and the GPU in ways that no rule of ours has
+told well: over 84 random shapes on an H200 the rules were over 1.1 times slower than the best way in 28. So the ways
+are run once on random numbers, and the result is kept in this machine's tune file (`dilabench tune` writes it, too) for
+all calls of that configuration at nearly that length. `DILABENCH_FIRST_USE=0` leaves it to the rules.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dilabench.errors import DilabenchError
+from dilabench.record import Case
+from dilabench.suites.choice import Choice, TunedCell, by_priority, choose, measured_near, remember, tune_path
+from dilabench.suites.planner import Planner
+from dilabench.workload.spec import Workload
+
+SWITCH = "DILABENCH_FIRST_USE"
+WARMUP, CALLS, REPEATS = 3, 3, 3
+LONGEST_WAIT_S, CYCLES_PER_S = 0.1, 2e9
+# Operands, results, gradients, and as much again for what a way needs besides.
+ROOM = 16
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[Case], Any]
+"""The computation of a case, with `forward` and `backward` as in `attention.dilated`; None where it has none."""
+
+
+def fastest(planner: Planner, workload: Workload, device: torch.device, build: Build) -> Choice:
+    """What is known of the workload, else what measuring shows; by the rules where nothing can be measured.
+
+    Raises ConfigError when nothing can compute it on this machine.
+    """
+    if measured_near(planner.machine, workload) is None and _may_measure(workload, device):
+        cell = measure(planner, workload, device, build)
+        if cell is not None:
+            try:
+                remember(tune_path(planner.machine), planner.machine, [cell])
+            except DilabenchError as error:
+                # The result still serves this process.
+                logger.warning("what was measured is not kept: %s", error)
+            return Choice(cell.implementation, cell.backend, "first use")
+    return choose(planner.catalogue, planner.machine, workload)
+
+
+def measure(planner: Planner, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:
+    """Run every way on random numbers; None where fewer than two run. Compiles what has to be compiled."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(workload.batch_size, workload.seq_len, heads, workload.head_dim) for heads in _heads(workload)]
+    dtype = getattr(torch, workload.dtype)
+    q, dout, k, v = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
+    found = []
+    for case in ways(planner, workload):
+        try:
+            computation = build(case)
+            if computation is not None:
+                found.append((_seconds(computation, (q, k, v), dout if workload.mode != "forward" else None), case))
+        except Exception as error:  # noqa: BLE001 - a way that fails here is no way; the others are measured
+            logger.info("%s over %s cannot serve %s: %s", case.implementation, case.backend, workload.label(), error)
+    if len(found) < 2:
+        return None
+    (least, best), (next_least, second) = sorted(found, key=lambda pair: pair[0])[:2]
+    return TunedCell(
+        workload=workload,
+        implementation=best.implementation,
+        backend=best.backend,
+        median_ns=round(least * 1e9),
+        runner_up=f"{second.implementation}:{second.backend}",
+        runner_up_ns=round(next_least * 1e9),
+    )
+
+
+def ways(planner: Planner, workload: Workload) -> Iterator[Case]:
+    """Every implementation with a priority, over every backend with one, that can serve the workload here."""
+    catalogue, machine = planner.catalogue, planner.machine
+    for name in by_priority(catalogue, workload):
+        over = catalogue.preferred_backends(machine) if catalogue.implementations.get(name).uses_backend else (None,)
+        for backend in over:
+            case = Case(implementation=name, backend=backend, workload=workload)
+            if catalogue.reasons_against(case, machine):
+                continue
+            if backend is None or not catalogue.reasons_against_backend(case, machine):
+                yield case
+
+
+def _heads(workload: Workload) -> tuple[int, int, int, int]:
+    return workload.num_heads, workload.num_heads, workload.num_kv_heads, workload.num_kv_heads
+
+
+def _may_measure(workload: Workload, device: torch.device) -> bool:
+    if device.type != "cuda" or workload.layout == "packed" or os.environ.get(SWITCH) == "0":
+        return False
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        operand = workload.tokens * workload.num_heads * workload.head_dim * getattr(torch, workload.dtype).itemsize
+        return ROOM * operand < torch.cuda.mem_get_info()[0]
+
+
+def _seconds(computation: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor | None) -> float:
+    """Of one call on the GPU, as in the tables of a benchmark: the host runs ahead behind a kernel that only waits."""
+
+    def call() -> None:
+        out, lse = computation.forward(*inputs)[:2]
+        if dout is not None:
+            computation.backward(dout, *inputs, out, lse)
+
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    with torch.no_grad():
+        for _ in range(WARMUP):
+            # The first call compiles; the last tells how long the host takes.
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            host_s = time.perf_counter() - began
+        for _ in range(REPEATS):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(min(LONGEST_WAIT_S, 2 * CALLS * host_s) * CYCLES_PER_S))
+            start.record()
+            for _ in range(CALLS):
+                call()
+            stop.record()
+            stop.synchronize()
+            found.append(start.elapsed_time(stop) / 1e3 / CALLS)
+    return min(found)

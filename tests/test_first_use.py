@@ -1,0 +1,114 @@
+"""The automatic choice measures once per configuration, keeps what it finds, and leaves out what does not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilabench.attention import dilated_attention, first_use
+from dilabench.attention.dilated import planner_of
+from dilabench.errors import EnvironmentNotReady
+from dilabench.record import Case
+from dilabench.suites.choice import read_tune_file, tune_path
+from dilabench.workload.spec import Workload, WorkloadRequest
+
+CPU = torch.device("cpu")
+
+
+def workload(**fields: object) -> Workload:
+    asked = {"batch_size": 1, "head_dim": 16, "num_heads": 2, "num_kv_heads": 2, "seq_len": 256}
+    return WorkloadRequest.model_validate({**asked, **fields}).resolve("float32")
+
+
+class Measured:
+    """Stands for a machine on which anything may be measured; counts how often, and knows which way is the fastest."""
+
+    def __init__(self) -> None:
+        self.fastest, self.calls = "math", 0
+
+    def build(self, case: Case) -> Any:
+        return case
+
+    def seconds(self, case: Case, *_tensors: object) -> float:
+        self.calls += 1
+        if case.backend == "sdpa-flash":
+            raise RuntimeError("no kernel image")
+        return 1.0 if case.backend == self.fastest else 2.0
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    found = Measured()
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(first_use, "_seconds", found.seconds)
+    monkeypatch.setattr(first_use, "_may_measure", lambda *_: True)
+    monkeypatch.setattr(first_use, "ways", ways_of_three)
+    return found
+
+
+def ways_of_three(_planner: object, asked: Workload) -> list[Case]:
+    return [Case(implementation="strided", backend=name, workload=asked) for name in ("sdpa-flash", "math", "tiled")]
+
+
+def choose(measured: Measured, **fields: object) -> first_use.Choice:
+    return first_use.fastest(planner_of("cpu"), workload(**fields), CPU, measured.build)
+
+
+def test_the_fastest_way_that_runs_is_taken_and_kept(measured: Measured) -> None:
+    assert choose(measured) == first_use.Choice("strided", "math", "first use")
+    (cell,) = read_tune_file(tune_path(planner_of("cpu").machine)).cells
+    assert (cell.backend, cell.median_ns, cell.runner_up) == ("math", 10**9, "strided:tiled")
+
+
+def test_near_lengths_are_not_measured_again_and_others_are(measured: Measured) -> None:
+    choose(measured)
+    once = measured.calls
+    assert choose(measured, seq_len=300, batch_size=1) == first_use.Choice("strided", "math", "tuned")
+    assert measured.calls == once
+    for other in ({"seq_len": 1024}, {"causal": False}, {"window": (8, 0)}, {"mode": "both"}, {"heads": "grouped"}):
+        before = measured.calls
+        assert choose(measured, **other).source == "first use", other
+        assert measured.calls == before + 3
+
+
+def test_a_single_way_is_nothing_to_choose_from(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "ways", lambda *arguments: ways_of_three(*arguments)[:2])
+    assert choose(measured).source == "rule"
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_memory(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise EnvironmentNotReady("no space left on device")
+
+    monkeypatch.setattr(first_use, "remember", full)
+    assert choose(measured).source == "first use"
+    assert "no space left" in caplog.text
+
+
+def test_ways_are_those_that_can_serve_the_call() -> None:
+    planner = planner_of("cpu")
+    found = {(case.implementation, case.backend) for case in first_use.ways(planner, workload())}
+    assert ("strided", "sdpa-flash") in found
+    assert not any(name in ("fused", "reference") for name, _ in found)
+
+
+def test_the_library_computes_by_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a call that wants a gradient and for one that does not, each by its own."""
+    asked: list[str] = []
+
+    def fastest(_planner: object, workload: Workload, _device: torch.device, _build: object) -> first_use.Choice:
+        asked.append(workload.mode)
+        return first_use.Choice("strided", "math", "first use")
+
+    monkeypatch.setattr(first_use, "fastest", fastest)
+    q = torch.randn(1, 72, 2, 16)
+    options = {"segment_lengths": (24,), "dilation_rates": (2,), "causal": True}
+    assert torch.equal(dilated_attention(q, q, q, **options), dilated_attention(q, q, q, **options, backend="math"))
+    q.requires_grad_()
+    dilated_attention(q, q, q, **options).sum().backward()
+    assert asked == ["forward", "both"]
