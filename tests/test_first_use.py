@@ -32,18 +32,18 @@ class Measured:
     def build(self, case: Case) -> Any:
         return case
 
-    def seconds(self, case: Case, *_tensors: object) -> float:
+    def cost(self, case: Case, *_tensors: object) -> first_use.Cost:
         self.calls += 1
         if case.backend == "sdpa-flash":
             raise RuntimeError("no kernel image")
-        return 1.0 if case.backend == self.fastest else 2.0
+        return first_use.Cost(1.0 if case.backend == self.fastest else 2.0, 0.5)
 
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     found = Measured()
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(first_use, "_seconds", found.seconds)
+    monkeypatch.setattr(first_use, "_cost", found.cost)
     monkeypatch.setattr(first_use, "_may_measure", lambda *_: True)
     monkeypatch.setattr(first_use, "ways", ways_of_three)
     return found
@@ -72,6 +72,12 @@ def test_near_lengths_are_not_measured_again_and_others_are(measured: Measured) 
         before = measured.calls
         assert choose(measured, **other).source == "first use", other
         assert measured.calls == before + 3
+
+
+def test_the_host_counts_where_it_is_the_slower_and_of_equals_the_gpu() -> None:
+    by_costs = {(0.1, 2.8): "many launches", (0.54, 0.5): "few", (0.2, 0.58): "as few", (0.9, 0.1): "one"}
+    found = [(first_use.Cost(*cost), name) for cost, name in by_costs.items()]
+    assert [name for _, name in first_use.ranked(found)] == ["as few", "few", "one", "many launches"]
 
 
 def test_a_single_way_is_nothing_to_choose_from(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,13 @@ MODEL_CONFIGS = {
 }
 # name: tokens, documents, the longest
 PACKED_CONFIGS = {"packed_documents_32k": (32768, 19, 9087), "packed_documents_128k": (131072, 56, 23482)}
+# name: H, K, N, causal, kind of pattern and fields of it
+SPARSE_CONFIGS = {
+    "vsa_h3": (7, 7, 109632, False, "topk_blocks", {"block_size": 64, "top_k": 64, "selector": "pooled"}),
+    "moba_64k": (32, 8, 65536, True, "topk_blocks", {"block_size": 1024, "top_k": 3, "selector": "mean_key"}),
+    "nsa_64k": (64, 4, 65536, True, "native_sparse", {"block_size": 64, "top_k": 16, "window_size": 512}),
+    "window_sink_128k": (32, 8, 131072, True, "window_sink", {"sinks": 64, "window_size": 4096}),
+}
 SETS = {
     "correctness": ("tiny", "small", "medium"),
     "performance": ("medium", "large"),
@@ -81,6 +88,7 @@ def test_nothing_is_missing_or_extra(catalogue):
         *DILATED_CONFIGS,
         *MODEL_CONFIGS,
         *PACKED_CONFIGS,
+        *SPARSE_CONFIGS,
         *SETS,
     }
     assert {preset.name for preset in PRESETS} <= set(catalogue.workloads.names)
@@ -117,6 +125,15 @@ def test_dilated_configuration(catalogue, name):
     ) == DILATED_CONFIGS[name]
     assert (workload.num_kv_heads, workload.dtype, workload.causal) == (workload.num_heads, "bfloat16", True)
     assert (pattern.heads, pattern.offset, pattern.merge_grad) == ("all", "modulo", "exact")
+
+
+def test_sparse_configurations(catalogue):
+    for name, (heads, kv_heads, length, causal, kind, fields) in SPARSE_CONFIGS.items():
+        workload = workload_request(catalogue, name, {}).resolve("float32")
+        shape = (workload.batch_size, workload.num_heads, workload.num_kv_heads, workload.head_dim, workload.seq_len)
+        assert shape == (1, heads, kv_heads, 128, length), name
+        assert (workload.dtype, workload.causal, workload.pattern.kind) == ("bfloat16", causal, kind), name
+        assert {key: getattr(workload.pattern, key) for key in fields} == fields, name
 
 
 def test_real_models_are_what_torchscale_computes(catalogue):

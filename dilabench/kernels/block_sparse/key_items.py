@@ -40,9 +40,11 @@ class KeyItems(NamedTuple):
 
 
 def whole_lists(order: Tensor) -> KeyItems:
-    """Each tile one item, in this order int [sets, tiles]."""
-    ends = torch.tensor([0, _ALL, -1], dtype=torch.int32, device=order.device)
-    items = torch.cat((order[..., None].int(), ends.expand(*order.shape, 3)), -1)
+    """Each tile one item, in this order int [sets, tiles]; the host waits for nothing."""
+    items = torch.empty((*order.shape, 4), dtype=torch.int32, device=order.device)
+    items[..., 0] = order
+    for column, value in enumerate((0, _ALL, -1), start=1):
+        items[..., column] = value
     return KeyItems(items, items.new_empty((len(order), 0, 3)), 0)
 
 

@@ -76,7 +76,7 @@ class Plan(ABC):
 
         return self.keep(
             ("whole lists", config.block_m, config.block_n, kv_heads),
-            lambda: whole_lists(self.tables(config, True, device)[2][_set_heads(self.mask_heads, kv_heads)]),
+            lambda: whole_lists(_of_kv_heads(self.tables(config, True, device)[2], kv_heads)),
         )
 
     @property
@@ -228,6 +228,9 @@ class BlockPlan(Plan):
         return self.keep(("items", config.block_m, config.block_n, num_heads, kv_heads, device), make)
 
 
-def _set_heads(mask_heads: int, kv_heads: int) -> list[int]:
-    """The mask head whose order serves a set of lists: the first of each key/value head, or the only one."""
-    return [head * mask_heads // kv_heads for head in range(kv_heads)] if mask_heads > 1 else [0]
+def _of_kv_heads(order: Tensor, kv_heads: int) -> Tensor:
+    """[key/value heads or 1, tiles]: the order of the first mask head of each, or that of all."""
+    masks = len(order)
+    if masks < kv_heads:
+        return order if masks == 1 else order.repeat_interleave(kv_heads // masks, 0)
+    return order.unflatten(0, (kv_heads, masks // kv_heads))[:, 0]

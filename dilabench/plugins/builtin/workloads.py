@@ -1,7 +1,8 @@
 """The named workloads and sets, as data: fields of WorkloadRequest, for `--config NAME`.
 
 The ring configurations are dense and causal in bfloat16 unless their row says otherwise; the longnet and seed ones are
-dilated, as are those of real models, which are torchscale's function in float16 and not causal.
+dilated, as are those of real models, which are torchscale's function in float16 and not causal. Sparse ones are sizes
+of the papers that they name.
 """
 
 from dataclasses import replace
@@ -124,6 +125,46 @@ PACKED: tuple[WorkloadPreset, ...] = (
     _documents("packed_documents_128k", "documents of random lengths in 128K tokens", 131072),
 )
 
+SPARSE: tuple[WorkloadPreset, ...] = (
+    _preset(
+        "vsa_h3",
+        "VSA in a video model, 64 of 1713 blocks",
+        (1, 7, 7, 128, 109632),
+        causal=False,
+        pattern="topk_blocks",
+        selector="pooled",
+        block_size=64,
+        top_k=64,
+    ),
+    # MoBA, figure 2: three of 64 blocks at every length.
+    _preset(
+        "moba_64k",
+        "MoBA at 64K tokens, 3 of 64 blocks, GQA as in Llama 3 8B",
+        (1, 32, 8, 128, 65536),
+        pattern="topk_blocks",
+        selector="mean_key",
+        block_size=1024,
+        top_k=3,
+    ),
+    _preset(
+        "nsa_64k",
+        "NSA at 64K tokens",
+        (1, 64, 4, 128, 65536),
+        pattern="native_sparse",
+        block_size=64,
+        top_k=16,
+        window_size=512,
+    ),
+    _preset(
+        "window_sink_128k",
+        "StreamingLLM's window with sinks at 128K tokens",
+        (1, 32, 8, 128, 131072),
+        pattern="window_sink",
+        sinks=64,
+        window_size=4096,
+    ),
+)
+
 SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("correctness", "workloads to check results on", members=("tiny", "small", "medium")),
     WorkloadPreset("performance", "workloads to time", members=("medium", "large")),
@@ -132,4 +173,4 @@ SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("zigzag", "workloads for the zigzag ring", members=("zigzag_tiny", "zigzag_small", "zigzag_medium")),
 )
 
-PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SETS)
+PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SPARSE, *SETS)
