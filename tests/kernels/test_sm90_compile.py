@@ -32,6 +32,7 @@ from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH
+from dilabench.kernels.launches import Launches
 from dilabench.kernels.tuning import TileConfig, shipped, specialized_config
 
 pytestmark = pytest.mark.skipif(
@@ -287,7 +288,7 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     lse = torch.zeros(1, 2, 256)
     fused_forward_sm90.run_group(q, q, q, q.clone(), lse, None, plan.groups[0], False, 0.1, config)
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
-    block_sparse_forward_sm90(q, q, q, mask, scale=0.1)
+    block_sparse_forward_sm90(q, q, q, mask, scale=0.1, known=Launches())
     assert given == [wanted] * 3
 
 

@@ -7,15 +7,18 @@ Both rebuild p = exp(scale * q.k - lse) from a *given* lse, which may be that of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.forward import head_rows, key_bounds, visible_pairs
+from dilabench.kernels.block_sparse.forward import check, head_rows, is_read_in_place, key_bounds, visible_pairs
 from dilabench.kernels.block_sparse.key_items import add_slots, slot_places
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
+from dilabench.kernels.fused.row_layout import PER_LENGTH, padded_dim, product_precision
+from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig
 
@@ -291,62 +294,82 @@ def block_sparse_backward(
 
     A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
     """
-    plan.check(q, k, v)
-    check_head_dim(q)
+    known = plan.launches("backward", dout, q, k, v, out, lse, scale, query_config, key_config)
+    known.once("checked", lambda: check(q, k, v, plan))
     batch, rows, num_heads, _ = q.shape
-    dim = padded_dim(q.shape[-1])
-    num_kv_heads = k.shape[2]
-    configs = {
-        "backward_query": plan.config(dim, "backward_query", q.element_size(), query_config),
-        "backward_key": plan.config(dim, "backward_key", q.element_size(), key_config),
-    }
-    stats_layout = StatsLayout.of(rows, tile=max(config.block_m for config in configs.values()))
-    stats = row_sums(out, dout, lse.contiguous(), stats_layout)
+    dim, num_kv_heads = padded_dim(q.shape[-1]), k.shape[2]
+    by_query = plan.config(dim, "backward_query", q.element_size(), query_config)
+    by_key = plan.config(dim, "backward_key", q.element_size(), key_config)
+    stats_layout = StatsLayout.of(rows, tile=max(by_query.block_m, by_key.block_m))
+    stats = row_sums(out, dout, lse.contiguous(), stats_layout, known, "row sums")
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    work = plan.key_items(by_key, num_heads, num_kv_heads, q.device)
+    slots = stats.new_empty((batch * num_kv_heads, work.slots, 2, by_key.block_n, dim))
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "stats": stats}
+    of_queries, of_keys = tensors | {"dq": dq}, tensors | {"dk": dk, "dv": dv, "slots": slots}
+    if not known.repeat("dq", of_queries):
+        tiles = -(-rows // by_query.block_m)
+        own = {"dq_desc": head_rows(dq, by_query.block_m), "heads_per_kv": num_heads // num_kv_heads, "n_tiles": tiles}
+        shared = _arguments(tensors, plan, scale, by_query, for_keys=False)
+        launched = run(_block_query_kernel, (batch * num_heads * tiles,), shared | own)
+        _keep(known, "dq", launched, of_queries)
+    if not known.repeat("dk, dv", of_keys):
+        sets, n_items, _ = work.items.shape
+        own = {
+            "dk_desc": head_rows(dk, by_key.block_n),
+            "dv_desc": head_rows(dv, by_key.block_n),
+            "slots_ptr": slots,
+            "items_ptr": work.items,
+            "n_tiles": -(-plan.keys // by_key.block_n),
+            "n_items": n_items,
+            "n_slots": work.slots,
+            "PER_HEAD": sets > 1,
+            "GROUP": num_heads // num_kv_heads,
+        }
+        shared = _arguments(tensors, plan, scale, by_key, for_keys=True)
+        launched = run(_block_key_kernel, (batch * num_kv_heads * n_items,), shared | own)
+        _keep(known, "dk, dv", launched, of_keys)
+    add_slots(slots, work, dk, dv, scale)
+    return dq, dk, dv
+
+
+def _arguments(
+    tensors: dict[str, Tensor], plan: Plan, scale: float, config: TileConfig, for_keys: bool
+) -> dict[str, Any]:
+    """What both kernels are given."""
+    q, stats = tensors["q"], tensors["stats"]
+    spans, entries, order = plan.tables(config, for_keys, q.device)
     bounds = plan.bounds(q.device)
-    shared = {
-        "DIM": dim,
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
+    return {
+        **{f"{name}_desc": head_rows(tensors[name], size) for name, size in rows.items()},
+        **({} if for_keys else {"order_ptr": order}),
+        "stats_ptr": stats,
+        "spans_ptr": spans,
+        "entries_ptr": entries,
+        "bounds_ptr": bounds,
+        "scale": scale,
+        "scale_log2": scale * _LOG2E,
+        "n_heads": q.shape[2],
+        "heads_per_mask": q.shape[2] // plan.mask_heads,
+        "stats_blocks": stats.shape[4],
+        "key_rows": plan.keys,
+        "left": plan.left,
+        "right": plan.right,
+        "DIM": padded_dim(q.shape[3]),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
         "LEFT": plan.left >= 0,
         "RIGHT": plan.right >= 0,
         "RANGES": len(bounds),
         "PRECISION": product_precision(q),
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
     }
-    for direction, config in configs.items():
-        by_key = direction == "backward_key"
-        own = config.block_n if by_key else config.block_m
-        tiles = -(-(plan.keys if by_key else rows) // own)
-        operands = (
-            head_rows(q, config.block_m),
-            head_rows(k, config.block_n),
-            head_rows(v, config.block_n),
-            head_rows(dout, config.block_m),
-        )
-        spans, entries, order = plan.tables(config, by_key, q.device)
-        common = (bounds, scale, scale * _LOG2E, num_heads)
-        heads_per_mask = num_heads // plan.mask_heads
-        limits, group = (plan.left, plan.right), num_heads // num_kv_heads
-        shape = {
-            **shared,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "STAGES": config.num_stages,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
-        if by_key:
-            work = plan.key_items(config, num_heads, num_kv_heads, q.device)
-            slots = stats.new_empty((batch * num_kv_heads, work.slots, 2, own, dim))
-            sets, n_items, _ = work.items.shape
-            grid = (batch * num_kv_heads * n_items,)
-            counts = (heads_per_mask, tiles, n_items, work.slots, stats.shape[4], plan.keys, *limits)
-            gradients = (head_rows(dk, own), head_rows(dv, own), slots)
-            lists = (stats, spans, entries, work.items)
-            shape |= {"PER_HEAD": sets > 1, "GROUP": group}
-            _block_key_kernel[grid](*operands, *gradients, *lists, *common, *counts, **shape)
-            add_slots(slots, work, dk, dv, scale)
-        else:
-            grid = (batch * num_heads * tiles,)
-            sizes = (group, heads_per_mask, tiles, stats.shape[4], plan.keys, *limits)
-            lists = (stats, spans, entries, order)
-            _block_query_kernel[grid](*operands, head_rows(dq, own), *lists, *common, *sizes, **shape)
-    return dq, dk, dv
+
+
+def _keep(known: Launches, name: str, launched: Launched, tensors: dict[str, Tensor]) -> None:
+    """Remember a launch whose operands were read as they lie."""
+    if all(is_read_in_place(tensors[operand]) for operand in ("q", "k", "v", "dout")):
+        known.keep(name, launched, tensors)

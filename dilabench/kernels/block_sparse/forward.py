@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
+from dilabench.kernels.launches import COPY_BYTES, run
 from dilabench.kernels.tuning import TileConfig
 
 _LOG2E = 1.4426950408889634
@@ -143,46 +144,66 @@ def block_sparse_forward(
     this kernel with that tile shape; without it the Hopper kernel runs where it can. Raises ValueError on shapes that
     do not fit the plan.
     """
-    plan.check(q, k, v)
-    check_head_dim(q)
-    if config is None and can_run(q, k, v, plan):
-        return block_sparse_forward_sm90(q, k, v, plan, scale=scale)
+    known = plan.launches("forward", q, k, v, scale, config)
+    known.once("checked", lambda: check(q, k, v, plan))
+    if config is None and known.once("hopper", lambda: can_run(q, k, v, plan)):
+        return block_sparse_forward_sm90(q, k, v, plan, scale=scale, known=known)
     batch, rows, num_heads, dim = q.shape
-    config = plan.config(padded_dim(dim), "forward", q.element_size(), config)
-    tables = plan.tables(config, by_key=False, device=q.device)
-    bounds = plan.bounds(q.device)
     out = torch.empty((batch, rows, num_heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, rows), dtype=torch.float32, device=q.device)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if known.repeat("forward", tensors):
+        return out, lse
+    config = plan.config(padded_dim(dim), "forward", q.element_size(), config)
+    spans, entries, order = plan.tables(config, by_key=False, device=q.device)
+    bounds = plan.bounds(q.device)
     tiles = -(-rows // config.block_m)
-    _block_forward_kernel[(batch * num_heads * tiles,)](
-        head_rows(q, config.block_m),
-        head_rows(k, config.block_n),
-        head_rows(v, config.block_n),
-        head_rows(out, config.block_m),
-        lse,
-        *tables,
-        bounds,
-        scale * _LOG2E,
-        num_heads,
-        num_heads // k.shape[2],
-        num_heads // plan.mask_heads,
-        tiles,
-        rows,
-        plan.keys,
-        plan.left,
-        plan.right,
-        DIM=padded_dim(dim),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        LEFT=plan.left >= 0,
-        RIGHT=plan.right >= 0,
-        RANGES=len(bounds),
-        PRECISION=product_precision(q),
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    arguments = {
+        "q_desc": head_rows(q, config.block_m),
+        "k_desc": head_rows(k, config.block_n),
+        "v_desc": head_rows(v, config.block_n),
+        "out_desc": head_rows(out, config.block_m),
+        "lse_ptr": lse,
+        "spans_ptr": spans,
+        "entries_ptr": entries,
+        "order_ptr": order,
+        "bounds_ptr": bounds,
+        "scale_log2": scale * _LOG2E,
+        "n_heads": num_heads,
+        "heads_per_kv": num_heads // k.shape[2],
+        "heads_per_mask": num_heads // plan.mask_heads,
+        "n_tiles": tiles,
+        "rows": rows,
+        "key_rows": plan.keys,
+        "left": plan.left,
+        "right": plan.right,
+        "DIM": padded_dim(dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "LEFT": plan.left >= 0,
+        "RIGHT": plan.right >= 0,
+        "RANGES": len(bounds),
+        "PRECISION": product_precision(q),
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    launched = run(_block_forward_kernel, (batch * num_heads * tiles,), arguments)
+    if all(map(is_read_in_place, (q, k, v))):
+        known.keep("forward", launched, tensors)
     return out, lse
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
+    """Raises ValueError on shapes that do not fit the plan or the kernels."""
+    plan.check(q, k, v)
+    check_head_dim(q)
+
+
+def is_read_in_place(x: Tensor) -> bool:
+    """Whether bulk copies can step over x [B, N, H, D] as it lies."""
+    steps = all(stride * x.element_size() % COPY_BYTES == 0 for stride in x.stride()[:3])
+    return x.stride(3) == 1 and steps and x.data_ptr() % COPY_BYTES == 0
 
 
 def head_rows(x: Tensor, rows: int) -> TensorDescriptor:
@@ -190,7 +211,5 @@ def head_rows(x: Tensor, rows: int) -> TensorDescriptor:
 
     Reads past an end give 0, writes go nowhere.
     """
-    if x.stride(3) != 1 or any(stride * x.element_size() % 16 for stride in x.stride()[:3]) or x.data_ptr() % 16:
-        x = x.contiguous()
-    view = x.transpose(1, 2)
+    view = (x if is_read_in_place(x) else x.contiguous()).transpose(1, 2)
     return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, padded_dim(x.shape[3])])

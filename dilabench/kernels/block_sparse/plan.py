@@ -18,6 +18,7 @@ from dilabench.patterns.hidden_rows import HiddenRows
 
 if TYPE_CHECKING:
     from dilabench.kernels.block_sparse.key_items import KeyItems
+    from dilabench.kernels.launches import Launches
 
 KeptT = TypeVar("KeptT")
 
@@ -131,6 +132,14 @@ class Plan(ABC):
             self._kept[key] = make()
         kept: KeptT = self._kept[key]
         return kept
+
+    def launches(self, name: str, *given: Any) -> Launches:
+        """The launches of a pass for tensors of one layout and these options, which are kept with the plan."""
+        # Triton is not installed everywhere, and only its kernels are launched so.
+        from dilabench.kernels.launches import Launches, layout
+
+        key = tuple(layout(one) if isinstance(one, Tensor) else one for one in given)
+        return self.keep(("launches", name, *key), Launches)
 
     def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
         """What is hidden of whole key tiles of ``block_n`` rows; None where nothing is."""
