@@ -41,7 +41,7 @@ BOUNDED = {
     "two ranges, wide query tile": ((1, 131, 2, 1, 32, 32, False, (-1, -1), 1, TileConfig(32, 16, 4, 1)), 2),
     "three ranges, window, wide key tile": ((1, 130, 3, 3, 16, 64, False, (40, 90), 3, TileConfig(16, 32, 4, 1)), 3),
 }
-SHARED = ("full tiles", "causal, shared keys, mask per head", "padded head dim", "mask per key head")
+SHARED = ("padded head dim", "mask per key head")
 # name: (B, query rows, key rows of the first and of the second call, H, K, D, block, mask heads, tiles)
 RECTANGLES = {
     "more keys than queries": (1, 48, 64, 96, 2, 2, 16, 16, 1, None),

@@ -27,8 +27,6 @@ CASES = [
     "bounds: two ranges, wide query tile",
     "bounds: three ranges, window, wide key tile",
     "chosen on the device",
-    "shared tiles: full tiles",
-    "shared tiles: causal, shared keys, mask per head",
     "shared tiles: padded head dim",
     "shared tiles: mask per key head",
     "shared tiles: bounds",

@@ -32,8 +32,8 @@ def check(peaks):
     return checked
 
 
-@BOTH_MODES
-@pytest.mark.parametrize("shape", SHAPES)
+# What a shape changes, it changes in the backward pass, too.
+@pytest.mark.parametrize(("shape", "mode"), [("plain", "forward"), *((shape, "both") for shape in SHAPES)])
 @pytest.mark.parametrize("implementation", ["dense", "gather", "strided"])
 def test_traces_hold_against_measured_peaks(implementation, shape, mode, peaks, check):
     fields = SHAPES[shape]
@@ -47,7 +47,7 @@ def test_traces_hold_against_measured_peaks(implementation, shape, mode, peaks, 
 def test_the_peak_of_a_record_is_the_same_each_time_and_as_traced(implementation, mode, peaks):
     pattern = {"dense": peaks.DENSE, "block-sparse": peaks.sparse()}.get(implementation, peaks.BRANCHES)
     backend = "sdpa-flash" if implementation in ("dense", "gather", "strided") else None
-    case = peaks.case_of(implementation, backend, pattern, mode=mode, seq_len=1000)
+    case = peaks.case_of(implementation, backend, pattern, mode=mode, seq_len=500)
 
     def measured(seed):
         call = PreparedCall(case_spec(case, peaks.catalogue(), seed), peaks.CPU, InputStore(peaks.CPU))
@@ -143,11 +143,10 @@ def test_lists_of_blocks(blocks, mode, peaks, check):
     check(peaks.case_of("block-sparse", pattern=pattern, mode=mode, seq_len=2048))
 
 
-@BOTH_MODES
 @pytest.mark.parametrize("shape", BLOCK_SHAPES)
-def test_shapes_under_scattered_blocks(shape, mode, peaks, check):
+def test_shapes_under_scattered_blocks(shape, peaks, check):
     pattern = peaks.sparse(mask="random", sparsity=0.5)
-    check(peaks.case_of("block-sparse", pattern=pattern, mode=mode, seq_len=2048, **BLOCK_SHAPES[shape]))
+    check(peaks.case_of("block-sparse", pattern=pattern, mode="both", seq_len=2048, **BLOCK_SHAPES[shape]))
 
 
 REFERENCE = {
