@@ -9,7 +9,13 @@ from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.shardings import WHOLE_ZIGZAG_GATHER, WHOLE_ZIGZAG_RING
 from dilabench.distributed.whole import Whole
 from dilabench.engine.verify import summary, verify
-from dilabench.impls.peers import ring_flash_attn, torch_context_parallel
+from dilabench.impls.peers import (
+    magi_attention,
+    ring_flash_attn,
+    torch_context_parallel,
+    transformer_engine,
+    yunchang,
+)
 from dilabench.workload.spec import Workload
 
 MATH = LoadedBackend("math", math.attend, math.attend_backward)
@@ -55,6 +61,22 @@ def context_parallel_verdicts(world):
     cases = [(build, workload(**heads)) for build in builds for heads in (GROUPED, EQUAL)]
     told = [verdict(built(build, one, world), one) for build, one in cases]
     return told, len(seen) > 0
+
+
+def recorded_verdicts(world):
+    """What the oracle says of the peers whose packages are recorded or installed, by name."""
+    heads = {"num_heads": 8, "num_kv_heads": 4}
+    causal, both_ways = workload(**heads), workload(**heads, causal=False)
+    single = workload(batch_size=1)
+    cases = {
+        "ulysses": (yunchang.build_ulysses, both_ways),
+        "usp": (yunchang.build_usp, causal),
+        "p2p": (transformer_engine.build_p2p, causal),
+        "a2a": (transformer_engine.build_a2a, causal),
+        "magi": (magi_attention.build, single),
+        "magi, full": (magi_attention.build, single.replace(causal=False)),
+    }
+    return {name: verdict(build(one, context(world)), one) for name, (build, one) in cases.items()}
 
 
 def received_beside_the_formula(world):
