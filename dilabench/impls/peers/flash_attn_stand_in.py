@@ -106,8 +106,20 @@ def stand_in(backend: LoadedBackend) -> ModuleType:
         flash_attn_func=flash_attn_func,
         _flash_attn_forward=_flash_attn_forward,
         _flash_attn_backward=_flash_attn_backward,
+        __getattr__=_refusing,
     )
     return module
+
+
+def _refusing(name: str) -> Any:
+    """What projects import besides, and the functions that are adapted never call."""
+    if "flash_attn" not in name:
+        raise AttributeError(f"{NAME} has no {name}")
+
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise NotImplementedError(f"{NAME}.{name} is not computed by the stand-in; install flash-attn (-b flash2)")
+
+    return refuse
 
 
 @dataclass(frozen=True, slots=True)
