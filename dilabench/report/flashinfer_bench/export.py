@@ -32,7 +32,7 @@ UNSOLVED = {"solution": None, "evaluation": None}
 README = """\
 A dataset for FlashInfer-Bench (https://bench.flashinfer.ai), by `dilabench report RUN -f flashinfer-bench`:
 
-    FIB_DATASET_PATH=. flashinfer-bench ...
+    flashinfer-bench run --local .
 
 {told}
 """
