@@ -6,12 +6,14 @@ import math
 import struct
 from typing import Annotated, Literal
 
+import numpy
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.reference import build
+from dilabench.patterns.registry import pattern_type
 from dilabench.report.flashinfer_bench.export import render
 from dilabench.workload.spec import Workload
 
@@ -144,6 +146,14 @@ def test_a_definition_computes_what_the_oracle_does(asked, make_row, make_record
         ours = lse.T if packed else lse.transpose(1, 2).flatten(0, 1)
         torch.testing.assert_close(base_2.double() * math.log(2), ours, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, out.view_as(found), **close)
+
+
+def test_a_pattern_from_a_file_is_left_out(make_row, make_record, tmp_path):
+    numpy.save(tmp_path / "mask.npy", numpy.ones((6, 6), dtype=bool))
+    pattern = pattern_type("block_sparse").from_request({"mask_file": str(tmp_path / "mask.npy"), "block_size": 16})
+    told, found = exported([{"pattern": pattern}], make_row, make_record, tmp_path)
+    assert "its pattern is read from a file" in told
+    assert found == []
 
 
 def test_what_flashinfer_bench_knows_has_its_name_and_what_it_lacks_is_left_out(make_row, make_record, tmp_path):

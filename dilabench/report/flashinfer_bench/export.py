@@ -125,6 +125,8 @@ def workload_of(workload: Workload, name: str) -> dict[str, Any]:
 def _reason_against(workload: Workload) -> str | None:
     if workload.dtype not in DTYPES:
         return f"FlashInfer-Bench has no {workload.dtype}"
+    if workload.pattern.files():
+        return "its pattern is read from a file, and a definition stands by itself"
     if workload.tokens > MOST_TOKENS:
         return f"{workload.tokens} tokens are more than offsets of 32 bits count"
     return None
