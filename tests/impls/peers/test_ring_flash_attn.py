@@ -79,9 +79,7 @@ def test_what_projects_import_besides_is_there_and_refuses_to_be_called():
     package, module = flash_attn_stand_in.stand_ins(MATH)
     assert package.__version__ > "2.6.3"
     assert not hasattr(module, "__path__")
-    with pytest.raises(
-        NotImplementedError, match="_flash_attn_varlen_forward is not computed by the stand-in"
-    ):
+    with pytest.raises(NotImplementedError, match="_flash_attn_varlen_forward is not computed by the stand-in"):
         module._flash_attn_varlen_forward(torch.zeros(1))
     assert flash_attn_stand_in.stand_ins(LoadedBackend("flash2", math.attend)) == ()
 
