@@ -40,6 +40,11 @@ COMMANDS = (
         "merge", "dilabench.cli.compare.merge:merge", "Join shards, or runs of different workloads, to one record."
     ),
     Command(
+        "leaderboard",
+        "dilabench.cli.compare.leaderboard:leaderboard",
+        "Who is fastest, over the records of many runs.",
+    ),
+    Command(
         "calibrate",
         "dilabench.cli.compare.calibrate:calibrate",
         "Find out how noisy this machine is between sessions.",

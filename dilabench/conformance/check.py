@@ -9,7 +9,7 @@ from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.package import check_package
 from dilabench.conformance.pattern import check_pattern
 from dilabench.conformance.reporter import check_reporter
-from dilabench.conformance.scorecard import Finding, Findings, Scorecard
+from dilabench.conformance.scorecard import Findings, Listener, Scorecard
 from dilabench.conformance.suite import check_suite
 from dilabench.conformance.timer import check_timer
 from dilabench.conformance.workload import check_workload
@@ -45,12 +45,12 @@ def registries_with(name: str, catalogue: Catalogue, kind: str | None = None) ->
 
 
 def scorecard(
-    registry_name: str, name: str, found: Found, machine: Machine, told: Callable[[Finding], None] = lambda _: None
+    registry_name: str, name: str, found: Found, machine: Machine, listener: Listener | None = None
 ) -> Scorecard:
-    """Ask everything. `told` hears of each finding as soon as it is made. Takes from seconds to minutes."""
+    """Ask everything. `listener` hears of each finding as soon as it is made. Takes from seconds to minutes."""
     registry: Registry[Any] = getattr(found.catalogue, registry_name)
     descriptor, plugin = registry.get(name), registry.origin(name)
-    package, behaviour = Findings(told), Findings(told)
+    package, behaviour = Findings(listener), Findings(listener)
     check_package(descriptor, plugin, found, package)
     with behaviour.tried(registry.kind):
         CHECKS[registry_name](descriptor, found.catalogue, machine, behaviour)

@@ -57,16 +57,29 @@ def check_implementation(
     over = [backend] if backend else implementation.backends or catalogue.preferred_backends(machine)[::-1]
     backends = over if implementation.uses_backend else [None]
     planned = [_planned(case, implementation, backends, catalogue, machine) for case in _cases(implementation, wanted)]
-    outcomes = list(outcomes_of(planned, catalogue, machine, SEED))
-    tried = list(zip(planned, outcomes, strict=True))
-    told: set[str] = set()
-    for aspect in _aspects(wanted):
-        with_it = [(one, outcome) for one, outcome in tried if aspect.has(one.case)]
-        if with_it:
-            _judge(aspect.name, with_it, told, findings)
-    _judge_checks([outcome for outcome in outcomes if isinstance(outcome, Verification)], implementation, findings)
+    tried = _verified(planned, list(_aspects(wanted)), catalogue, machine, findings)
+    _judge_checks([outcome for _, outcome in tried if isinstance(outcome, Verification)], implementation, findings)
     passed = [one for one, outcome in tried if isinstance(outcome, Verification) and outcome.passed]
     _check_memory(passed, catalogue, machine, findings)
+
+
+def _verified(
+    planned: list[PlannedCase], aspects: list[Aspect], catalogue: Catalogue, machine: Machine, findings: Findings
+) -> list[tuple[PlannedCase, Outcome]]:
+    """Every case with its outcome; each aspect is judged as soon as the last case that has it is known."""
+    tried: list[tuple[PlannedCase, Outcome]] = []
+    told: set[str] = set()
+    waiting = {aspect: sum(aspect.has(one.case) for one in planned) for aspect in aspects}
+    findings.listener.verified(0, len(planned), "")
+    for one, outcome in zip(planned, outcomes_of(planned, catalogue, machine, SEED), strict=True):
+        tried.append((one, outcome))
+        workload = one.case.workload
+        findings.listener.verified(len(tried), len(planned), f"{workload.label()} {workload.pattern.label()}")
+        for aspect in [aspect for aspect in waiting if aspect.has(one.case)]:
+            waiting[aspect] -= 1
+            if not waiting[aspect]:
+                _judge(aspect.name, [each for each in tried if aspect.has(each[0].case)], told, findings)
+    return tried
 
 
 def _cases(implementation: Implementation, kinds: Iterable[str]) -> Iterator[Case]:

@@ -1,6 +1,6 @@
 """The scorecard: what was asked of a thing, and how it did."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pydantic import computed_field
@@ -56,17 +56,27 @@ class Scorecard(Model):
         return (f"{one.name}: {one.detail}" for one in self.findings if one.result in ("wrong", "failed"))
 
 
-class Findings(list[Finding]):
-    """Findings as they are made; `told` hears of each."""
+class Listener:
+    """Hears of the work while it goes on; here it says nothing."""
 
-    def __init__(self, told: Callable[[Finding], None] = lambda _: None) -> None:
+    def found(self, finding: Finding) -> None:
+        """Something was asked, with this result."""
+
+    def verified(self, done: int, total: int, what: str) -> None:
+        """So many of all cases were verified, `what` last; 0 when they begin."""
+
+
+class Findings(list[Finding]):
+    """Findings as they are made; `listener` hears of each."""
+
+    def __init__(self, listener: Listener | None = None) -> None:
         super().__init__()
-        self._told = told
+        self.listener = listener or Listener()
 
     def add(self, name: str, result: Result, detail: str = "") -> None:
         """Keep a finding."""
         self.append(Finding(name=name, result=result, detail=" ".join(detail.split())))
-        self._told(self[-1])
+        self.listener.found(self[-1])
 
     def hold(self, name: str, problem: str | None, right: str = "") -> None:
         """Right, with what is to be said of that, where there is no problem; else failed."""

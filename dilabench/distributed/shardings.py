@@ -10,6 +10,7 @@ from typing import Literal
 
 from dilabench.distributed import block_deal, column_deal
 from dilabench.distributed.balance import HopPairs, hop_pairs
+from dilabench.workload.equal_parts import against_usp, usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
 
 
@@ -99,27 +100,31 @@ class Hops(Counted):
 class WholeShards(Hops):
     """Every shard goes to every rank, also where a mask hides it: torch's context parallelism and ring_flash_attn.
 
-    at_once: K and V come in one gather, in the forward and again in the backward pass.
+    at_once: K and V come in one gather, in the forward and again in the backward pass. wide_sums: sums of dK and dV are
+    float32 and go round in P hops; otherwise they have the dtype of K and take P-1.
     """
 
     at_once: bool = False
     kept: Literal["nothing"] = "nothing"
+    wide_sums: bool = True
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """All but the last hop's work, or that on own keys where the others come at once."""
         return slowest[0] if self.at_once else Hops._overlapping(self, slowest)
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """K and V of the P-1 others in each pass; backward, sums of dK and dV in float32 go round in P hops. Read in
-        torch 2.13 and ring_flash_attn 0.1.8.
+        """K and V of the P-1 others in each pass; backward, the sums besides. Read in torch 2.13, ring_flash_attn
+        0.1.8, yunchang 0.6.4, and TransformerEngine's main branch of August 2026, whose sums are narrow.
         """
         if ranks == 1:
             return 0
         if workload.seq_len % ranks or workload.layout == "packed" or not workload.is_dense:
             return None
         forward, backward = workload.mode != "backward", workload.mode != "forward"
-        keys = (ranks - 1) * DTYPE_BYTES[workload.dtype] * (forward + backward)
-        return _vector(workload) * (workload.seq_len // ranks) * (keys + ranks * 4 * backward)
+        item = DTYPE_BYTES[workload.dtype]
+        keys = (ranks - 1) * item * (forward + backward)
+        sums = ranks * 4 if self.wide_sums else (ranks - 1) * item
+        return _vector(workload) * (workload.seq_len // ranks) * (keys + sums * backward)
 
 
 class OneExchange(Counted):
@@ -150,8 +155,11 @@ class OneExchange(Counted):
         return _vector(workload) * max(item * forward * keys + returned * backward * own for keys, own in gathered)
 
 
+@dataclass(frozen=True, slots=True)
 class HeadsForTokens:
-    """Ranks trade tokens for heads: whole sequences of some heads each."""
+    """Ranks trade tokens for heads: whole sequences of some heads each. with_lse: it travels with out."""
+
+    with_lse: bool = True
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """Whole heads: where they do not divide, some ranks have one more."""
@@ -162,7 +170,7 @@ class HeadsForTokens:
         return 0.0
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """The other ranks' (P-1)/P of q, k, v, out and lse, backward of dout, dq, dk and dv."""
+        """The other ranks' (P-1)/P of q, k, v and out (and lse), backward of dout, dq, dk and dv."""
         if ranks == 1:
             return 0
         if _uneven(workload, ranks) or workload.num_heads % ranks or workload.num_kv_heads % ranks:
@@ -170,8 +178,30 @@ class HeadsForTokens:
         forward, backward = workload.mode != "backward", workload.mode != "forward"
         heads = 2 * (workload.num_heads + workload.num_kv_heads)
         vectors = heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
-        row = vectors * (forward + backward) + workload.num_heads * _wide(workload) * forward
+        row = vectors * (forward + backward) + workload.num_heads * _wide(workload) * forward * self.with_lse
         return workload.batch_size * (workload.seq_len // ranks) * row * (ranks - 1) // ranks
+
+
+class HeadsInRing:
+    """USP: pairs of ranks trade tokens for heads, and a zigzag ring of whole shards joins the pairs (`usp_degrees`)."""
+
+    def load_balance(self, workload: Workload, ranks: int) -> float | None:
+        """Of the ring: within a pair both compute the same pairs of other heads."""
+        return WHOLE_ZIGZAG_RING.load_balance(workload, usp_degrees(ranks)[1])
+
+    def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
+        """Of the ring."""
+        return WHOLE_ZIGZAG_RING.overlapping_share(workload, usp_degrees(ranks)[1])
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """Those of a pair over its share of the sequence, and those of the ring over its share of the heads."""
+        heads, ring = usp_degrees(ranks)
+        if against_usp(workload, ranks):
+            return None
+        share = {"num_heads": workload.num_heads // heads, "num_kv_heads": workload.num_kv_heads // heads}
+        traded = HEADS_FOR_TOKENS.received_bytes(workload.replace(seq_len=workload.seq_len // ring), heads)
+        sent_round = WHOLE_ZIGZAG_RING.received_bytes(workload.replace(**share), ring)
+        return None if traded is None or sent_round is None else traded + sent_round
 
 
 class Blocks(Counted):
@@ -218,6 +248,9 @@ COLUMNS = Columns()
 WHOLE_RING = WholeShards(zigzag=False)
 WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)
+NARROW_ZIGZAG_RING = WholeShards(zigzag=True, wide_sums=False)
+HEADS_FOR_TOKENS = HeadsForTokens(with_lse=False)
+HEADS_IN_RING = HeadsInRing()
 
 
 def _uneven(workload: Workload, ranks: int) -> bool:

@@ -13,6 +13,8 @@ from dilabench.engine.plausibility import suspicions
 from dilabench.errors import ConfigError, listed
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.request import RunRequest, Shard
+from dilabench.store.lookup import Store
+from dilabench.store.run_files import refuse_other_rows
 from dilabench.validation import content_hash, validated
 
 # What must be the same: how cases were measured, and on which inputs.
@@ -22,17 +24,46 @@ SHARD = "shard"
 ASKING = ("implementations", "backends", "presets", "overrides", "lengths", "budget_s", "options", SHARD)
 
 
+def shared_records(store: Store, runs: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
+    """The records of runs as they are named, and what to call each in a message.
+
+    Raises ConfigError for a run whose files tell different things.
+    """
+    records: list[RunRecord] = []
+    names: list[str] = []
+    for run in runs:
+        path = store.path_of(run)
+        found = store.records(run)
+        if path is not None:
+            refuse_other_rows(path, found[0])
+        records += found
+        names += [run] if len(found) == 1 else [f"{run} ({one.run_id})" for one in found]
+    return records, names
+
+
+def refuse_unsound(records: Sequence[RunRecord], names: Sequence[str]) -> None:
+    """Raise ConfigError for one run under two names, times without a passed verification, and times that no note
+    explains.
+    """
+    known: dict[str, str] = {}
+    for record, name in zip(records, names, strict=True):
+        if record.run_id in known:
+            raise ConfigError(f"{known[record.run_id]} and {name} are the same run, {record.run_id}; name it once")
+        known[record.run_id] = name
+        _refuse_unsound_rows(record, name)
+
+
 def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     """One record of all rows. `names`: what to call each record in a message.
 
     Raises ConfigError for one record, records that do not belong together, shards that overlap or miss, rows of one
-    workload in two records, times without a passed verification, and times that no note explains.
+    workload in two records, and what `refuse_unsound` refuses.
     """
     if len(records) < 2:
         raise ConfigError("one run is given; name two or more to merge")
+    refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
         _refuse_unfinished(record, name)
-        _refuse_unsound_rows(record, name)
     for record, name in zip(records[1:], names[1:], strict=True):
         _refuse_stranger(records[0], record, names[0], name)
     shards = [_shard_of(record) for record in records]
@@ -69,8 +100,6 @@ def _refuse_unsound_rows(record: RunRecord, name: str) -> None:
 
 
 def _refuse_stranger(first: RunRecord, record: RunRecord, first_name: str, name: str) -> None:
-    if record.run_id == first.run_id:
-        raise ConfigError(f"{first_name} and {name} are the same run, {record.run_id}; name it once")
     if record.suite != first.suite:
         raise ConfigError(
             f"{first_name} is of suite {first.suite!r}, {name} of {record.suite!r}; merge runs of one suite"

@@ -166,7 +166,11 @@ def read_record(run: Path) -> RunRecord:
     try:
         document = read_json(text)
     except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is not a run record: {error}") from None
+        beside = path.parent / ROWS_NAME
+        way_out = (
+            f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from where it was made"
+        )
+        raise ConfigError(f"{str(path)!r} is not a run record, or was cut: {error}; {way_out}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{str(path)!r} is not a run record: it holds no object")
     return _validated(RunRecord, migrated(document, path), path)

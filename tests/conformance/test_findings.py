@@ -10,8 +10,9 @@ from pydantic import create_model
 
 from dilabench.conformance.check import CHECKS
 from dilabench.conformance.fresh_import import import_reports
+from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.pattern import QUESTIONS, SHAPES
-from dilabench.conformance.scorecard import Finding, Findings, Scorecard
+from dilabench.conformance.scorecard import Finding, Findings, Listener, Scorecard
 from dilabench.conformance.suite import check_suite
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine
@@ -20,6 +21,7 @@ from dilabench.patterns.pattern import Pairs, SequenceShape
 from dilabench.plugins import Suite, hookimpl
 from dilabench.plugins.manager import discover
 from dilabench.plugins.requirements import unmet
+from dilabench.record import Skipped
 from dilabench.testing import check_plugin
 
 CPU = Machine(device="cpu", no_cuda="test")
@@ -169,3 +171,25 @@ def test_a_failure_of_the_suite_is_an_assertion_with_every_reason(monkeypatch):
     monkeypatch.setattr(json, "render", lambda record, folder: "" if record.rows else 5)
     with pytest.raises(AssertionError, match=r"reporter json does not conform:\nall measured: it prints nothing\n"):
         check_plugin("json", kind="reporter", device="cpu")
+
+
+def test_a_result_is_told_as_soon_as_its_last_case_is_known(monkeypatch):
+    told, heard = [], []
+
+    class Hears(Listener):
+        def verified(self, done, total, what):
+            heard.append((done, total))
+
+    findings, catalogue = Findings(Hears()), discover().catalogue
+
+    def outcomes_of(planned, *_):
+        for one in planned:
+            told.append({finding.name for finding in findings})
+            yield one.skip or Skipped(code="unsupported", why="not tried")
+
+    monkeypatch.setattr("dilabench.conformance.implementation.outcomes_of", outcomes_of)
+    reference = catalogue.implementations.get("reference")
+    check_implementation(reference, catalogue, Machine(device="cpu"), findings, kinds=("dense", "window_sink"))
+    assert "pattern dense" in told[-1]
+    assert "pattern window_sink" not in told[-1]
+    assert heard == [(done, len(told)) for done in range(len(told) + 1)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_its_own_test_passes(site: Path) -> None:
 def test_a_wrong_one_gets_the_name_of_its_mistake(site: Path) -> None:
     done = python(site, "dilabench", "plugin", "check", "generated-wrong", "--device", "cpu")
     assert done.returncode == 5, done.stdout + done.stderr
+    assert re.search(r"^verifying \d+ cases \.\.\.$", done.stderr, re.MULTILINE)
     text = " ".join(done.stdout.split())
     assert "cases: out is that of offset=blocked; out: error" in text
     assert "implementation generated-wrong: DOES NOT CONFORM" in text

@@ -14,7 +14,7 @@ from dilabench.workload.spec import Workload, WorkloadRequest
 
 CATALOGUE = discover().catalogue
 PEERS = [one.name for one in CATALOGUE.implementations if one.project]
-OVER_RANKS = PEERS[2:]
+OVER_RANKS = [name for name in PEERS if CATALOGUE.implementations.get(name).supports.max_world_size != 1]
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPERS = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),) * 4)
 SHAPE = {"batch_size": 1, "seq_len": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "dtype": "bfloat16"}
@@ -41,6 +41,13 @@ def test_the_projects_that_there_are_adapters_for():
         "torch-context-parallel-alltoall",
         "ring-flash-attn-zigzag",
         "ring-flash-attn-ring",
+        "yunchang-ulysses",
+        "yunchang-usp",
+        "transformer-engine-p2p",
+        "transformer-engine-a2a",
+        "magi-attention",
+        "natten",
+        "flashinfer",
     ]
 
 
@@ -58,6 +65,11 @@ def test_a_causal_dense_workload_over_ranks_can_be_computed(installed, name):
         ("ring-flash-attn-zigzag", {"causal": False}, "causal False is not supported (has True)"),
         ("ring-flash-attn-zigzag", {"window": (64, 0)}, "window (64, 0) is not supported"),
         ("ring-flash-attn-ring", {"dtype": "float16"}, "dtype float16 is not supported (has bfloat16)"),
+        ("yunchang-ulysses", {"num_kv_heads": 2}, "both must be multiples of 4, the ranks that share heads out"),
+        ("yunchang-usp", {"num_kv_heads": 1, "num_heads": 3}, "both must be multiples of 2"),
+        ("transformer-engine-a2a", {"num_kv_heads": 2}, "both must be multiples of 4"),
+        ("magi-attention", {"batch_size": 2}, "takes one sequence, not a batch of 2"),
+        ("magi-attention", {"seq_len": 528}, "seq_len 528 is not a multiple of 32, which 4 ranks need here"),
         ("torch-context-parallel", {"machine": CPU}, "device cpu is not supported (has cuda)"),
         (
             "torch-context-parallel",
@@ -67,7 +79,37 @@ def test_a_causal_dense_workload_over_ranks_can_be_computed(installed, name):
     ],
 )
 def test_what_cannot_be_used_says_why(installed, name, asked, reason):
-    assert reason in reasons(name, **asked)
+    assert reason in "; ".join(reasons(name, **asked))
+
+
+NEIGHBORS = {"kind": "neighborhood", "kernel_size": 200, "dilation": 3}
+BLOCKS = {"kind": "block_sparse", "block_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "reason"),
+    [
+        ("natten", {"pattern": NEIGHBORS, "seq_len": 600}, None),
+        ("natten", {"pattern": NEIGHBORS}, "NATTEN wants kernel_size x dilation, 600, to fit seq_len 512"),
+        ("natten", {"pattern": {**NEIGHBORS, "kernel_size": 1}}, "NATTEN takes a kernel_size of at least 2"),
+        ("flashinfer", {"pattern": BLOCKS, "causal": False, "mode": "forward"}, None),
+        ("flashinfer", {"pattern": BLOCKS, "mode": "forward"}, "causal True is not supported (has False)"),
+        ("flashinfer", {"pattern": BLOCKS, "causal": False}, "mode both is not supported (has forward)"),
+        (
+            "flashinfer",
+            {"pattern": {**BLOCKS, "per_head": True}, "causal": False, "mode": "forward"},
+            "FlashInfer has one mask for all heads, or one for each key/value head",
+        ),
+        (
+            "flashinfer",
+            {"pattern": BLOCKS, "causal": False, "mode": "forward", "seq_len": 500},
+            "seq_len 500 is not a multiple of block_size 128",
+        ),
+    ],
+)
+def test_libraries_of_sparse_patterns_are_asked_for_what_they_compute(installed, name, asked, reason):
+    found = reasons(name, ranks=1, backend=None, **asked)
+    assert found == () if reason is None else reason in "; ".join(found)
 
 
 TORCHSCALES = {"offset": "blocked", "padding": "zero_key", "merge_grad": "detached"}

@@ -251,7 +251,7 @@ def test_a_base_that_is_a_file_is_refused_with_its_path(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not a run record"),
+        ("{", "is not a run record, or was cut: .*; copy it again from where it was made"),
         ("[]", "holds no object"),
         ("{}", "run_id"),
         ('{"schema_version": "9.0"}', "update"),

@@ -9,9 +9,10 @@ import typer
 from dilabench.cli.author.new import Kind
 from dilabench.cli.options import AsJson, Device, StrictPlugins
 from dilabench.cli.plugins import discovered
+from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import WIDE, say
 from dilabench.cli.verify.everything import MARKS
-from dilabench.errors import ExitCode, printable
+from dilabench.errors import ExitCode, counted, printable
 from dilabench.machine import detect
 from dilabench.plugins.boundary import standard_output
 
@@ -35,22 +36,36 @@ def check(
     Exit codes: 0 conforms, 4 something failed, 5 an output is wrong, 8 nothing of what it does could be tried here.
     """
     from dilabench.conformance.check import registries_with, scorecard
-    from dilabench.conformance.scorecard import Finding, Scorecard
+    from dilabench.conformance.scorecard import Finding, Listener, Scorecard
     from dilabench.report.grid import output_width
 
     found, machine = discovered(strict_plugins), detect(device or "auto")
     cards: list[Scorecard] = []
     width = output_width(standard_output(), WIDE)
 
-    def tell(finding: Finding) -> None:
-        if not as_json:
-            line = f"  {MARKS[finding.result]} {finding.name}" + (f": {finding.detail}" if finding.detail else "")
-            say(textwrap.fill(printable(line), width, subsequent_indent="    ", break_long_words=False))
+    class Told(Listener):
+        """Findings line by line, and on stderr how far the verification is."""
+
+        lines: CheckedLines | None = None
+
+        def found(self, finding: Finding) -> None:
+            if self.lines:
+                self.lines.spoke()
+            if not as_json:
+                line = f"  {MARKS[finding.result]} {finding.name}" + (f": {finding.detail}" if finding.detail else "")
+                say(textwrap.fill(printable(line), width, subsequent_indent="    ", break_long_words=False))
+
+        def verified(self, done: int, total: int, what: str) -> None:
+            if not done:
+                say(f"verifying {counted(total, 'case')} ...", err=True)
+                self.lines = CheckedLines(total)
+            elif self.lines:
+                self.lines.checked(done, what)
 
     for registry in registries_with(name, found.catalogue, kind):
         if not as_json:
             say(f"{getattr(found.catalogue, registry).kind} {name} on {machine.device}")
-        cards.append(scorecard(registry, name, found, machine, tell))
+        cards.append(scorecard(registry, name, found, machine, Told()))
     if as_json:
         say(json.dumps([card.model_dump(mode="json") for card in cards], indent=2, ensure_ascii=False))
     for card in cards:

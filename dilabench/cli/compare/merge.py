@@ -8,7 +8,6 @@ import typer
 from dilabench.cli.options import AsJson
 from dilabench.cli.terminal import note, say
 from dilabench.errors import counted
-from dilabench.record import RunRecord
 
 DEFAULT_FOLDER = Path("benchmark_results")
 
@@ -28,19 +27,10 @@ def merge(
     """
     from dilabench.compare.fingerprint import soft_warnings
     from dilabench.store.lookup import Store
-    from dilabench.store.merging import merged
-    from dilabench.store.run_files import RunFolder, refuse_other_rows
+    from dilabench.store.merging import merged, shared_records
+    from dilabench.store.run_files import RunFolder
 
-    store = Store(tell=note)
-    records: list[RunRecord] = []
-    names: list[str] = []
-    for run in runs:
-        path = store.path_of(run)
-        found = store.records(run)
-        if path is not None:
-            refuse_other_rows(path, found[0])
-        records += found
-        names += [run] if len(found) == 1 else [f"{run} ({one.run_id})" for one in found]
+    records, names = shared_records(Store(tell=note), runs)
     record = merged(records, names)
     for warning in soft_warnings(records[:1], records[1:]):
         note(warning)

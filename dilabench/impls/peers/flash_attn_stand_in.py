@@ -19,6 +19,19 @@ from dilabench.impls.one_operator import eager
 # The backend that is flash-attn 2 itself, and needs no stand-in.
 ITSELF = "flash2"
 NAME = "flash_attn.flash_attn_interface"
+# The version whose signatures it has: projects ask for it.
+VERSION = "2.8.3"
+
+
+def stand_ins(backend: LoadedBackend) -> tuple[ModuleType, ...]:
+    """The package flash_attn and its interface, to be given to an import; none over flash-attn itself."""
+    if backend.name == ITSELF:
+        return ()
+    interface, package = stand_in(backend), ModuleType(NAME.partition(".")[0])
+    package.__dict__.update(
+        __version__=VERSION, flash_attn_interface=interface, flash_attn_func=interface.flash_attn_func
+    )
+    return package, interface
 
 
 def stand_in(backend: LoadedBackend) -> ModuleType:
@@ -93,8 +106,20 @@ def stand_in(backend: LoadedBackend) -> ModuleType:
         flash_attn_func=flash_attn_func,
         _flash_attn_forward=_flash_attn_forward,
         _flash_attn_backward=_flash_attn_backward,
+        __getattr__=_refusing,
     )
     return module
+
+
+def _refusing(name: str) -> Any:
+    """What projects import besides, and the functions that are adapted never call."""
+    if "flash_attn" not in name:
+        raise AttributeError(f"{NAME} has no {name}")
+
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise NotImplementedError(f"{NAME}.{name} is not computed by the stand-in; install flash-attn (-b flash2)")
+
+    return refuse
 
 
 @dataclass(frozen=True, slots=True)

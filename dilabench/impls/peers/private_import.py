@@ -13,20 +13,25 @@ from dilabench.peer_paths import search_peer_paths
 
 
 def imported(name: str, *given: ModuleType, install: str) -> ModuleType:
-    """The module `package.module`, imported anew while the modules `given` are found by their names.
+    """`imported_together` of one module."""
+    return imported_together((name,), *given, install=install)[0]
 
-    The package's own import is left out: it may need what the module does not. Raises ModuleNotFoundError where the
+
+def imported_together(names: Sequence[str], *given: ModuleType, install: str) -> tuple[ModuleType, ...]:
+    """Modules `package.module` of one package, imported anew while the modules `given` are found by their names.
+
+    The package's own import is left out: it may need what the modules do not. Raises ModuleNotFoundError where the
     package is missing, saying how to `install` it.
     """
     search_peer_paths()
-    package = name.partition(".")[0]
+    package = names[0].partition(".")[0]
     spec = importlib.util.find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         raise ModuleNotFoundError(f"the package {package} is not installed; {install}")
     shell = ModuleType(package)
     shell.__path__ = list(spec.submodule_search_locations)
     with _importable(package, (shell, *given)):
-        return importlib.import_module(name)
+        return tuple(map(importlib.import_module, names))
 
 
 @contextmanager

@@ -81,7 +81,4 @@ def _imported(module: str, backend: LoadedBackend) -> ModuleType:
 
     Raises ModuleNotFoundError where the package is missing.
     """
-    given: tuple[ModuleType, ...] = ()
-    if backend.name != flash_attn_stand_in.ITSELF:
-        given = (ModuleType("flash_attn"), flash_attn_stand_in.stand_in(backend))
-    return imported(f"{PACKAGE}.{module}", *given, install=INSTALL)
+    return imported(f"{PACKAGE}.{module}", *flash_attn_stand_in.stand_ins(backend), install=INSTALL)

@@ -3,8 +3,16 @@
 from dataclasses import replace
 
 from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.neighborhood import NeighborhoodPattern
 from dilabench.plugins import Capabilities, Implementation, hookimpl
-from dilabench.workload.equal_parts import against_equal_pairs, against_equal_parts
+from dilabench.workload.equal_parts import (
+    against_equal_chunks,
+    against_equal_pairs,
+    against_equal_parts,
+    against_usp,
+    against_whole_heads,
+    against_whole_heads_in_pairs,
+)
 from dilabench.workload.spec import Workload
 
 HALF = frozenset({"float16", "bfloat16"})
@@ -30,6 +38,13 @@ _IN_ORDER = Capabilities(
     check_ranks=against_equal_parts,
 )
 _ZIGZAG = replace(_IN_ORDER, causal=frozenset({True}), check_ranks=against_equal_pairs)
+
+
+_ON_CUDA = replace(_IN_ORDER, devices=frozenset({"cuda"}))
+
+
+def _one_sequence(workload: Workload) -> str | None:
+    return None if workload.batch_size == 1 else f"takes one sequence, not a batch of {workload.batch_size}"
 
 
 def _not_torchscales(workload: Workload) -> str | None:
@@ -130,9 +145,124 @@ def _ring_flash_attn(
     )
 
 
+def _yunchang(name: str, summary: str, supports: Capabilities, sharding: str, *quirks: str) -> Implementation:
+    return Implementation(
+        name,
+        f"{summary} of the package yunchang",
+        f"dilabench.impls.peers.yunchang:{name.replace('yunchang-', 'build_')}",
+        supports=supports,
+        requires=("yunchang", "einops"),
+        uses_backend=True,
+        backends=(*FLASH_ATTN_2, "sdpa-cudnn", "flash4"),
+        quirks=(*quirks, STAND_IN, "any other backend takes the place of flash-attn in its calls", NOT_COUNTED),
+        sharding=f"dilabench.distributed.shardings:{sharding}",
+        project="yunchang",
+        install="pip install --no-deps yunchang; pip install einops",
+    )
+
+
+def _transformer_engine(name: str, summary: str, supports: Capabilities, sharding: str) -> Implementation:
+    return Implementation(
+        f"transformer-engine-{name}",
+        f"context parallelism of TransformerEngine's DotProductAttention, {summary}",
+        f"dilabench.impls.peers.transformer_engine:build_{name}",
+        supports=supports,
+        requires=("transformer_engine", "cuda>=sm80"),
+        quirks=("its kernel is its own choice: cuDNN's or flash-attn, as NVTE_* variables say", NOT_COUNTED),
+        sharding=f"dilabench.distributed.shardings:{sharding}",
+        project="TransformerEngine",
+        install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
+    )
+
+
+MAGI_ATTENTION = Implementation(
+    "magi-attention",
+    "MagiAttention: chunks of the sequence, shared out and fetched as its solver plans",
+    "dilabench.impls.peers.magi_attention:build",
+    supports=replace(_ON_CUDA, check=_one_sequence, check_ranks=against_equal_chunks),
+    requires=("magi_attention", "cuda>=sm90"),
+    quirks=(
+        "which rows a rank holds is its solver's choice, so λ and bytes are not known by formula",
+        "its plan is made outside the timed call",
+    ),
+    project="MagiAttention",
+    install="https://github.com/SandAI-org/MagiAttention (built from its sources)",
+)
+
+
+def _not_nattens(workload: Workload) -> str | None:
+    pattern = NeighborhoodPattern.match(workload.pattern)
+    if pattern is None:
+        return None
+    if pattern.kernel_size < 2:
+        return "NATTEN takes a kernel_size of at least 2"
+    reach = pattern.kernel_size * pattern.dilation
+    if reach > workload.seq_len:
+        return f"NATTEN wants kernel_size x dilation, {reach}, to fit seq_len {workload.seq_len}"
+    return None
+
+
+NATTEN = Implementation(
+    "natten",
+    "NATTEN's own kernels for dilated neighbourhood attention",
+    "dilabench.impls.peers.natten:build",
+    supports=Capabilities(
+        patterns=frozenset({"neighborhood"}),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF | {"float32"},
+        window=False,
+        head_dim_multiple=8,
+        check=_not_nattens,
+    ),
+    requires=("natten>=0.21",),
+    quirks=("which of its kernels runs is its own choice; float32 may run in TF32 where torch allows that",),
+    project="NATTEN",
+    install="https://natten.org (a wheel for the installed torch and CUDA)",
+)
+
+
+def _not_flashinfers(workload: Workload) -> str | None:
+    (shape,) = workload.shapes
+    blocks = workload.pattern.whole_blocks(shape)
+    if blocks is None:
+        return "FlashInfer computes one mask of whole blocks"
+    if len(blocks.mask) == 1:
+        uneven = workload.seq_len % blocks.block_size
+        return f"seq_len {workload.seq_len} is not a multiple of block_size {blocks.block_size}" if uneven else None
+    if len(blocks.mask) != workload.num_kv_heads:
+        return "FlashInfer has one mask for all heads, or one for each key/value head"
+    return None
+
+
+FLASHINFER = Implementation(
+    "flashinfer",
+    "FlashInfer's block-sparse attention, for inference",
+    "dilabench.impls.peers.flashinfer:build",
+    supports=Capabilities(
+        patterns=frozenset({"block_sparse", "topk_blocks"}),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        modes=frozenset({"forward"}),
+        causal=frozenset({False}),
+        window=False,
+        head_dim_multiple=64,
+        max_head_dim=256,
+        check=lambda workload: _one_sequence(workload) or _not_flashinfers(workload),
+    ),
+    requires=("flashinfer", "cuda>=sm80"),
+    compiles=True,
+    quirks=(
+        "masks of single heads go to VariableBlockSparseAttentionWrapper, which wants heads first: copies are timed",
+        "its causal mask counts positions among the blocks that a row sees, so causal workloads are not asked of it",
+    ),
+    project="FlashInfer",
+    install="pip install flashinfer-python",
+)
+
+
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
-    """LongNet's own module; over ranks torch's own, and the package that most others took theirs from."""
+    """LongNet's own module; over ranks torch's own, and rings and meshes of others; sparse patterns of libraries."""
     return [
         TORCHSCALE,
         DILATED_ATTENTION_PYTORCH,
@@ -158,4 +288,29 @@ def dilabench_register_implementations() -> list[Implementation]:
             "WHOLE_RING",
             "gives dq in bfloat16 whatever q is",
         ),
+        _yunchang(
+            "yunchang-ulysses",
+            "UlyssesAttention",
+            replace(_IN_ORDER, check_ranks=against_whole_heads),
+            "HEADS_FOR_TOKENS",
+        ),
+        _yunchang(
+            "yunchang-usp",
+            "LongContextAttention (USP: Ulysses within pairs, a zigzag ring between them)",
+            replace(_ZIGZAG, check_ranks=against_usp),
+            "HEADS_IN_RING",
+            "on 2 ranks, and on an odd number, it is its zigzag ring alone",
+        ),
+        _transformer_engine(
+            "p2p", "K and V from rank to rank", replace(_ZIGZAG, devices=frozenset({"cuda"})), "NARROW_ZIGZAG_RING"
+        ),
+        _transformer_engine(
+            "a2a",
+            "tokens for heads",
+            replace(_ZIGZAG, devices=frozenset({"cuda"}), check_ranks=against_whole_heads_in_pairs),
+            "HEADS_FOR_TOKENS",
+        ),
+        MAGI_ATTENTION,
+        NATTEN,
+        FLASHINFER,
     ]

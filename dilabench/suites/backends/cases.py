@@ -1,5 +1,6 @@
 """Suite `backends`: which dense kernel is fastest here, for full and for dilated attention, and in which dtype?"""
 
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import ALL, RunRequest
 from dilabench.suites.planner import Planner
@@ -18,9 +19,11 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     device = planner.machine.device
     defaults = [{"seq_len": LENGTH[device], "dtype": dtype} for dtype in DTYPES[device]]
     workloads = planner.workload_requests(defaults)
-    default = planner.where(
-        lambda one: (
-            one.uses_backend and one.role == "method" and one.takes == "heads" and one.supports.max_world_size == 1
-        )
-    )
+
+    def is_shown(one: Implementation) -> bool:
+        fits = one.supports.only_dense or any(one.supports.computes(workload.pattern) for workload in workloads)
+        on_one = one.takes == "heads" and one.supports.max_world_size == 1
+        return one.uses_backend and one.role == "method" and on_one and fits
+
+    default = planner.where(is_shown)
     return planner.compare(workloads, planner.implementations(default))

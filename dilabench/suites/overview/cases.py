@@ -18,8 +18,10 @@ def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     workloads = planner.workload_requests([{**shape, "seq_len": length} for length in QUICK_LENGTHS])
 
     def is_shown(one: Implementation) -> bool:
-        here = planner.machine.device in one.supports.devices and one.supports.computes(DEFAULT_PATTERN)
-        return one.supports.max_world_size == 1 and (one.uses_backend or (one.priority > 0 and here))
+        dilated = one.supports.computes(DEFAULT_PATTERN)
+        here = planner.machine.device in one.supports.devices and dilated
+        over_kernel = one.uses_backend and (dilated or one.supports.only_dense)
+        return one.supports.max_world_size == 1 and (over_kernel or (one.priority > 0 and here))
 
     default = planner.where(is_shown)
     return planner.compare(workloads, planner.implementations(default))

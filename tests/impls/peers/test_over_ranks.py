@@ -8,6 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 INSTALLED = importlib.util.find_spec("ring_flash_attn") is not None
+YUNCHANG_INSTALLED = all(map(importlib.util.find_spec, ("yunchang", "einops")))
 
 
 def passed(verdict):
@@ -29,6 +30,23 @@ def test_ring_flash_attn_itself_passes_the_oracle(ranks, launch):
 
     for verdicts in launch(peer_cases.ring_flash_attn_verdicts, ranks):
         assert list(map(passed, verdicts)) == [True] * 4, verdicts
+
+
+@pytest.mark.skipif(not YUNCHANG_INSTALLED, reason="yunchang is not installed (extra peers)")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_yunchang_itself_passes_the_oracle(ranks, launch):
+    import peer_cases
+
+    for verdicts in launch(peer_cases.yunchang_verdicts, ranks):
+        assert list(map(passed, verdicts)) == [True] * 4, verdicts
+
+
+@pytest.mark.skipif(not YUNCHANG_INSTALLED, reason="yunchang is not installed (extra peers)")
+def test_yunchang_receives_what_its_sharding_says(launch):
+    import peer_cases
+
+    for counted in launch(peer_cases.yunchang_received_beside_the_formula, 4):
+        assert [received == formula > 0 for received, formula in counted] == [True, True], counted
 
 
 def test_a_peer_without_gradients_of_keys_is_caught(recorded, launch):

@@ -75,6 +75,15 @@ def test_the_stand_in_refuses_what_it_would_not_compute():
         module._flash_attn_forward(q, q, q, 0.1, 1.0, True, -1, -1, 0.0, None, False)
 
 
+def test_what_projects_import_besides_is_there_and_refuses_to_be_called():
+    package, module = flash_attn_stand_in.stand_ins(MATH)
+    assert package.__version__ > "2.6.3"
+    assert not hasattr(module, "__path__")
+    with pytest.raises(NotImplementedError, match="_flash_attn_varlen_forward is not computed by the stand-in"):
+        module._flash_attn_varlen_forward(torch.zeros(1))
+    assert flash_attn_stand_in.stand_ins(LoadedBackend("flash2", math.attend)) == ()
+
+
 def test_the_stand_in_over_a_backend_without_a_backward_pass_says_so():
     module = flash_attn_stand_in.stand_in(LoadedBackend("one-way", math.attend))
     q = torch.randn(1, 4, 1, 8)

@@ -3,13 +3,25 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.distributed.shardings import WHOLE_ZIGZAG_GATHER, WHOLE_ZIGZAG_RING
+from dilabench.distributed.shardings import (
+    HEADS_FOR_TOKENS,
+    HEADS_IN_RING,
+    WHOLE_ZIGZAG_GATHER,
+    WHOLE_ZIGZAG_RING,
+)
 from dilabench.distributed.whole import Whole
 from dilabench.engine.verify import summary, verify
-from dilabench.impls.peers import ring_flash_attn, torch_context_parallel
+from dilabench.impls.peers import (
+    magi_attention,
+    ring_flash_attn,
+    torch_context_parallel,
+    transformer_engine,
+    yunchang,
+)
 from dilabench.workload.spec import Workload
 
 MATH = LoadedBackend("math", math.attend, math.attend_backward)
@@ -55,6 +67,55 @@ def context_parallel_verdicts(world):
     cases = [(build, workload(**heads)) for build in builds for heads in (GROUPED, EQUAL)]
     told = [verdict(built(build, one, world), one) for build, one in cases]
     return told, len(seen) > 0
+
+
+def recorded_verdicts(world):
+    """What the oracle says of the peers whose packages are recorded or installed, by name."""
+    heads = {"num_heads": 8, "num_kv_heads": 4}
+    causal, both_ways = workload(**heads), workload(**heads, causal=False)
+    single = workload(batch_size=1)
+    cases = {
+        "ulysses": (yunchang.build_ulysses, both_ways),
+        "usp": (yunchang.build_usp, causal),
+        "p2p": (transformer_engine.build_p2p, causal),
+        "a2a": (transformer_engine.build_a2a, causal),
+        "magi": (magi_attention.build, single),
+        "magi, full": (magi_attention.build, single.replace(causal=False)),
+    }
+    return {name: verdict(build(one, context(world)), one) for name, (build, one) in cases.items()}
+
+
+def yunchang_verdicts(world):
+    """What the oracle says of both modules of yunchang, with and without shared key/value heads."""
+    shapes = [workload(num_heads=8, num_kv_heads=heads) for heads in (4, 8)]
+    cases = [(yunchang.build_usp, one) for one in shapes]
+    cases += [(yunchang.build_ulysses, shapes[0]), (yunchang.build_ulysses, shapes[1].replace(causal=False))]
+    return [verdict(build(one, context(world)), one) for build, one in cases]
+
+
+def yunchang_received_beside_the_formula(world):
+    """Bytes that both modules of yunchang receive in one forward and backward call, and those by formula."""
+    one, received = workload(num_heads=8, num_kv_heads=4), []
+    all_to_all, send_and_receive = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def traded(output, given, group=None):
+        received.append(output.nbytes * (group.size() - 1) // group.size())
+        return all_to_all(output, given, group=group)
+
+    def sent_round(operations):
+        received.extend(each.tensor.nbytes for each in operations if each.op is dist.irecv)
+        return send_and_receive(operations)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = traded, sent_round
+    found = []
+    for build, sharding in ((yunchang.build_ulysses, HEADS_FOR_TOKENS), (yunchang.build_usp, HEADS_IN_RING)):
+        function = build(one, context(world))
+        shapes = [(2, 96 // world.size, heads, 16) for heads in (8, 4, 4)]
+        leaves = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        del received[:]
+        function(*leaves).sum().backward()
+        found.append((sum(received), sharding.received_bytes(one, world.size)))
+    return found
 
 
 def received_beside_the_formula(world):

@@ -1,0 +1,189 @@
+"""Leaderboards: from any number of records, one board per device and family of workloads.
+
+Only rows that passed verification and whose time may be quoted are on it. Places are given by the rule that `compare`
+decides with: rows share one where no difference is proven. That needs rows that took turns, so that the rows of each
+run have places among themselves, also where two runs measured the same workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dilabench.compare.ranking import is_quotable, rank
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.html.commands import quoted, row_command
+from dilabench.report.rows import location, row_name, verified_text, workload_tables
+from dilabench.report.summary import environment_rows, reproduce_command
+from dilabench.units import format_bytes
+from dilabench.workload.spec import UNBOUNDED, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One row. `place`: 1 is the fastest; `tied`: others share it. `unproven`: too few rounds to tell them apart.
+
+    `behind`: its time over that of the fastest. `command`: measures it again, alone; None where only a suite's own
+    search knows how the row came to be.
+    """
+
+    place: int
+    tied: bool
+    unproven: bool
+    name: str
+    median_ns: float
+    time: str
+    behind: float
+    memory: str
+    verified: str
+    command: str | None
+
+    @property
+    def place_text(self) -> str:
+        """'1', '1 =' where others have it too, '1 ?' where nothing is proven."""
+        return f"{self.place} {'?' if self.unproven else '='}" if self.tied else str(self.place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """The rows of one workload that took turns in one run."""
+
+    workload: str
+    run_id: str
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """All contests of one family on one device: by shape, the newest run first."""
+
+    device: str
+    family: str
+    contests: tuple[Contest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Where entries come from: commit, machine and versions, and the command that made the whole record."""
+
+    run_id: str
+    started_at: str
+    dilabench: str
+    commit: str
+    device: str
+    environment: tuple[tuple[str, str], ...]
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaderboard:
+    """Every board, and the runs behind them."""
+
+    boards: tuple[Board, ...]
+    runs: tuple[Run, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
+    """The boards of all records; runs without a row to quote are not named."""
+    found: dict[tuple[str, str], list[tuple[tuple[Any, ...], Contest]]] = {}
+    named: dict[str, RunRecord] = {}
+    for record in sorted(records, key=lambda one: one.started_at, reverse=True):
+        for rows in _ranked_together(record):
+            named[record.run_id] = record
+            case = rows[0].case
+            shape = case.workload.mode, case.world_size, case.workload.dtype, case.workload.seq_len, case.group_id
+            contest = Contest(
+                workload=_shape_text(rows[0]), run_id=record.run_id, entries=tuple(_entries(rows, record))
+            )
+            board = device_name(record), family_text(case.workload)
+            found.setdefault(board, []).append((shape, contest))
+    boards = [
+        # Sorting is stable: of one shape the newest run stays first.
+        Board(device=device, family=family, contests=tuple(one for _, one in sorted(listed, key=lambda each: each[0])))
+        for (device, family), listed in sorted(found.items())
+    ]
+    return Leaderboard(boards=tuple(boards), runs=tuple(map(_run, named.values())))
+
+
+def device_name(record: RunRecord) -> str:
+    """The kind of GPU, whatever number of them the host has, or of CPU."""
+    environment = record.environment
+    if record.device.startswith("cuda") and environment.gpus:
+        return ", ".join(dict.fromkeys(gpu.name for gpu in environment.gpus))
+    return f"{environment.cpu.model} ({environment.cpu.threads} threads)"
+
+
+def family_text(workload: Workload) -> str:
+    """What is computed, whatever the shape: 'dilated w 2K,4K r 1,2, causal'."""
+    parts = [workload.pattern.label(), "causal" if workload.causal else "not causal"]
+    if workload.window != UNBOUNDED:
+        parts.append(f"window {workload.window[0]},{workload.window[1]}")
+    if workload.scale is not None:
+        parts.append(f"scale {workload.scale:g}")
+    return ", ".join(parts)
+
+
+def _shape_text(row: Row) -> str:
+    """What the family leaves open: shape, dtype, mode, devices, and what a call takes where that is not q, k, v."""
+    case, takes = row.case, row.planned.takes
+    world = f" · {case.world_size} devices" if case.world_size > 1 else ""
+    return f"{case.workload.label()} · {case.workload.mode}{world}" + ("" if takes == "heads" else f" · takes {takes}")
+
+
+def _ranked_together(record: RunRecord) -> Iterator[list[Row]]:
+    """Rows that compute one function of the same inputs; yardsticks compute another one."""
+    for table in workload_tables(record):
+        for section in table.sections:
+            rows = [line.row for line in section.rows if is_quotable(line.row)]
+            if rows and rows[0].planned.role != "yardstick":
+                yield rows
+
+
+def _entries(rows: Sequence[Row], record: RunRecord) -> Iterator[Entry]:
+    left, place, fastest = list(rows), 1, 0.0
+    first = rank(left, record.device)
+    assert first is not None
+    fastest = first.speedups[first.fastest.case.case_id]
+    while left:
+        ranking = rank(left, record.device)
+        assert ranking is not None
+        sharing = (ranking.fastest, *ranking.tied)
+        for row in sharing:
+            found = location(row)
+            assert found is not None
+            assert isinstance(row.outcome, Measured)
+            memory, command = row.outcome.memory, row_command(row, record)
+            yield Entry(
+                place=place,
+                tied=len(sharing) > 1,
+                unproven=ranking.too_few_rounds,
+                name=row_name(row),
+                median_ns=found.median_ns,
+                time=figures.latency(found.median_ns),
+                behind=fastest / first.speedups[row.case.case_id],
+                memory=format_bytes(memory.peak_bytes) if memory else figures.ABSENT,
+                verified=verified_text(row.outcome),
+                command=command and f"dilabench {quoted((*command[0], *command[1]))}",
+            )
+        place += len(sharing)
+        ended = {row.case.case_id for row in sharing}
+        left = [row for row in left if row.case.case_id not in ended]
+
+
+def _run(record: RunRecord) -> Run:
+    git = record.environment.git
+    return Run(
+        run_id=record.run_id,
+        started_at=record.started_at,
+        dilabench=record.tool_version,
+        commit=figures.ABSENT if git is None else git.sha + (" with local changes" if git.dirty else ""),
+        device=device_name(record),
+        environment=environment_rows(record),
+        command=reproduce_command(record),
+    )
