@@ -81,7 +81,8 @@ class RanksOracle(InPlaceOracle):
         rows = self.sample.rows
         # Only as many batch items as are fetched, so that `blocks` cuts as the oracle does.
         like = self.batched(self._given[0])[: len(self.sample.batches)]
-        seen = [block.keys for block in blocks(self.workload, rows, like)]
+        # Positions are on the host, where a rank looks up which of them it holds.
+        seen = [block.keys.cpu() for block in blocks(self.workload, rows, like)]
         keys = torch.cat([*seen, rows[:0]]).unique()
         length, (q, k, v) = self.workload.seq_len, self._given
         known = (
