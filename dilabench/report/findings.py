@@ -222,7 +222,7 @@ def render(
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
     text = record.model_dump_json()
-    if not _ESCAPED.search(text) and printable(text) == text:
+    if not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text):
         return record
     document = record.model_dump(mode="json")
     safe = _walked(document)

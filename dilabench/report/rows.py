@@ -177,7 +177,7 @@ def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
     if not isinstance(row.outcome, Measured):
         return None
-    return next((timing for timing in row.outcome.timings if timing.samples_ns), None)
+    return next((timing for timing in row.outcome.timings if timing.has_samples), None)
 
 
 def location(row: Row) -> Location | None:
@@ -232,7 +232,8 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
         cells = (*names, figures.ABSENT, ending)
         return cells + (figures.ABSENT,) * (len(ALL_COLUMNS) - len(cells))
     assert isinstance(row.outcome, Measured)
-    workload, memory = row.case.workload, row.outcome.memory
+    workload, memory, samples = row.case.workload, row.outcome.memory, np.asarray(timing.samples_ns, np.float64)
+    speedup = ranking.speedups.get(row.case.case_id) if ranking else None
     return (
         *names,
         timing.timer,
@@ -241,12 +242,10 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
         figures.decimal(tokens_per_second(workload.tokens, found.median_ns)),
         figures.significant(tflops_per_second(flops(workload), found.median_ns), 3),
         format_bytes(memory.peak_bytes) if memory else figures.ABSENT,
-        figures.ratio(ranking.speedups[row.case.case_id])
-        if ranking and row.case.case_id in ranking.speedups
-        else figures.ABSENT,
+        figures.ABSENT if speedup is None else figures.ratio(speedup),
         verified_text(row.outcome),
-        figures.latency(float(np.mean(timing.samples_ns))),
-        figures.latency(float(np.std(timing.samples_ns))),
+        figures.latency(float(samples.mean())),
+        figures.latency(float(samples.std())),
     )
 
 
