@@ -160,10 +160,14 @@ def implementation_text(case: Case) -> str:
     return " +".join([case.implementation, *texts])
 
 
-def row_name(row: Row) -> str:
+def case_name(case: Case) -> str:
     """Implementation and backend as one name: 'gather over sdpa-flash'."""
-    name = implementation_text(row.case)
-    return name if row.case.backend is None else f"{name} over {row.case.backend}"
+    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
+
+
+def row_name(row: Row) -> str:
+    """The name of its case."""
+    return case_name(row.case)
 
 
 def backend_text(row: Row) -> str:
