@@ -10,7 +10,7 @@ and the window, which hold for every pattern and are applied outside of it (sema
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -160,6 +160,11 @@ class Pattern(Model, ABC):
     def request_model(cls) -> type[BaseModel]:
         """The fields that TOML and `--set` may give, all with defaults: by default the pattern's own."""
         return cls
+
+    @classmethod
+    def former_fields(cls) -> Mapping[str, tuple[str, Callable[[Any], Any]]]:
+        """Names that its fields had in requests of before: today's name, and today's value of such a value."""
+        return {}
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:
