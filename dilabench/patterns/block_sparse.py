@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -87,6 +87,8 @@ class BlockSparsePattern(Pattern):
     mask_digest: str | None = None
     branches: DilatedPattern | None = None
 
+    former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {"sparsity": ("density", _rest)}
+
     @model_validator(mode="after")
     def _file_or_kind(self) -> Self:
         if (self.mask == "custom") != (self.mask_file is not None):
@@ -99,11 +101,6 @@ class BlockSparsePattern(Pattern):
     def request_model(cls) -> type[Model]:
         """With the fields of the branches that the mask may lie over."""
         return BlockSparseRequest
-
-    @classmethod
-    def former_fields(cls) -> Mapping[str, tuple[str, Callable[[Any], Any]]]:
-        """`sparsity`, the share that is not computed."""
-        return {"sparsity": ("density", _rest)}
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:

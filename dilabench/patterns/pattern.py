@@ -144,6 +144,8 @@ class Pattern(Model, ABC):
 
     # Whether reports draw it: a picture per shape, where the label does not say it all.
     drawn_in_reports: ClassVar[bool] = True
+    # Names that fields of requests had before: today's name, and what makes today's value of such a value.
+    former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {}
 
     # The definition.
 
@@ -160,11 +162,6 @@ class Pattern(Model, ABC):
     def request_model(cls) -> type[BaseModel]:
         """The fields that TOML and `--set` may give, all with defaults: by default the pattern's own."""
         return cls
-
-    @classmethod
-    def former_fields(cls) -> Mapping[str, tuple[str, Callable[[Any], Any]]]:
-        """Names that its fields had in requests of before: today's name, and today's value of such a value."""
-        return {}
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:
