@@ -1,6 +1,8 @@
 """`dilabench compare`: two records, or the rows of one."""
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
@@ -118,28 +120,35 @@ def compare(
         matrix = compare_all(run_names(runs, sides), sides, policy=policy, select=select, reference=relative_to)
         if len(runs) > 2 or form is Format.HTML:
             codes = [exit_code(one, wanted) for one in matrix.with_first]
-            newest = [side[-1] for side in sides]
-            if github_summary:
-                append_summary(matrix_view.as_markdown(matrix, codes))
+            show = partial(matrix_view.show, matrix, codes, calibration)
             if form is Format.HTML:
-                matrix_view.write_page(matrix, codes, newest, output)
-            elif form is Format.JSON:
-                say(matrix_view.as_json(matrix, codes, calibration))
-            elif form is Format.MARKDOWN:
-                say(matrix_view.as_markdown(matrix, codes), styled=True)
-            else:
-                matrix_view.show(matrix, codes, calibration)
+                show = partial(matrix_view.write_page, matrix, codes, [side[-1] for side in sides], output)
+            as_data = partial(matrix_view.as_json, matrix, codes, calibration)
+            _print(form, github_summary, show, as_data, partial(matrix_view.as_markdown, matrix, codes))
             raise typer.Exit(gravest(codes))
         (comparison,) = matrix.with_first
     else:
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)
     code = exit_code(comparison, wanted)
-    if github_summary:
-        append_summary(verdict_view.as_markdown(comparison, code))
-    if form is Format.JSON:
-        say(verdict_view.as_json(comparison, code, calibration))
-    elif form is Format.MARKDOWN:
-        say(verdict_view.as_markdown(comparison, code), styled=True)
-    else:
-        verdict_view.show(comparison, code, calibration)
+    show = partial(verdict_view.show, comparison, code, calibration)
+    as_data = partial(verdict_view.as_json, comparison, code, calibration)
+    _print(form, github_summary, show, as_data, partial(verdict_view.as_markdown, comparison, code))
     raise typer.Exit(code)
+
+
+def _print(
+    form: Format,
+    github_summary: bool,
+    show: Callable[[], None],
+    as_data: Callable[[], str],
+    as_markdown: Callable[[], str],
+) -> None:
+    """Print in the form asked for; `show` has those that are neither data nor Markdown."""
+    if github_summary:
+        append_summary(as_markdown())
+    if form is Format.JSON:
+        say(as_data())
+    elif form is Format.MARKDOWN:
+        say(as_markdown(), styled=True)
+    else:
+        show()
