@@ -106,9 +106,9 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
             yardsticks.append(row)
         else:
             groups.setdefault(row.case.group_id, []).append(row)
-    shape_owner = {_shape(rows[0].case): cell for cell, rows in reversed(groups.items())}
+    shape_owner = {shape_id(rows[0].case): cell for cell, rows in reversed(groups.items())}
     for row in yardsticks:
-        cell = shape_owner.setdefault(_shape(row.case), row.case.group_id)
+        cell = shape_owner.setdefault(shape_id(row.case), row.case.group_id)
         groups.setdefault(cell, []).append(row)
     return tuple(_table(rows, record.device) for rows in groups.values())
 
@@ -190,7 +190,7 @@ def location(row: Row) -> Location | None:
     return None if timing is None else location_of(timing)
 
 
-def _shape(case: Case) -> str:
+def shape_id(case: Case) -> str:
     """Equal for cases that differ only in what is computed from inputs of one shape."""
     return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
 
