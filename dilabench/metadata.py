@@ -102,8 +102,11 @@ VARIANT = Label("variant", "suite `optimization`: what is switched on", str)
 SUITE = Label("suite", "suite `all`: the suite that asked for the case", str)
 PRESET = Label("workload", "the name of the preset that the workload came from", str)
 CHOSEN_BY = Label("chosen_by", "what `-i auto` decided on: a tuned choice, a measured one, or the rule", str)
+DENSITY_REACHED = Label(
+    "density_reached", "share of visible block pairs that are computed", float, "{:.4f}".format, unit="share"
+)
 SPARSITY_REACHED = Label(
-    "sparsity_reached", "share of block pairs that the mask leaves out", float, "{:.4f}".format, unit="share"
+    "sparsity_reached", "in older records: the share that is not computed", float, "{:.4f}".format, unit="share"
 )
 STEPS = Label("steps", "suite `block-sparse`: the steps of a call, as 'select plan attend'", str)
 SELECTION = Label("selection", "SHA-256 (16 hex digits) of the indices of the key blocks that were selected", str)

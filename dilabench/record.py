@@ -188,6 +188,11 @@ class Timing(Model):
         """The samples of all slots, in the order taken."""
         return tuple(chain.from_iterable(slot.samples_ns for slot in self.slots))
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether any sample was taken, without gathering them."""
+        return any(slot.samples_ns for slot in self.slots)
+
 
 class Diagnostic(Model):
     """Samples of a call over ranks as it is, or of a part of it alone: sample i of each part is from the same turn.

@@ -20,10 +20,12 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 _TYPE_TAG = re.compile(r"tuple\[|literal\[|function-|(int|float|str|bool)$")
 _RULE = "should be "
 MAX_DEPTH = 64
+_CONTAINERS = frozenset({dict, list})
 # Of 64-bit integers, with the sign.
 MAX_DIGITS = 20
-_LONG_NUMBER = re.compile("[0-9]{19}")
-_LONG_NUMBER_BYTES = re.compile(b"[0-9]{19}")
+# A search for a run of digits takes ten times as long as one for a run of zeros.
+_DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG_NUMBER = b"0" * 19
 
 
 class Model(BaseModel):
@@ -99,18 +101,21 @@ def read_count(value: Any, what: str) -> Any:
 def read_json(text: str | bytes) -> Any:
     """A JSON document of a record. Raises ValueError for what is none, or holds what no record of ours ever holds."""
     document = _parsed(text)
-    level = [document]
+    level = [document] if type(document) in _CONTAINERS else []
     for _ in range(MAX_DEPTH):
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-        level = [one for several in inner for one in several if isinstance(one, dict | list)]
+        inner = (one.values() if type(one) is dict else one for one in level)
+        # Most containers are lists of numbers, passed over without a look at each.
+        nested = (several for several in inner if not _CONTAINERS.isdisjoint(map(type, several)))
+        level = [one for several in nested for one in several if type(one) in _CONTAINERS]
     if level:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     return document
 
 
 def _parsed(text: str | bytes) -> Any:
-    long_number = _LONG_NUMBER.search(text) if isinstance(text, str) else _LONG_NUMBER_BYTES.search(text)
-    if not long_number:
+    # A document may hold half of a surrogate pair, which is no UTF-8.
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if _LONG_NUMBER not in content.translate(_DIGITS_AS_ZEROS):
         # Several times as fast as Python's own, which is asked where this one refuses, for what it says.
         with contextlib.suppress(ValueError):
             return from_json(text)

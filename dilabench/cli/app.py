@@ -20,9 +20,7 @@ COMMANDS = (
     Command("describe", "dilabench.cli.show.describe:describe", "Everything known about one name."),
     Command("doctor", "dilabench.cli.show.doctor:doctor", "The machine, the packages, and what makes times noisy."),
     Command("report", "dilabench.cli.show.report:report", "Show a stored run again."),
-    Command(
-        "compare", "dilabench.cli.compare.command:compare", "Slower, faster or the same: two runs, or rows of one."
-    ),
+    Command("compare", "dilabench.cli.compare.command:compare", "Slower, faster or the same: runs, or rows of one."),
     Command(
         "check",
         "dilabench.cli.compare.check:check",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WIDE = 1000
 RESULT_WIDTH = 7
+ROW_INDENT = "    "
 
 
 class Output(io.TextIOWrapper):
@@ -156,14 +157,30 @@ def print_table(
 
 
 class Lines:
-    """A table that is printed line by line, as soon as each is known. `known` are the first cells of all its rows."""
+    """A table that is printed line by line, as soon as each is known.
 
-    def __init__(self, columns: Sequence[str], known: Sequence[Sequence[str]]) -> None:
+    `known` are the first cells of all its rows, of which the first `names` name a row (by default all). Where the table
+    is wider than the terminal, each row is a sentence: its names, then every other column with its cell.
+    """
+
+    def __init__(self, columns: Sequence[str], known: Sequence[Sequence[str]], names: int | None = None) -> None:
+        from dilabench.report.grid import GAP, output_width
+
+        self._columns = columns
         self._widths = [max(map(len, column)) for column in zip(columns, *known, strict=False)]
-        self.print(columns)
+        self._names = len(self._widths) if names is None else names
+        others = RESULT_WIDTH * (len(columns) - len(self._widths)) + GAP * (len(columns) - 1)
+        self._fits = sum(self._widths) + others <= output_width(standard_output(), WIDE)
+        if self._fits:
+            self.print(columns)
 
     def print(self, cells: Sequence[str]) -> None:
         """One row; the cells beyond the known ones are not padded but for the last gap."""
+        if not self._fits:
+            others = zip(self._columns[self._names :], cells[self._names :], strict=True)
+            told = ", ".join(f"{column} {cell}" for column, cell in others if cell)
+            say_folded(f"{' '.join(cells[: self._names])}: {told}", ROW_INDENT)
+            return
         padded = [cell.ljust(width) for cell, width in zip(cells, self._widths, strict=False)]
         rest = cells[len(self._widths) :]
-        say("  ".join([*padded, *(cell.ljust(RESULT_WIDTH) for cell in rest)]).rstrip())
+        say_folded("  ".join([*padded, *(cell.ljust(RESULT_WIDTH) for cell in rest)]).rstrip(), ROW_INDENT)

@@ -5,6 +5,7 @@
 `pairing`         slots of two cases that took turns -> rounds (`stats.paired`)
 `within`          rows of one record (or several of the same request) against each other, by interleaved rounds
 `across`          two records joined on `case_id`, by the spread of the stored sessions
+`matrix`          more than two records, each against each
 `relative`        times in units of a reference that took turns with them
 `comparison`      the result: compared pairs, and by name every row without a counterpart
 `gate`            exit code of a comparison, and the second measurement of flagged pairs

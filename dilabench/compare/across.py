@@ -64,6 +64,33 @@ def compare_across(
     reference: the implementation that times are relative to (`relative.relative_to`); its own are told, not judged.
     Call `refusals` first: this compares whatever it is given.
     """
+    return compare_each([(baseline, candidate)], policy=policy, select=select, reference=reference)[0]
+
+
+def compare_each(
+    pairs: Sequence[tuple[Sequence[RunRecord], Sequence[RunRecord]]],
+    *,
+    policy: Policy,
+    select: Selection = everything,
+    reference: str | None = None,
+) -> list[Comparison]:
+    """As `compare_across` for each (baseline, candidate), with the verdicts of all corrected together."""
+    joined = [_joined(*pair, select, reference) for pair in pairs]
+    timings = [(one.timings(one.baseline), one.timings(one.candidate)) for matches, _ in joined for one in matches]
+    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in timings]
+    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence_at(policy.look))]
+    throttled = [is_throttled(old) or is_throttled(new) for old, new in timings]
+    decided = zip(corrected(verdicts, throttled, policy), stored, strict=True)
+    return [
+        _comparison(pair, matches, rest, [next(decided) for _ in matches], reference)
+        for pair, (matches, rest) in zip(pairs, joined, strict=True)
+    ]
+
+
+def _joined(
+    baseline: Sequence[RunRecord], candidate: Sequence[RunRecord], select: Selection, reference: str | None
+) -> tuple[list[_Match], list[Uncompared]]:
+    """The cases that both sides measured, those of the reference among them, and the others."""
     sides = (baseline, candidate) if reference is None else relative_to(reference, baseline, candidate)
     old, new = (_rows_by_case(side, lambda case: select(case) or case.implementation == reference) for side in sides)
     matches: list[_Match] = []
@@ -74,13 +101,19 @@ def compare_across(
             matches.append(found)
         elif select(found.case):
             rest.append(found)
-    timings = [(one.timings(one.baseline), one.timings(one.candidate)) for one in matches]
-    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in timings]
-    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence_at(policy.look))]
-    throttled = [is_throttled(old) or is_throttled(new) for old, new in timings]
-    pairs = tuple(map(_compared, matches, corrected(verdicts, throttled, policy)))
-    warnings = [*soft_warnings(baseline, candidate), *_shared_runs(baseline, candidate)]
-    fewest = min((len(one.baseline) for one in stored), default=SESSIONS_FOR_GATE)
+    return matches, rest
+
+
+def _comparison(
+    sides: tuple[Sequence[RunRecord], Sequence[RunRecord]],
+    matches: Sequence[_Match],
+    rest: Sequence[Uncompared],
+    decided: Sequence[tuple[Verdict, StoredSessions]],
+    reference: str | None,
+) -> Comparison:
+    pairs = tuple(_compared(match, verdict) for match, (verdict, _) in zip(matches, decided, strict=True))
+    warnings = [*soft_warnings(*sides), *_shared_runs(*sides)]
+    fewest = min((len(stored.baseline) for _, stored in decided), default=SESSIONS_FOR_GATE)
     if fewest < SESSIONS_FOR_GATE:
         sessions = "session" if fewest == 1 else "sessions"
         warnings.append(

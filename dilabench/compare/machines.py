@@ -42,7 +42,7 @@ def _fastest(rows: Iterable[Row]) -> dict[str, tuple[Row, Location]]:
     for row in rows:
         if not isinstance(row.outcome, Measured) or not is_quotable(row):
             continue
-        time = location_of(next(timing for timing in row.outcome.timings if timing.samples_ns))
+        time = location_of(next(timing for timing in row.outcome.timings if timing.has_samples))
         key = row.case.model_copy(update={"backend": None}).case_id
         if key not in found or time.median_ns < found[key][1].median_ns:
             found[key] = row, time

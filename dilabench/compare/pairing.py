@@ -115,4 +115,4 @@ def _rounds_are_unique(timing: Timing) -> bool:
 
 
 def _is_faulty(turn: tuple[Slot, Slot]) -> bool:
-    return any(FAULTS.intersection(slot.throttle) for slot in turn)
+    return not (FAULTS.isdisjoint(turn[0].throttle) and FAULTS.isdisjoint(turn[1].throttle))

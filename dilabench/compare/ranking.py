@@ -36,7 +36,7 @@ class Ranking:
 
 def is_quotable(row: Row) -> bool:
     """Whether its time stands for what it claims to: measured, and no note says that it cannot be true."""
-    if not isinstance(row.outcome, Measured) or not any(timing.samples_ns for timing in row.outcome.timings):
+    if not isinstance(row.outcome, Measured) or not any(timing.has_samples for timing in row.outcome.timings):
         return False
     return not any(kind.disqualifies for note in row.outcome.notes if (kind := NOTES.get(note.code)))
 
@@ -49,7 +49,7 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     baseline = next((row for row in quotable if row.planned.role == "plain"), quotable[0])
     ratios = _ratios(baseline, quotable)
     speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
-    fastest = max(quotable, key=lambda row: speedups[row.case.case_id])
+    fastest = quotable[ratios.index(min(ratios))]
     others = [row for row in quotable if row is not fastest]
     tied, unheard = _not_slower(fastest, others, device)
     return Ranking(
@@ -100,12 +100,14 @@ def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple
             unheard.append(row)
         elif found.code is not Code.SLOWER:
             undecided.append(row)
-    in_order = [tuple(row for row in others if row in some) for some in ([*undecided, *unheard], unheard)]
-    return in_order[0], in_order[1]
+    # By identity: to compare rows takes long.
+    chosen = {id(row) for row in (*undecided, *unheard)}, {id(row) for row in unheard}
+    tied, alone = (tuple(row for row in others if id(row) in some) for some in chosen)
+    return tied, alone
 
 
 def _median_ns(row: Row) -> float | None:
     if not isinstance(row.outcome, Measured):
         return None
-    timing = next((one for one in row.outcome.timings if one.samples_ns), None)
+    timing = next((one for one in row.outcome.timings if one.has_samples), None)
     return None if timing is None else location_of(timing).median_ns

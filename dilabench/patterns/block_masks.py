@@ -1,7 +1,7 @@
 """Block masks: which blocks of keys a block of queries sees. Exact, seeded, and of the density that was asked for.
 
 Every kind is an order of preference over the visible blocks of a row; a row keeps the first k of them, with
-k = round((1 - sparsity) * visible), at least one. So the sparsity asked for is met within one block in every row.
+k = round(density * visible), at least one. So the density asked for is met within one block in every row.
 `numpy` is imported on use: listing and help never need it.
 """
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -44,12 +44,20 @@ if TYPE_CHECKING:
 MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
 
 
+def _rest(share: Any) -> float:
+    """1 - share, without the noise of floating point: masks of density 0.1 and of sparsity 0.9 are the same."""
+    try:
+        return round(1 - float(share), 12)
+    except (TypeError, ValueError):
+        raise ValueError(f"{share!r} is not a share; write for example 0.1") from None
+
+
 class BlockSparseRequest(DilatedRequest):
     """What a request may say of block masks. Segments or rates lay them over the branches of a dilated pattern."""
 
     mask: MaskKind = "local_window"
     block_size: int = 128
-    sparsity: float = 0.9
+    density: float = Field(default=0.1, gt=0, le=1)
     mask_seed: int = 0
     per_head: bool = False
     mask_file: str | None = None
@@ -63,7 +71,8 @@ class BlockSparseRequest(DilatedRequest):
 class BlockSparsePattern(Pattern):
     """C = 1 where the mask of (head, i // block, j // block) is set.
 
-    `sparsity` is the share of visible blocks that is not computed. With branches (`segment_lengths`, `dilation_rates`)
+    What people read and write is its density, the share of visible blocks that is computed; `sparsity` is the rest, and
+    the name in records, by which their cases are known. With branches (`segment_lengths`, `dilation_rates`)
     the mask lies over the rows that each dilated branch keeps in a segment, instead of over the whole sequence.
     The masks themselves are made in `dilabench.patterns.block_masks`.
     """
@@ -77,6 +86,8 @@ class BlockSparsePattern(Pattern):
     mask_file: str | None = None
     mask_digest: str | None = None
     branches: DilatedPattern | None = None
+
+    former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {"sparsity": ("density", _rest)}
 
     @model_validator(mode="after")
     def _file_or_kind(self) -> Self:
@@ -93,7 +104,7 @@ class BlockSparsePattern(Pattern):
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """A mask file stands for kind and sparsity. Raises ConfigError when it cannot be read."""
+        """A mask file stands for kind and density. Raises ConfigError when it cannot be read."""
         asked = validated(BlockSparseRequest, dict(fields))
         composed = asked.segment_lengths != "auto" or asked.dilation_rates != "auto"
         in_branches = asked.model_dump(include=set(DilatedRequest.model_fields))
@@ -102,7 +113,7 @@ class BlockSparsePattern(Pattern):
             {
                 "mask": "custom" if asked.mask_file else asked.mask,
                 "block_size": asked.block_size,
-                "sparsity": 0.0 if asked.mask_file else asked.sparsity,
+                "sparsity": 0.0 if asked.mask_file else _rest(asked.density),
                 "seed": asked.mask_seed,
                 "per_head": asked.per_head,
                 "mask_file": asked.mask_file,
@@ -122,12 +133,17 @@ class BlockSparsePattern(Pattern):
     @classmethod
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
         """Blocks that do not divide the sequence; without a causal mask; heads that differ."""
-        blocks = {"mask": "random", "block_size": 48, "sparsity": 0.6}
+        blocks = {"mask": "random", "block_size": 48, "density": 0.4}
         return {
             "sparse": blocks,
             "sparse-full": {**blocks, "causal": False},
             "sparse-heads": {**blocks, "per_head": True},
         }
+
+    @property
+    def density(self) -> float:
+        """The share of visible blocks that is to be computed."""
+        return _rest(self.sparsity)
 
     @property
     def under(self) -> Pattern:
@@ -142,8 +158,8 @@ class BlockSparsePattern(Pattern):
     # What it is called.
 
     def label(self) -> str:
-        """'block-sparse local_window block 128 sparsity 0.9', its branches, and what is not the default."""
-        words = [f"block-sparse {self.mask} block {self.block_size} sparsity {self.sparsity:g}"]
+        """'block-sparse local_window block 128 density 0.1', its branches, and what is not the default."""
+        words = [f"block-sparse {self.mask} block {self.block_size} density {self.density:g}"]
         words += [self.branches.label()] if self.branches else []
         named = {"kind", "mask", "block_size", "sparsity", "branches"}
         unusual = self.model_dump(exclude_defaults=True, exclude=named)
@@ -151,16 +167,16 @@ class BlockSparsePattern(Pattern):
 
     def details(self, shapes: Sequence[SequenceShape]) -> str:
         """The kind of mask, its blocks, and how dense it was to be and is."""
-        asked = "from a file" if self.mask == "custom" else f"{1 - self.sparsity:.1%} asked"
-        reached = f"{1 - self.sparsity_of(shapes):.1%} reached"
+        asked = "from a file" if self.mask == "custom" else f"{self.density:.1%} asked"
+        reached = f"{self.density_of(shapes):.1%} reached"
         heads = ", a mask per head" if self.per_head else ""
         sizes = ", ".join(f"{segment}/{rate}" for segment, rate in self.branches.branches) if self.branches else ""
         over = f", over branches {sizes}" if sizes else ""
         return f"{self.kind} {self.mask}, block {self.block_size}, density {asked}, {reached}{heads}{over}"
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
-        """The sparsity that whole blocks came to."""
-        return {"sparsity_reached": f"{self.sparsity_of(shapes):.4f}"}
+        """The density that whole blocks came to."""
+        return {"density_reached": f"{self.density_of(shapes):.4f}"}
 
     # Who sees whom.
 
@@ -268,8 +284,8 @@ class BlockSparsePattern(Pattern):
             return None
         return WholeBlocks(block_mask(self, shape.length, shape.causal, shape.num_heads), self.block_size)
 
-    def sparsity_of(self, shapes: Sequence[SequenceShape]) -> float:
-        """The share of visible blocks that is not computed, over all sequences, heads and branches."""
+    def density_of(self, shapes: Sequence[SequenceShape]) -> float:
+        """The share of visible blocks that is computed, over all sequences, heads and branches."""
         # Per set of rows, blocks computed by each mask, and visible: a mask file is read once for all heads.
         counted: dict[int, tuple[list[int], int]] = {}
         computed = visible = 0
@@ -281,7 +297,7 @@ class BlockSparsePattern(Pattern):
                 blocks, all_blocks = counted[rows]
                 computed += times * blocks[head % len(blocks)]
                 visible += times * all_blocks
-        return 1.0 - computed / visible
+        return computed / visible
 
     # How it looks.
 
@@ -302,13 +318,13 @@ class BlockSparsePattern(Pattern):
 
     def _picture(self, shape: SequenceShape, rows: int, what: str, cells: int) -> Picture:
         mask = block_mask(self, rows, shape.causal, shape.num_heads)
-        sparsity = "" if self.mask == "custom" else f"_sparsity_{round(100 * self.sparsity)}"
+        density = "" if self.mask == "custom" else f"_density_{round(100 * self.density)}"
         reached = float(mask.sum()) / (mask.shape[0] * visible_blocks(mask.shape[-1], shape.causal))
-        asked = "from a file" if self.mask == "custom" else f"{1 - self.sparsity:.1%} asked"
+        asked = "from a file" if self.mask == "custom" else f"{self.density:.1%} asked"
         causal = ", causal" if shape.causal else ""
         head = f", head 0 of {mask.shape[0]}" if mask.shape[0] > 1 else ""
         return Picture(
-            f"mask_{self.mask}_{rows}_rows_block_{self.block_size}{sparsity}",
+            f"mask_{self.mask}_{rows}_rows_block_{self.block_size}{density}",
             f"{self.mask}, {what}, block {self.block_size}{causal}{head}:\ndensity {asked}, {reached:.1%} reached",
             mask.shape[-1],
             self.block_size,

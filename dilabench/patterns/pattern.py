@@ -10,7 +10,7 @@ and the window, which hold for every pattern and are applied outside of it (sema
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -144,6 +144,8 @@ class Pattern(Model, ABC):
 
     # Whether reports draw it: a picture per shape, where the label does not say it all.
     drawn_in_reports: ClassVar[bool] = True
+    # Names that fields of requests had before: today's name, and what makes today's value of such a value.
+    former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {}
 
     # The definition.
 

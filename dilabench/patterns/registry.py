@@ -78,8 +78,22 @@ def kinds_with(field: str) -> Iterator[str]:
 
 def kind_with_fields(fields: Iterable[str]) -> str:
     """The first kind whose requests take all these fields, which then say what pattern is meant."""
-    wanted = set(fields)
+    former = {name: now for kind in known_kinds() for name, (now, _) in pattern_type(kind).former_fields.items()}
+    wanted = {former.get(field, field) for field in fields}
     return next(kind for kind in known_kinds() if wanted <= pattern_type(kind).request_model().model_fields.keys())
+
+
+def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request, those under names of before under today's. Raises ValueError for one under both."""
+    renamed = dict(fields)
+    for kind in known_kinds():
+        for before, (now, read) in pattern_type(kind).former_fields.items():
+            if before in renamed:
+                value = read(renamed.pop(before))
+                if now in renamed:
+                    raise ValueError(f"{before} was the name of {now}, and both are given; leave {before} out")
+                renamed[now] = value
+    return renamed
 
 
 def request_fields() -> set[str]:

@@ -129,12 +129,12 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
         return ((Path(self.indices_file), self.indices_digest),) if self.indices_file and self.indices_digest else ()
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
-        """What was selected: a digest of the indices, and the share of visible blocks that they leave out."""
+        """What was selected: a digest of the indices, and the share of visible blocks that they make computed."""
         digest = hashlib.sha256(b"".join(self.selection(shape).tobytes() for shape in shapes)).hexdigest()[:16]
         masks = [self.whole_blocks(shape).mask for shape in shapes]
         visible = sum(len(m) * visible_blocks(m.shape[-1], s.causal) for m, s in zip(masks, shapes, strict=True))
         computed = sum(int(mask.sum()) for mask in masks)
-        return {"selection": digest, "sparsity_reached": f"{1 - computed / visible:.4f}"}
+        return {"selection": digest, "density_reached": f"{computed / visible:.4f}"}
 
     def selection(self, shape: SequenceShape) -> Indices:
         """int32 [heads, n, k], rising, then -1: the key blocks of each query block; heads 1 or key/value heads.

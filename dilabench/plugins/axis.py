@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dilabench.metadata import SPARSITY_REACHED
+from dilabench.metadata import DENSITY_REACHED, SPARSITY_REACHED
 from dilabench.record import PlannedCase
 from dilabench.units import format_count
 from dilabench.workload.work import share_of_pairs
@@ -28,8 +28,10 @@ RANKS = Axis("ranks", lambda planned: planned.case.world_size)
 
 def _density(planned: PlannedCase) -> float:
     """The share of visible blocks that a block mask computes; of other patterns, that of pairs."""
-    reached = SPARSITY_REACHED.of(planned)
-    return share_of_pairs(planned.case.workload) if reached is None else 1 - reached
+    reached, left_out = DENSITY_REACHED.of(planned), SPARSITY_REACHED.of(planned)
+    if reached is not None:
+        return reached
+    return share_of_pairs(planned.case.workload) if left_out is None else 1 - left_out
 
 
 DENSITY = Axis("density", _density, "{:.1%}".format)

@@ -12,7 +12,7 @@ from dilabench.compare.ranking import Ranking, is_quotable, rank
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, Skipped
 from dilabench.report import figures
-from dilabench.report.rows import WorkloadTable, location, row_name, verified_text, workload_tables
+from dilabench.report.rows import WorkloadTable, location, row_name, shape_id, verified_text, workload_tables
 from dilabench.units import format_bytes
 
 TITLE = "Answer"
@@ -69,7 +69,8 @@ class Answer:
         told = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
         if len(told) > MAX_TOLD:
             counts = Counter(row.winner.partition(":")[0] for row in self.rows).most_common()
-            return f"Fastest in {len(self.rows)} workloads: {', '.join(f'{name} {count}' for name, count in counts)}."
+            won = f"Fastest in {len(self.rows)} workloads: {', '.join(f'{name} {count}' for name, count in counts)}."
+            return " ".join([won, *_dense_counts(self.rows)])
         return " ".join(
             part for rows in told for part in _told(rows, rows[0].workload if len(told) > 1 else "", self.axis)
         )
@@ -108,8 +109,12 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     firsts = [table.members[0] for table in tables]
     values = [axis.value(row.planned) for row in firsts]
     texts = _told_apart(firsts, values, axis)
+    full: dict[str, list[Row]] = {}
+    for row in record.rows:
+        if row.planned.role == "yardstick" and row.case.workload.is_dense:
+            full.setdefault(shape_id(row.case), []).append(row)
     rows = [
-        _answer_row(table, record.device, value, axis.text(value), text)
+        _answer_row(table, record.device, value, axis.text(value), text, full.get(shape_id(table.members[0].case), ()))
         for table, value, text in zip(tables, values, texts, strict=True)
     ]
     order = {text: place for place, text in enumerate(dict.fromkeys(texts))}
@@ -141,11 +146,13 @@ def _told_apart(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> l
     return [" ".join(part[name] for name in telling) for part in parts]
 
 
-def _answer_row(table: WorkloadTable, device: str, value: float, at: str, workload: str) -> AnswerRow:
+def _answer_row(
+    table: WorkloadTable, device: str, value: float, at: str, workload: str, dense_rows: Sequence[Row]
+) -> AnswerRow:
+    """`dense_rows`: full attention of the table's shape, wherever in the record."""
     own = next((section.ranking for section in table.sections if section.ranking is not None), None)
-    dense_rows = [row for row in table.members if row.planned.role == "yardstick" and row.case.workload.is_dense]
     if all(row.planned.role == "yardstick" for row in table.members):
-        own, dense_rows = rank(dense_rows, device), []
+        own, dense_rows = rank([row for row in table.members if row.case.workload.is_dense], device), ()
     batch = table.members[0].case.workload.batch_size
     if own is None:
         why = _why_none(table.members)
@@ -209,6 +216,17 @@ def _told(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
         yield f"Full attention ({row_name(dense)}), another function, is {' and '.join(sides)}."
     if short := _in_short(rows, axis):
         yield short
+
+
+def _dense_counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
+    """In how many workloads full attention is proven to be slower than the fastest, and in how many faster."""
+    known = [row for row in rows if row.times_dense is not None]
+    proven = Counter(
+        "slower" if row.times_dense > 1 else "faster" for row in known if row.times_dense and row.dense_proven
+    )
+    if proven:
+        told = " and ".join(f"{side} in {proven[side]}" for side in ("slower", "faster") if proven[side])
+        yield f"Full attention, another function, is {told} of the {len(known)} where it was measured."
 
 
 def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:

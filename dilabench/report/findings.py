@@ -42,15 +42,29 @@ class Curve:
     fitted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of x, from its first to its last point, over which something beside x is as `text` says."""
+
+    first: float
+    last: float
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePlot:
-    """Curves over sequence length in tokens; both axes are logarithmic. `name` is the stem of its files."""
+    """Curves over sequence length in tokens; both axes are logarithmic. `name` is the stem of its files.
+
+    `spans`: where what `span_label` names changes along x, by rising x; none where it is the same all along.
+    """
 
     name: str
     title: str
     y_label: str
     curves: tuple[Curve, ...]
     x_label: str = "sequence length (tokens)"
+    spans: tuple[Span, ...] = ()
+    span_label: str = "batch"
 
     @property
     def caption(self) -> str:
@@ -222,7 +236,7 @@ def render(
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
     text = record.model_dump_json()
-    if not _ESCAPED.search(text) and printable(text) == text:
+    if not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text):
         return record
     document = record.model_dump(mode="json")
     safe = _walked(document)

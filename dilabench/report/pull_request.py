@@ -5,11 +5,13 @@ from pathlib import Path
 
 from dilabench.atomic_file import write_text
 from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.record import Case, RunRecord
+from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.record import RunRecord
 from dilabench.report import figures
+from dilabench.report import matrix as texts
 from dilabench.report.findings import Section
 from dilabench.report.markdown import escaped, finding_lines, table_lines, tables_lines
-from dilabench.report.rows import COLUMNS, implementation_text, workload_title
+from dilabench.report.rows import COLUMNS, case_name, workload_title
 from dilabench.report.summary import device_text, headline, reproduce_command, unmeasured
 from dilabench.stats.decisions.verdicts import Code
 
@@ -49,14 +51,37 @@ def of_comparison(comparison: Comparison, verdict: str) -> str:
     if changed:
         lines += ["", *_compared(changed)]
         for pair in changed:
-            lines += ["", f"- {escaped(f'{_name(pair.candidate)}: {pair.verdict.reason}')}"]
+            lines += ["", f"- {escaped(f'{case_name(pair.candidate)}: {pair.verdict.reason}')}"]
     lines += [line for text in comparison.warnings for line in ("", f"> {escaped(text)}")]
     lacking = [
-        escaped(f"{one.lack}: {_name(one.case)}, {workload_title(one.case)}: {one.baseline}; {one.candidate}")
+        escaped(f"{one.lack}: {case_name(one.case)}, {workload_title(one.case)}: {one.baseline}; {one.candidate}")
         for one in comparison.uncompared
     ]
     parts = [("Without a proven change", list(_compared(same)) if same else [])]
     return _limited(lines, [*parts, ("Not compared", [f"- {text}" for text in lacking])])
+
+
+def of_matrix(matrix: Matrix, verdicts: Sequence[str]) -> str:
+    """The verdicts on several runs, the cases in which any two differ, and the others, folded."""
+    lines = ["### dilabench: every run against every other", *(f"- {escaped(one)}" for one in verdicts)]
+    changed = [one for one in matrix.cases if _changes(one)]
+    same = [one for one in matrix.cases if not _changes(one)]
+    lines += ["", texts.HOW_TO_READ, *(["", escaped(texts.ADVISORY_MEANS)] if texts.is_advisory(matrix) else [])]
+    if changed:
+        lines += ["", *_matrix_lines(matrix, changed)]
+    lines += [line for text in matrix.warnings for line in ("", f"> {escaped(text)}")]
+    parts = [("Without a proven change", list(_matrix_lines(matrix, same)) if any(one.pairs for one in same) else [])]
+    return _limited(lines, [*parts, ("Not compared", [f"- {escaped(text)}" for text in texts.lacking(matrix)])])
+
+
+def _changes(one: CaseMatrix) -> bool:
+    return any(map(_matters, one.pairs.values()))
+
+
+def _matrix_lines(matrix: Matrix, cases: Sequence[CaseMatrix]) -> Iterator[str]:
+    heads = list(map(escaped, texts.columns(matrix)[1:]))
+    rows = [(name, workload_title(one.case), *cells) for one in cases for name, *cells in texts.rows(matrix, one)]
+    return table_lines(("case", "workload", *heads), ["---"] * (2 + len(heads)), rows)
 
 
 def _matters(pair: ComparedPair) -> bool:
@@ -70,21 +95,15 @@ def _compared(pairs: Sequence[ComparedPair]) -> Iterator[str]:
 
 def _cells(pair: ComparedPair) -> Sequence[str]:
     numbers = pair.verdict.numbers
-    known = numbers.ratio_low is not None and numbers.ratio_high is not None
-    interval = f" ({numbers.ratio_low:.3f}–{numbers.ratio_high:.3f})" if known else ""
     return (
         pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
-        _name(pair.candidate),
+        case_name(pair.candidate),
         workload_title(pair.candidate),
         figures.latency(numbers.baseline_ns),
         figures.latency(numbers.candidate_ns),
-        f"{numbers.ratio:.3f}{interval}",
+        texts.ratio_text(pair),
         figures.ABSENT if pair.memory is None else pair.memory.code,
     )
-
-
-def _name(case: Case) -> str:
-    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
 
 
 def _limited(lines: Sequence[str], folded: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -106,9 +106,9 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
             yardsticks.append(row)
         else:
             groups.setdefault(row.case.group_id, []).append(row)
-    shape_owner = {_shape(rows[0].case): cell for cell, rows in reversed(groups.items())}
+    shape_owner = {shape_id(rows[0].case): cell for cell, rows in reversed(groups.items())}
     for row in yardsticks:
-        cell = shape_owner.setdefault(_shape(row.case), row.case.group_id)
+        cell = shape_owner.setdefault(shape_id(row.case), row.case.group_id)
         groups.setdefault(cell, []).append(row)
     return tuple(_table(rows, record.device) for rows in groups.values())
 
@@ -160,10 +160,14 @@ def implementation_text(case: Case) -> str:
     return " +".join([case.implementation, *texts])
 
 
-def row_name(row: Row) -> str:
+def case_name(case: Case) -> str:
     """Implementation and backend as one name: 'gather over sdpa-flash'."""
-    name = implementation_text(row.case)
-    return name if row.case.backend is None else f"{name} over {row.case.backend}"
+    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
+
+
+def row_name(row: Row) -> str:
+    """The name of its case."""
+    return case_name(row.case)
 
 
 def backend_text(row: Row) -> str:
@@ -177,7 +181,7 @@ def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
     if not isinstance(row.outcome, Measured):
         return None
-    return next((timing for timing in row.outcome.timings if timing.samples_ns), None)
+    return next((timing for timing in row.outcome.timings if timing.has_samples), None)
 
 
 def location(row: Row) -> Location | None:
@@ -186,7 +190,7 @@ def location(row: Row) -> Location | None:
     return None if timing is None else location_of(timing)
 
 
-def _shape(case: Case) -> str:
+def shape_id(case: Case) -> str:
     """Equal for cases that differ only in what is computed from inputs of one shape."""
     return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
 
@@ -232,7 +236,8 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
         cells = (*names, figures.ABSENT, ending)
         return cells + (figures.ABSENT,) * (len(ALL_COLUMNS) - len(cells))
     assert isinstance(row.outcome, Measured)
-    workload, memory = row.case.workload, row.outcome.memory
+    workload, memory, samples = row.case.workload, row.outcome.memory, np.asarray(timing.samples_ns, np.float64)
+    speedup = ranking.speedups.get(row.case.case_id) if ranking else None
     return (
         *names,
         timing.timer,
@@ -241,12 +246,10 @@ def _cells(row: Row, ranking: Ranking | None) -> tuple[str, ...]:
         figures.decimal(tokens_per_second(workload.tokens, found.median_ns)),
         figures.significant(tflops_per_second(flops(workload), found.median_ns), 3),
         format_bytes(memory.peak_bytes) if memory else figures.ABSENT,
-        figures.ratio(ranking.speedups[row.case.case_id])
-        if ranking and row.case.case_id in ranking.speedups
-        else figures.ABSENT,
+        figures.ABSENT if speedup is None else figures.ratio(speedup),
         verified_text(row.outcome),
-        figures.latency(float(np.mean(timing.samples_ns))),
-        figures.latency(float(np.std(timing.samples_ns))),
+        figures.latency(float(samples.mean())),
+        figures.latency(float(samples.std())),
     )
 
 

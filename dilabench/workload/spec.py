@@ -22,7 +22,7 @@ from pydantic import (
 from dilabench.errors import ConfigError
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape
-from dilabench.patterns.registry import kinds_with, pattern_type, read_pattern, request_fields
+from dilabench.patterns.registry import kinds_with, pattern_type, read_pattern, request_fields, with_present_names
 from dilabench.units import format_count
 from dilabench.validation import Model, content_hash, describe, read_count, unknown_key, validated
 from dilabench.workload.batch_spec import GIVEN_BY_IT, packed_fields
@@ -255,6 +255,7 @@ class WorkloadRequest(Model):
             return data
         if "batch" in data:
             data = _unpacked_batch(data)
+        data = with_present_names(data)
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
             kinds = tuple(kinds_with(name))

@@ -144,8 +144,7 @@ def test_only(cli, write, make_row, make_record):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["one"], "name two, BASE and NEW"),
-        (["one", "two", "three"], "3 runs are given"),
+        (["one"], "name two or more, BASE first"),
         (["one", "two", "--base", "gather"], "needs --by"),
         (["one", "two"], "'one' is neither a file"),
     ],

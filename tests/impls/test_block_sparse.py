@@ -183,10 +183,10 @@ def test_full_masks_are_dense_attention() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.98])
-def test_the_sparsity_asked_for_is_reached(sparsity: float, causal: bool) -> None:
+def test_the_density_asked_for_is_reached(sparsity: float, causal: bool) -> None:
     fields = {"mask": "random", "block_size": 16, "sparsity": sparsity, "per_head": True}
     w = workload(fields, seq_len=2048, causal=causal)
-    reached = w.pattern.sparsity_of(w.shapes)
+    reached = 1 - w.pattern.density_of(w.shapes)
     # Every row keeps at least one block: with 128 blocks that is 1/128 of a row, causal 2/129 of all.
     assert abs(reached - sparsity) < (0.02 if causal else 0.005)
 

@@ -104,4 +104,4 @@ def test_fields_of_another_pattern_wait_for_it() -> None:
     dilated = asked.model_copy(update={"pattern": "dilated"}).resolve("float32").pattern
     assert dilated.segment_lengths == (2048, 4096)
     assert set(known_kinds()) >= {"dense", "dilated", "block_sparse"}
-    assert list(registry.kinds_with("sparsity")) == ["block_sparse"]
+    assert list(registry.kinds_with("density")) == ["block_sparse"]

@@ -132,7 +132,7 @@ def test_given_indices_in_any_order_count_once_and_may_be_absent(tmp_path: Path)
         wanted[row, [key for key in keys if key >= 0]] = True
     assert np.array_equal(seen(pattern), wanted[i // 8, j // 8])
     assert pattern.covered(FULL, 0).tolist() == (np.arange(N) // 8 != 2).tolist()
-    assert pattern.row_labels([FULL])["sparsity_reached"] == f"{1 - 9 / 36:.4f}"
+    assert pattern.row_labels([FULL])["density_reached"] == f"{9 / 36:.4f}"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.metadata import SPARSITY_REACHED
+from dilabench.metadata import DENSITY_REACHED, SPARSITY_REACHED
 from dilabench.plugins.axis import DENSITY, LENGTH, RANKS
 from dilabench.record import Row, Skipped
 from dilabench.report.answer import answer
@@ -108,6 +108,31 @@ def test_the_axis_is_the_suites(row, record) -> None:
     assert "at ranks 2, 4" in ranks.sentence
     half = row("block_sparse", 1, labels=SPARSITY_REACHED.entry(0.5))
     assert [line.at for line in answer(record(half), DENSITY).rows] == ["50.0%"]
+
+
+def test_full_attention_stands_beside_every_pattern_of_its_shape(row, record) -> None:
+    rows = [row("dense", 4, role="yardstick", turn=1)]
+    for number, ms in enumerate((1, 2, 8, 16)):
+        pattern = {**DILATED, "dilation_rates": (1, 2 + number)}
+        rows.append(row("fused", ms, pattern=pattern, labels=DENSITY_REACHED.entry(0.5 / (1 + number))))
+    elsewhere = row("fused", 1, 2048, labels=DENSITY_REACHED.entry(0.75))
+    found = answer(record(*rows, elsewhere), DENSITY)
+    told = {line.at: line.times_dense and round(line.times_dense, 1) for line in found.rows}
+    assert told == {"12.5%": 0.2, "16.7%": 0.5, "25.0%": 2.0, "50.0%": 4.0, "75.0%": None}
+
+
+def test_of_many_workloads_full_attention_is_counted(row, record) -> None:
+    def rows(seed, ms):
+        pattern = {**DILATED, "dilation_rates": (1, 2 + seed)}
+        return row("fused", ms, pattern=pattern, head_dim=16 + seed), row(
+            "dense", 4, role="yardstick", turn=1, head_dim=16 + seed
+        )
+
+    found = answer(record(*(one for seed, ms in enumerate((1, 2, 8, 16)) for one in rows(seed, ms))), LENGTH)
+    assert found.sentence == (
+        "Fastest in 4 workloads: only fused 4. Full attention, another function, is slower in 2 and faster in 2 of the "
+        "4 where it was measured."
+    )
 
 
 def test_workloads_of_one_length_are_told_apart(row, record) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,18 @@ from dilabench.errors import EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
 from dilabench.report import markdown, table
-from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot, Point, Section, render, sections_of
+from dilabench.report.findings import (
+    BarPlot,
+    Bars,
+    Curve,
+    CurvePlot,
+    MaskPlot,
+    Point,
+    Section,
+    Span,
+    render,
+    sections_of,
+)
 from dilabench.report.plots import plots
 from dilabench.report.plots.bars import draw_bars
 from dilabench.report.plots.curves import draw_curves
@@ -86,6 +98,40 @@ def test_curves_name_units_and_measured_lengths() -> None:
     ticks = axes.xaxis.get_major_locator()()
     assert [axes.xaxis.get_major_formatter()(tick, None) for tick in ticks] == ["1K", "48K"]
     assert axes.get_legend_handles_labels()[1] == ["gather", "strided"]
+
+
+def test_changes_along_x_are_marked() -> None:
+    spans = (Span(1024, 4096, "8"), Span(8192, 49152, "1"))
+    axes = draw_curves(replace(CURVES, spans=spans)).axes[0]
+    (top,) = axes.child_axes
+    assert top.get_xlabel() == "batch"
+    assert [label.get_text() for label in top.get_xticklabels()] == ["8", "1"]
+    border = axes.lines[-1].get_xdata()[0]
+    assert 4096 < border < 8192
+
+
+def test_ticks_stand_where_was_measured_and_say_it() -> None:
+    curves = (Curve(label="a", points=(Point(3.3, 2e4), Point(50.1, 1e7))),)
+    figure = draw_curves(CurvePlot(name="density", title="", y_label="", curves=curves))
+    axes = figure.axes[0]
+    ticks = axes.xaxis.get_major_locator()()
+    assert [axes.xaxis.get_major_formatter()(tick, None) for tick in ticks] == ["3.3", "50.1"]
+    assert [axes.yaxis.get_major_formatter()(value, None) for value in (0.5, 2e4, 1e7)] == ["0.5", "20k", "10M"]
+
+
+def test_bars_that_are_absent_take_no_room_and_names_of_several_lines_do() -> None:
+    values = ((1.0, None), (None, 2.0), (None, 3.0))
+    bars = tuple(Bars(label=f"a name of some length {index}", values=one) for index, one in enumerate(values))
+    plot = BarPlot(name="x", title="", value_label="", categories=("one\nin\nthree lines", "two"), bars=bars)
+    figure = draw_bars(plot)
+    (axes,) = figure.axes
+    places = [bar.get_y() for container in axes.containers if hasattr(container, "patches") for bar in container]
+    assert [round(after - before, 2) for before, after in itertools.pairwise(places)] == [2.42, 1.0]
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert 0 <= legend.x0 < legend.x1 <= figure.bbox.width
+    above, below = (label.get_window_extent() for label in axes.get_yticklabels())
+    assert above.y0 > below.y1
 
 
 def test_bars_begin_at_the_reference_and_leave_out_what_is_absent() -> None:
@@ -184,7 +230,7 @@ def test_whiskers_are_drawn_and_named_only_where_there_are_intervals() -> None:
 
 def test_a_plot_says_which_machine_dtype_and_shape_it_is_of(record: RunRecord) -> None:
     some = record.model_copy(update={"rows": record.rows[:3]})
-    assert plots.subject(some).startswith("Example CPU @ 2.60GHz (2 threads) · H")
+    assert plots.subject(some).startswith("Example CPU @ 2.60GHz (2 threads) · 1x1K H8 D64 fp32")
     assert "fp32" in plots.subject(some)
     # What rows do not share is not said of all of them.
     assert "H" not in plots.subject(record).partition("·")[2]

@@ -140,7 +140,7 @@ def test_pattern_text_names_what_is_unusual() -> None:
     assert workload(pattern={**DILATED, "heads": "grouped"}).pattern.label().endswith(" heads=grouped")
     sparse = {"kind": "block_sparse", "mask": "local_window", "block_size": 32, "sparsity": 0.75, "branches": DILATED}
     text = workload(pattern=sparse).pattern.label()
-    assert text == "block-sparse local_window block 32 sparsity 0.75 dilated w 96,192 r 1,2"
+    assert text == "block-sparse local_window block 32 density 0.25 dilated w 96,192 r 1,2"
 
 
 def test_the_interval_tells_that_turns_differ(row) -> None:

@@ -51,7 +51,7 @@ def test_one_yardstick_and_every_density_and_block_size(catalogue):
 def test_over_ranks_the_ring_stands_beside_one_device(catalogue):
     alone = plan(catalogue, HOPPER, workload=SMALL, implementations=[])
     assert "block-sparse-ring" not in {p.case.implementation for p in alone}
-    planned = plan(catalogue, workload={**SMALL, "sparsity": 0.9}, implementations=[], nproc=2)
+    planned = plan(catalogue, workload={**SMALL, "density": 0.1}, implementations=[], nproc=2)
     ranks = {p.case.implementation: (p.case.world_size, p.skip is None) for p in planned}
     assert ranks["dense"] == ranks["block-sparse"] == (1, True)
     assert ranks["block-sparse-ring"] == (2, True)
@@ -59,7 +59,7 @@ def test_over_ranks_the_ring_stands_beside_one_device(catalogue):
 
 def test_the_ring_is_held_against_dense_attention_on_one_device(catalogue):
     names = ["dense", "block-sparse-ring"]
-    planned = plan(catalogue, workload={**SMALL, "sparsity": 0.5}, implementations=names, nproc=2)
+    planned = plan(catalogue, workload={**SMALL, "density": 0.5}, implementations=names, nproc=2)
     (section,) = analyse(record(planned, [10.0, 4.0]))
     assert section.rows[0][0] == "block-sparse-ring on 2 ranks"
     assert section.rows[0][6] == "2.50x"
@@ -67,7 +67,7 @@ def test_the_ring_is_held_against_dense_attention_on_one_device(catalogue):
 
 def test_what_ranks_cannot_do_says_why(catalogue):
     reasons = [
-        plan(catalogue, workload={**SMALL, "sparsity": 0.5, **fields}, implementations=["block-sparse-ring"], nproc=2)[
+        plan(catalogue, workload={**SMALL, "density": 0.5, **fields}, implementations=["block-sparse-ring"], nproc=2)[
             0
         ].skip.why
         for fields in ({"window": (64, 0)}, {"segment_lengths": (512,), "dilation_rates": (2,)})
@@ -78,12 +78,23 @@ def test_what_ranks_cannot_do_says_why(catalogue):
     ]
 
 
+def test_sparsity_is_read_as_the_density_that_it_leaves(catalogue):
+    by_name = [
+        plan(catalogue, workload={name: share, **SMALL}) for name, share in (("density", 0.1), ("sparsity", 0.9))
+    ]
+    assert by_name[0] == by_name[1]
+    with pytest.raises(ConfigError, match="leave sparsity out"):
+        plan(catalogue, workload={"density": 0.1, "sparsity": 0.9})
+    with pytest.raises(ConfigError, match="'sparse' is not a share"):
+        plan(catalogue, workload={"sparsity": "sparse"})
+
+
 def test_what_is_named_is_the_only_one(catalogue):
-    planned = plan(catalogue, workload={"sparsity": "0.8", "mask": "random", "block_size": "32", **SMALL})
+    planned = plan(catalogue, workload={"density": "0.2", "mask": "random", "block_size": "32", **SMALL})
     (point,) = [p for p in planned if p.role == "method"]
     pattern = point.case.workload.pattern
-    assert (pattern.mask, pattern.sparsity, pattern.block_size) == ("random", 0.8, 32)
-    assert abs(float(point.labels["sparsity_reached"]) - 0.8) < 0.05
+    assert (pattern.mask, pattern.density, pattern.block_size) == ("random", 0.2, 32)
+    assert abs(float(point.labels["density_reached"]) - 0.2) < 0.05
 
 
 def test_branches_of_a_preset_get_the_mask_over_their_rows(catalogue):
@@ -100,7 +111,7 @@ def test_a_mask_file_is_the_only_point_and_must_fit(catalogue, tmp_path):
     np.save(path, np.eye(8, dtype=bool))
     (point,) = plan(catalogue, workload={"mask_file": str(path), **SMALL}, implementations=["block-sparse"])
     assert point.case.workload.pattern.mask == "custom"
-    assert float(point.labels["sparsity_reached"]) == pytest.approx(1 - 8 / 36, abs=1e-4)
+    assert float(point.labels["density_reached"]) == pytest.approx(8 / 36, abs=1e-4)
     with pytest.raises(ConfigError, match="the workload needs 16x16 blocks of 128"):
         plan(catalogue, workload={"mask_file": str(path), **SMALL, "seq_len": 2048}, implementations=["block-sparse"])
 
@@ -111,7 +122,7 @@ def test_kernels_say_what_they_cannot_do(catalogue):
         for p in plan(
             catalogue,
             HOPPER,
-            workload={"sparsity": 0.9, "block_size": 40, **SMALL},
+            workload={"density": 0.1, "block_size": 40, **SMALL},
             implementations=["block-sparse", "block-sparse-flex", "block-sparse-flash4"],
         )
     }
@@ -139,7 +150,7 @@ def test_the_break_even_density_lies_between_the_points_beside_it(catalogue):
     assert [round(step.speedup, 2) for step in steps_of(found)] == [0.83, 1.67, 4.17, 8.33, 16.67]
     (section,) = analyse(found)
     assert "block-sparse block 128 breaks even with dense attention at a density of about 42%" in section.sentence
-    assert section.rows[2][2:7] == ("90.0%", "90.0%", "2.400 ms", "24.0%", "4.17x")
+    assert section.rows[2][2:7] == ("10.0%", "10.0%", "2.400 ms", "24.0%", "4.17x")
     (plot,) = section.plots
     assert [point.y for point in plot.curves[0].points] == pytest.approx(
         [10 / 0.6, 10 / 1.2, 10 / 2.4, 10 / 6, 10 / 12]
@@ -204,5 +215,5 @@ def test_selecting_planning_and_attending_are_told_apart(catalogue):
     (section,) = analyse(found)
     assert "takes 3.250 ms: attend 2.000 ms, plan 500.0 µs, select 750.0 µs." in section.sentence
     pairs = planned[1].case.workload.pattern.pairs(planned[1].case.workload.shapes[0]).attended
-    assert section.rows[0][3] == f"{1 - pairs / (1024 * 1025):.1%}"
+    assert section.rows[0][3] == f"{pairs / (1024 * 1025):.1%}"
     assert steps_of(found)[0].who == "block-sparse"

@@ -1,9 +1,11 @@
 """`dilabench compare`: two records, or the rows of one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,11 +15,7 @@ from dilabench.cli.options import AsJson, Backends, RelativeTo
 from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, ExitCode, gravest
-
-if TYPE_CHECKING:
-    from dilabench.compare.comparison import Comparison
-    from dilabench.record import RunRecord
+from dilabench.errors import ConfigError, gravest
 
 
 class Format(StrEnum):
@@ -40,7 +38,7 @@ class By(StrEnum):
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="BASE NEW | RUN...", help="Files, folders, run ids, 'latest', or names of baselines."),
+        typer.Argument(metavar="BASE NEW... | RUN...", help="Files, folders, ids, 'latest' or baselines."),
     ],
     by: Annotated[By | None, typer.Option("--by", help="Compare rows inside RUN, which took turns.")] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="NAME", help="With --by: what to compare with.")] = None,
@@ -55,7 +53,7 @@ def compare(
     fail_on: FailOnOption = None,
     form: Annotated[
         Format,
-        typer.Option("--format", "-f", help="markdown: for a pull request; html: a page, also of more than two runs."),
+        typer.Option("--format", "-f", help="markdown: for a pull request; html: a page."),
     ] = Format.TABLE,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing.")
@@ -63,23 +61,24 @@ def compare(
     github_summary: GithubSummary = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two records, or with --by the rows of one (or of several runs of it, each adding a session).
+    """Compare records, or with --by the rows of one (or of several runs of it, each adding a session).
 
-    With -f html, any number of runs, each compared with the first.
+    More than two are compared each with each, as a matrix.
 
     Exit codes: 0 fine, 4 a case that was measured fails now, 5 wrong output, 6 slower or larger than BASE, 7 undecided
-    (with --fail-on inconclusive), 8 nothing to compare.
+    (with --fail-on inconclusive), 8 nothing to compare. Of several runs the first is BASE.
     """
-    from dilabench.cli.compare import verdict_view
-    from dilabench.compare.across import compare_across
+    from dilabench.cli.compare import matrix_view, verdict_view
     from dilabench.compare.gate import exit_code
+    from dilabench.compare.matrix import compare_all, run_names
     from dilabench.compare.selection import selection
     from dilabench.compare.within import compare_within
     from dilabench.store.lookup import Store
 
-    if by is None and len(runs) != 2 and (form is not Format.HTML or len(runs) < 2):
-        ways = "compare the rows of one by --by, or more than two with -f html"
-        raise ConfigError(f"{len(runs)} runs are given; name two, BASE and NEW, or {ways}")
+    if as_json:
+        form = Format.JSON
+    if by is None and len(runs) < 2:
+        raise ConfigError("one run is given; name two or more, BASE first, or compare the rows of one by --by")
     if by is not None and form is Format.HTML:
         raise ConfigError(
             "-f html compares runs; the rows of one, which --by compares, are in `dilabench report -f html`"
@@ -107,7 +106,7 @@ def compare(
             )
         from dilabench.cli.compare.machines import show_machines
 
-        raise typer.Exit(show_machines(records[0], records[1], as_json or form is Format.JSON))
+        raise typer.Exit(show_machines(records[0], records[1], form is Format.JSON))
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
@@ -115,53 +114,41 @@ def compare(
     select = selection(only or (), *real_names(implementations, backends))
     wanted = set(fail_on or ())
     if by is None:
-        baseline, *candidates = sides
-        for candidate in candidates:
-            refuse_other_machine(baseline, candidate, ConfigError)
-        comparisons = [
-            compare_across(baseline, candidate, policy=policy, select=select, reference=relative_to)
-            for candidate in candidates
-        ]
-        comparison = comparisons[0]
+        for base_side, new_side in combinations(sides, 2):
+            refuse_other_machine(base_side, new_side, ConfigError)
         wanted |= {FailOn.SLOWER, FailOn.LARGER}
-        if form is Format.HTML:
-            raise typer.Exit(_page(sides, comparisons, wanted, output))
+        matrix = compare_all(run_names(runs, sides), sides, policy=policy, select=select, reference=relative_to)
+        if len(runs) > 2 or form is Format.HTML:
+            codes = [exit_code(one, wanted) for one in matrix.with_first]
+            show = partial(matrix_view.show, matrix, codes, calibration)
+            if form is Format.HTML:
+                show = partial(matrix_view.write_page, matrix, codes, [side[-1] for side in sides], output)
+            as_data = partial(matrix_view.as_json, matrix, codes, calibration)
+            _print(form, github_summary, show, as_data, partial(matrix_view.as_markdown, matrix, codes))
+            raise typer.Exit(gravest(codes))
+        (comparison,) = matrix.with_first
     else:
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)
     code = exit_code(comparison, wanted)
-    if github_summary:
-        append_summary(verdict_view.as_markdown(comparison, code))
-    if form is Format.MARKDOWN and not as_json:
-        say(verdict_view.as_markdown(comparison, code), styled=True)
-    elif as_json or form is Format.JSON:
-        say(verdict_view.as_json(comparison, code, calibration))
-    else:
-        verdict_view.show(comparison, code, calibration)
+    show = partial(verdict_view.show, comparison, code, calibration)
+    as_data = partial(verdict_view.as_json, comparison, code, calibration)
+    _print(form, github_summary, show, as_data, partial(verdict_view.as_markdown, comparison, code))
     raise typer.Exit(code)
 
 
-def _page(
-    sides: "Sequence[Sequence[RunRecord]]",
-    comparisons: "Sequence[Comparison]",
-    wanted: set[FailOn],
-    output: Path | None,
-) -> ExitCode:
-    """Show the page of one baseline and its candidates; the exit code is that of the gravest comparison."""
-    from dilabench.atomic_file import write_text
-    from dilabench.cli.compare.verdict_view import final_line
-    from dilabench.compare.gate import exit_code
-    from dilabench.report.html import comparison
-
-    codes = [exit_code(one, wanted) for one in comparisons]
-    lines = [final_line(one, code) for one, code in zip(comparisons, codes, strict=True)]
-    named = [f"{side[-1].run_id}: {line}" for side, line in zip(sides[1:], lines, strict=True)]
-    records = [side[-1] for side in sides]
-    text = comparison.to_text(records[0], records[1:], comparisons, "; ".join(named))
-    if output is None:
-        say(text)
+def _print(
+    form: Format,
+    github_summary: bool,
+    show: Callable[[], None],
+    as_data: Callable[[], str],
+    as_markdown: Callable[[], str],
+) -> None:
+    """Print in the form asked for; `show` has those that are neither data nor Markdown."""
+    if github_summary:
+        append_summary(as_markdown())
+    if form is Format.JSON:
+        say(as_data())
+    elif form is Format.MARKDOWN:
+        say(as_markdown(), styled=True)
     else:
-        write_text(output / comparison.FILENAME, text)
-        say(str(output / comparison.FILENAME), err=True)
-        for line in named:
-            say(line)
-    return gravest(codes)
+        show()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ExitCode
 from dilabench.record import Case
+from dilabench.report.pull_request import of_comparison
+from dilabench.report.rows import case_name, workload_title
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
 from dilabench.units import format_bytes, format_seconds
@@ -43,10 +45,10 @@ def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | No
     columns = ("verdict", "case", "baseline", "candidate", "ratio", interval, "MDE", "A12", "memory")
     for title, pairs in _by_workload(comparison.pairs).items():
         say()
-        baselines = {_state(pair.baseline) for pair in pairs if pair.baseline != pair.candidate}
+        baselines = {case_name(pair.baseline) for pair in pairs if pair.baseline != pair.candidate}
         # Said once where all rows face the same one.
         against = f", against {baselines.pop()}" if len(baselines) == 1 and len(pairs) > 1 else ""
-        rows = [_row(pair, _state(pair.candidate) if against else _facing(pair), alike) for pair in pairs]
+        rows = [_row(pair, case_name(pair.candidate) if against else _facing(pair), alike) for pair in pairs]
         print_table(title + against, columns, rows, right=columns[2:8], spare=SPARE)
     if comparison.pairs:
         say()
@@ -85,16 +87,27 @@ def _reason(pair: "ComparedPair", word: str, reason: str, hint: str) -> str:
 
 
 def _place(pair: "ComparedPair") -> str:
-    from dilabench.report.rows import workload_title
-
     return f"{_facing(pair)}, {workload_title(pair.candidate)}"
 
 
 def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> str:
     """The comparison with every number, for programs."""
-    document = {
-        "exit_code": int(code),
-        "sigma_aa": calibration.sigma_aa if calibration else None,
+    return json_text({"exit_code": int(code), "sigma_aa": sigma_of(calibration), **as_data(comparison)})
+
+
+def sigma_of(calibration: Calibration | None) -> float | None:
+    """The spread of this machine between sessions of identical code, where it is known."""
+    return calibration.sigma_aa if calibration else None
+
+
+def json_text(document: dict[str, Any]) -> str:
+    """A document as commands print it."""
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def as_data(comparison: "Comparison") -> dict[str, Any]:
+    """All that a comparison found."""
+    return {
         "cells": [_plain(asdict(pair), pair.baseline, pair.candidate) for pair in comparison.pairs],
         "uncompared": [
             {**asdict(one), "case": one.case.model_dump(mode="json"), "case_id": one.case.case_id}
@@ -102,13 +115,10 @@ def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration |
         ],
         "warnings": list(comparison.warnings),
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
 
 
 def as_markdown(comparison: "Comparison", code: ExitCode) -> str:
     """The comparison for a pull request."""
-    from dilabench.report.pull_request import of_comparison
-
     return of_comparison(comparison, final_line(comparison, code))
 
 
@@ -134,20 +144,10 @@ def final_line(comparison: "Comparison", code: ExitCode) -> str:
 
 def name(case: Case) -> str:
     """A case in one line."""
-    from dilabench.report.rows import workload_title
-
-    return f"{_state(case)}, {workload_title(case)}"
-
-
-def _state(case: Case) -> str:
-    from dilabench.report.rows import implementation_text
-
-    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
+    return f"{case_name(case)}, {workload_title(case)}"
 
 
 def _by_workload(pairs: Sequence["ComparedPair"]) -> dict[str, list["ComparedPair"]]:
-    from dilabench.report.rows import workload_title
-
     groups: dict[str, list[ComparedPair]] = {}
     for pair in pairs:
         groups.setdefault(workload_title(pair.candidate), []).append(pair)
@@ -173,8 +173,8 @@ def _row(pair: "ComparedPair", case: str, alike: float | None) -> Sequence[str]:
 
 
 def _facing(pair: "ComparedPair") -> str:
-    text = _state(pair.candidate)
-    return text if pair.baseline == pair.candidate else f"{text} against {_state(pair.baseline)}"
+    text = case_name(pair.candidate)
+    return text if pair.baseline == pair.candidate else f"{text} against {case_name(pair.baseline)}"
 
 
 def _memory(pair: "ComparedPair") -> str:

@@ -54,6 +54,7 @@ def run(
     head_dim: shared.HeadDim = None,
     dtype: shared.DTypeName = None,
     mode: shared.ModeName = None,
+    density: own.Density = None,
     sparsity: own.Sparsity = None,
     block_size: own.BlockSize = None,
     mask_file: own.MaskFile = None,
@@ -104,7 +105,7 @@ def run(
         )
     found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
-    blocks = given(sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
+    blocks = given(density=density, sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
     workload |= {"pattern": kind_with_fields(blocks), **blocks} if blocks else {}
     settings = given(
         implementations=names(implementations),

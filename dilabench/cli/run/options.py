@@ -52,9 +52,11 @@ Sharding = Annotated[
     typer.Option("--sharding", metavar="WHERE", help="Cutting for ranks inside or outside (default) the timed call."),
 ]
 Plan = Annotated[bool, typer.Option("--plan", help="Show memory and time predicted for each case and leave.")]
-Sparsity = Annotated[
-    str | None, typer.Option("--sparsity", metavar="S", help="Share of blocks not computed, 0.9; block-sparse pattern.")
+Density = Annotated[
+    str | None, typer.Option("--density", metavar="D", help="Share of blocks computed, 0.1; block-sparse pattern.")
 ]
+# 1 - density, as it was asked for before.
+Sparsity = Annotated[str | None, typer.Option("--sparsity", metavar="S", hidden=True)]
 BlockSize = Annotated[str | None, typer.Option("--block-size", metavar="N", help="Tokens in a block of the mask.")]
 MaskFile = Annotated[
     Path | None,

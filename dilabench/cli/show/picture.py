@@ -17,7 +17,7 @@ SHADES = " ░▒▓█"
 # Characters are about twice as high as wide.
 MAX_COLUMNS, MAX_LINES = 48, 24
 EXAMPLE_BLOCKS = 32
-EXAMPLE_SPARSITY = 0.75
+EXAMPLE_DENSITY = 0.25
 
 
 def picture(shares: NDArray[np.float64]) -> list[str]:
@@ -34,8 +34,8 @@ def picture(shares: NDArray[np.float64]) -> list[str]:
 def mask_facts(kind: str) -> Iterator[tuple[str, str]]:
     """What a kind of block mask is, with an example."""
     yield "summary", str(PREFERENCES[kind].__doc__).partition(": ")[2]
-    pattern = BlockSparsePattern(mask=kind, block_size=1, sparsity=EXAMPLE_SPARSITY)  # type: ignore[arg-type]
-    yield "example", f"{EXAMPLE_BLOCKS} blocks a side, {EXAMPLE_SPARSITY:.0%} of them not computed"
+    pattern = BlockSparsePattern(mask=kind, block_size=1, sparsity=1 - EXAMPLE_DENSITY)  # type: ignore[arg-type]
+    yield "example", f"{EXAMPLE_BLOCKS} blocks a side, {EXAMPLE_DENSITY:.0%} of them computed"
     for causal, name in ((False, "not causal"), (True, "causal")):
         shares = pattern.shares(SequenceShape(EXAMPLE_BLOCKS, 1, 1, causal, (-1, -1)), MAX_LINES, MAX_COLUMNS)
         assert shares is not None

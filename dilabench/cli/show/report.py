@@ -56,8 +56,10 @@ def report(
     for text, path in written:
         if text is not None:
             say(text, styled=True)
-        if path is not None:
+        if path is not None and path.exists():
             say(str(path), err=True)
+        elif path is not None:
+            note(f"{path.name}: nothing to draw or write of this run")
     tell_of(catalogue.problems[known:])
     if catalogue.problems[known:]:
         raise typer.Exit(ExitCode.ENVIRONMENT)

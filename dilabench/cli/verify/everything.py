@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.cli.terminal import Lines, say
+from dilabench.cli.terminal import Lines, say, say_folded
 from dilabench.engine.worker.outcomes import Result
 from dilabench.errors import ConfigError
 from dilabench.patterns.registry import known_kinds, pattern_type
@@ -116,7 +116,7 @@ class Marks:
         self._marks: dict[tuple[str, str, str], dict[str, str]] = {}
         self._reasons: dict[tuple[Result, str], list[str]] = {}
         known = [(*line, *self._families) for line in self._pending]
-        self._lines = Lines((*HEAD, *self._families), known)
+        self._lines = Lines((*HEAD, *self._families), known, names=len(HEAD))
 
     def _line(self, trial: Trial) -> tuple[str, str, str]:
         """What runs in no dtype gets one line for all of them."""
@@ -144,4 +144,4 @@ class Marks:
         order = list(WORDS)
         for (result, detail), places in sorted(self._reasons.items(), key=lambda item: order.index(item[0][0])):
             shown = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
-            say(f"{WORDS[result]}: {detail} ({shown if result == 'skipped' else ', '.join(places)})")
+            say_folded(f"{WORDS[result]}: {detail} ({shown if result == 'skipped' else ', '.join(places)})", "  ")

@@ -1,14 +1,16 @@
-"""comparison.html: a baseline and one or more candidates, case by case, and in what their environments differ."""
+"""comparison.html: two or more runs, each against each, case by case, and in what their environments differ."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.record import Case, RunRecord
+from dilabench.compare.comparison import ComparedPair
+from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.record import RunRecord
 from dilabench.report import figures
 from dilabench.report.html.page import page
-from dilabench.report.rows import implementation_text, workload_title
+from dilabench.report.matrix import ratio_text, time_text
+from dilabench.report.rows import case_name, workload_title
 from dilabench.report.summary import device_text, environment_rows, reproduce_command
 
 FILENAME = "comparison.html"
@@ -18,63 +20,63 @@ LOOKS = {"SLOWER": "failed", "FASTER": "won", "SAME": "tied", "INCONCLUSIVE": "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A candidate's side of one case: the time, the ratio with its interval, the verdict with its reason."""
+    """The newer side of a pair: its time, the ratio with its interval, the verdict with its reason."""
 
-    look: str
-    word: str
-    time: str
-    ratio: str
-    reason: str
-    memory: str
+    look: str = ""
+    word: str = figures.ABSENT
+    time: str = figures.ABSENT
+    ratio: str = figures.ABSENT
+    reason: str = ""
+    memory: str = ""
 
 
-def to_text(
-    baseline: RunRecord, candidates: Sequence[RunRecord], comparisons: Sequence[Comparison], verdict: str
-) -> str:
-    """The page: a line per case, a column per candidate. `verdict` is the sentence on top."""
-    by_case: dict[str, tuple[Case, str, dict[int, Entry]]] = {}
-    for number, comparison in enumerate(comparisons):
-        for pair in comparison.pairs:
-            time = figures.latency(pair.verdict.numbers.baseline_ns)
-            known = by_case.setdefault(pair.candidate.case_id, (pair.candidate, time, {}))
-            known[2][number] = _entry(pair)
-    codes = Counter(pair.verdict.code.value for comparison in comparisons for pair in comparison.pairs)
+ABSENT = Entry()
+# A run against itself or an earlier one, which stands elsewhere.
+EMPTY = Entry(word="", time="", ratio="")
+Line = tuple[str, str, str, str, list[Entry]]
+
+
+def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str) -> str:
+    """The page: a line per case and base, a column per later run. `records` of the runs; `verdict`: on top."""
+    codes = Counter(pair.verdict.code.value for one in matrix.with_first for pair in one.pairs)
     return page(
         "comparison.html.j2",
-        baseline=baseline,
-        candidates=candidates,
+        names=matrix.names,
+        records=records,
         verdict=verdict,
         worst="failed" if codes["SLOWER"] else "skipped" if codes["INCONCLUSIVE"] else "",
-        device=device_text(baseline),
-        lines=[
-            (_name(case), workload_title(case), time, [entries.get(number) for number in range(len(candidates))])
-            for case, time, entries in by_case.values()
-        ],
+        device=device_text(records[0]),
+        lines=[line for one in matrix.cases for line in _lines(matrix, one)],
         uncompared=[
-            (one, _name(one.case), workload_title(one.case)) for each in comparisons for one in each.uncompared
+            (matrix.names[base], matrix.names[new], one, case_name(one.case), workload_title(one.case))
+            for (base, new), each in matrix.comparisons.items()
+            for one in each.uncompared
         ],
-        warnings=list(dict.fromkeys(text for each in comparisons for text in each.warnings)),
-        differences=_differences([baseline, *candidates]),
-        commands=[(record.run_id, reproduce_command(record)) for record in (baseline, *candidates)],
+        warnings=matrix.warnings,
+        differences=_differences(records),
+        commands=[(record.run_id, reproduce_command(record)) for record in records],
     )
 
 
-def _entry(pair: ComparedPair) -> Entry:
+def _lines(matrix: Matrix, one: CaseMatrix) -> Iterator[Line]:
+    times = one.times_ns
+    for base, name in enumerate(matrix.names[:-1] if one.pairs else ()):
+        entries = [_entry(one.pairs.get((base, new))) if base < new else EMPTY for new in range(1, len(matrix.names))]
+        yield case_name(one.case), workload_title(one.case), name, time_text(times, base), entries
+
+
+def _entry(pair: ComparedPair | None) -> Entry:
+    if pair is None:
+        return ABSENT
     verdict = pair.verdict
-    numbers = verdict.numbers
-    known = numbers.ratio_low is not None and numbers.ratio_high is not None
     return Entry(
         look=LOOKS[verdict.code],
         word=verdict.code + (" (advisory)" if verdict.advisory else ""),
-        time=figures.latency(numbers.candidate_ns),
-        ratio=f"{numbers.ratio:.3f}" + (f" ({numbers.ratio_low:.3f} to {numbers.ratio_high:.3f})" if known else ""),
+        time=figures.latency(verdict.numbers.candidate_ns),
+        ratio=ratio_text(pair),
         reason=verdict.reason + (f"; {verdict.hint}" if verdict.hint else ""),
         memory="" if pair.memory is None or pair.memory.code == "SAME" else f"memory {pair.memory.code}",
     )
-
-
-def _name(case: Case) -> str:
-    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
 
 
 def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

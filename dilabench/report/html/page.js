@@ -116,7 +116,7 @@ function scaled(labels) {
 }
 
 // points: {x, y, lo, hi, series, fitted}
-function curves({ points, xTitle, yTitle, joined = true, unit = "", linearX = false }) {
+function curves({ points, xTitle, yTitle, joined = true, unit = "", linearX = false, spans = [], spanLabel = "" }) {
   const labels = [...new Set(points.map((point) => point.series))];
   const xs = [...new Set(points.map((point) => point.x))].sort((a, b) => a - b);
   const shown = xs.filter((_, index) => (xs.length - 1 - index) % Math.ceil(xs.length / 10) === 0);
@@ -133,7 +133,7 @@ function curves({ points, xTitle, yTitle, joined = true, unit = "", linearX = fa
   const measured = points.filter((point) => !point.fitted), fitted = points.filter((point) => point.fitted);
   const ranged = measured.filter((point) => point.lo !== null && point.lo !== undefined);
   const { color, shape } = scaled(labels);
-  const layers = [];
+  const layers = marksOfSpans(spans, spanLabel, x);
   if (fitted.length) layers.push({ data: { values: fitted }, mark: { type: "line", strokeDash: [5, 4], strokeWidth: 1.5 }, encoding: { x, y, color } });
   if (joined && !fitted.length) layers.push({ data: { values: measured }, mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color } });
   if (ranged.length) layers.push({ data: { values: ranged }, mark: { type: "rule", strokeWidth: 2, opacity: 0.7 }, encoding: { x, y: { ...y, field: "lo" }, y2: { field: "hi" }, color } });
@@ -141,12 +141,23 @@ function curves({ points, xTitle, yTitle, joined = true, unit = "", linearX = fa
   return { height: 340, layer: layers };
 }
 
+// A line between neighbouring spans of x, and along the top what holds in each.
+function marksOfSpans(spans, label, x) {
+  if (!spans.length) return [];
+  const borders = spans.slice(1).map((span, index) => ({ x: Math.sqrt(spans[index].last * span.first) }));
+  const texts = spans.map((span, index) => ({ x: Math.sqrt(span.first * span.last), text: index ? span.text : `${label} ${span.text}` }));
+  return [
+    { data: { values: borders }, mark: { type: "rule", color: "currentColor", opacity: 0.4, strokeDash: [2, 3] }, encoding: { x } },
+    { data: { values: texts }, mark: { type: "text", color: "currentColor", opacity: 0.8, fontSize: 10, baseline: "bottom" }, encoding: { x, y: { value: -3 }, text: { field: "text" } } },
+  ];
+}
+
 // bars: {category, series, y, lo, hi}. Bars never stand on a logarithmic axis: their lengths would mean nothing.
 function bars({ values, title, reference = null, stacked = false, order = null }) {
   const labels = [...new Set(values.map((value) => value.series))];
   const { color } = scaled(labels);
   const categories = order || [...new Set(values.map((value) => value.category))];
-  const y = { field: "category", type: "nominal", sort: categories, title: null, axis: { labelLimit: Math.min(360, window.innerWidth * 0.42), ticks: false, domain: false } };
+  const y = { field: "category", type: "nominal", sort: categories, title: null, axis: { labelLimit: Math.min(360, window.innerWidth * 0.42), ticks: false, domain: false, labelExpr: "split(datum.label, '\\n')" } };
   const offset = stacked || labels.length === 1 ? {} : { yOffset: { field: "series", type: "nominal", sort: labels } };
   const centred = offset.yOffset ? { yOffset: { ...offset.yOffset, bandPosition: 0.5 } } : {};
   const x = { field: "y", type: "quantitative", title, axis: { tickCount: 6, labelExpr: VALUE }, stack: stacked ? "zero" : null };
@@ -156,14 +167,15 @@ function bars({ values, title, reference = null, stacked = false, order = null }
   const layers = [{ data: { values }, mark: { type: "bar", height: { band: 0.82 } }, encoding: { y, ...offset, x, ...start, color, tooltip } }];
   if (ranged.length && !stacked) layers.push({ data: { values: ranged }, mark: { type: "rule", strokeWidth: 2, color: "currentColor" }, encoding: { y, ...centred, x: { ...x, field: "lo" }, x2: { field: "hi" } } });
   if (reference !== null) layers.push({ data: { values: [{ at: reference }] }, mark: { type: "rule", color: "currentColor" }, encoding: { x: { field: "at", type: "quantitative" } } });
-  const each = stacked || labels.length === 1 ? 24 : 14 * labels.length + 12;
+  const lines = Math.max(...categories.map((category) => category.split("\n").length), 1);
+  const each = Math.max(stacked || labels.length === 1 ? 24 : 14 * labels.length + 12, 14 * lines + 6);
   return { height: Math.max(40, each * categories.length), layer: layers };
 }
 
 function ofPlot(plot) {
   if (plot.kind === "curves") {
     const points = plot.curves.flatMap((curve) => curve.points.map((point) => ({ x: point.x, y: point.y, lo: point.low, hi: point.high, series: curve.label, fitted: curve.fitted })));
-    return curves({ points, xTitle: plot.x_label, yTitle: plot.y_label, linearX: plot.linear_x });
+    return curves({ points, xTitle: plot.x_label, yTitle: plot.y_label, linearX: plot.linear_x, spans: plot.spans, spanLabel: plot.span_label });
   }
   const values = plot.bars.flatMap((bar) => plot.categories.map((category, index) => ({ category, series: bar.label, y: bar.values[index], lo: bar.low[index] ?? null, hi: bar.high[index] ?? null })));
   return bars({ values: values.filter((value) => value.y !== null), title: plot.value_label, reference: plot.reference, order: plot.categories });

@@ -1,7 +1,8 @@
 """Curves over sequence length, on logarithmic axes, with intervals as bars (matplotlib)."""
 
 from collections.abc import Sequence
-from math import nan
+from itertools import pairwise
+from math import nan, sqrt
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +15,7 @@ from dilabench.units import format_count
 
 SIZE_INCHES = (7.6, 4.4)
 MAX_TICKS = 9
+MAX_SPANS = 18
 # Series of one length stand side by side, so that their intervals do not cover each other.
 SIDE_STEP = 1.02
 
@@ -35,10 +37,11 @@ def draw_curves(plot: CurvePlot) -> Figure:
             _measured(axes, curve, xs, look(index), joined=not any(other.fitted for other in plot.curves))
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
-    _length_ticks(axes, sorted({int(point.x) for curve in plot.curves for point in curve.points}))
+    _mark_spans(axes, plot)
+    _ticks_at_points(axes, sorted({point.x for curve in plot.curves for point in curve.points}))
     axes.yaxis.set_major_locator(_value_ticks(*axes.get_ylim()))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: figures.decimal(value) if value >= 1e4 else f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: _value_text(value))
     draw_grid(axes, "both")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
@@ -71,13 +74,43 @@ def _value_ticks(low: float, high: float) -> Locator:
     return LogLocator(subs=(1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,), numticks=12)
 
 
-def _length_ticks(axes: Axes, lengths: Sequence[int]) -> None:
-    """Ticks at lengths that were measured, from the longest on, where their names have room on the logarithmic axis."""
-    room = (lengths[-1] / lengths[0]) ** (1 / MAX_TICKS) if lengths else 1.0
-    shown: list[int] = []
-    for length in reversed(lengths):
-        if not shown or shown[-1] / length >= room:
-            shown.append(length)
-    axes.xaxis.set_major_locator(FixedLocator(shown[::-1]))
+def _value_text(value: float) -> str:
+    """A round value: 0.5, 1000, 20k, 1M."""
+    if value < 1e4:
+        return f"{value:g}"
+    text = figures.decimal(value)
+    return f"{float(text[:-1]):g}{text[-1]}"
+
+
+def _ticks_at_points(axes: Axes, places: Sequence[float]) -> None:
+    """Ticks where was measured, from the largest on, as far as their names have room on the logarithmic axis."""
+    axes.xaxis.set_major_locator(FixedLocator(_with_room(places, MAX_TICKS)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: format_count(round(value)))
+    whole = all(place == round(place) for place in places)
+    axes.xaxis.set_major_formatter(lambda value, _: format_count(round(value)) if whole else f"{value:.3g}")
+
+
+def _with_room(places: Sequence[float], most: int) -> list[float]:
+    """Those of the rising places that lie apart by a share of 1 / `most` of them all, the largest among them."""
+    room = (places[-1] / places[0]) ** (1 / most) if places else 1.0
+    shown: list[float] = []
+    for place in reversed(places):
+        if not shown or shown[-1] / place >= room:
+            shown.append(place)
+    return shown[::-1]
+
+
+def _mark_spans(axes: Axes, plot: CurvePlot) -> None:
+    """A line between neighbouring spans, and their texts along the top."""
+    if not plot.spans:
+        return
+    for span, following in pairwise(plot.spans):
+        axes.axvline(sqrt(span.last * following.first), color="0.6", linewidth=0.8, linestyle=":", zorder=0)
+    middles = {sqrt(span.first * span.last): span.text for span in plot.spans}
+    shown = _with_room(list(middles), MAX_SPANS)
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(shown, [middles[place] for place in shown], fontsize=7, color="0.35")
+    top.set_xticks([], minor=True)
+    top.tick_params(length=0)
+    top.spines["top"].set_visible(False)
+    top.set_xlabel(plot.span_label, fontsize=7, color="0.35", loc="left")

@@ -50,7 +50,7 @@ def subject(record: RunRecord) -> str:
     """What all plots of a record are of: the machine, and what the workloads of all rows share."""
     shared: list[str] | None = None
     for row in record.rows:
-        words = [*row.case.workload.label().split(" ")[1:], row.case.workload.mode]
+        words = [*row.case.workload.label().split(" "), row.case.workload.mode]
         shared = words if shared is None else [word for word in shared if word in words]
     return " · ".join(filter(None, (device_text(record), " ".join(shared or []))))
 

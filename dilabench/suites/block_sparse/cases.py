@@ -10,7 +10,7 @@ from dilabench.suites.planner import Planner, as_dense
 from dilabench.workload.spec import WorkloadRequest
 
 KIND: str = BlockSparsePattern.model_fields["kind"].default
-SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.98)
+DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02)
 BLOCK_SIZES = {"cpu": (128,), "cuda": (64, 128, 256)}
 SHAPE = {
     "cpu": {"batch_size": 1, "seq_len": 8192, "num_heads": 4, "head_dim": 64},
@@ -22,7 +22,7 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Every density of one shape, pattern by pattern, with full attention through a flash kernel as the yardstick.
 
     Without a pattern, or a field of one, in the request: all that name densities of theirs (`Pattern.densities`), block
-    masks first. A sparsity, block size or mask file that is named is the only one. Shapes with branches get the mask
+    masks first. A density, block size or mask file that is named is the only one. Shapes with branches get the mask
     laid over each branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
     """
     device = planner.machine.device
@@ -78,7 +78,5 @@ def _points(base: WorkloadRequest, kind: str, block_sizes: tuple[int, ...]) -> l
     named = base.model_fields_set
     from_file = asked.pattern_field("mask_file")
     sizes = (asked.pattern_field("block_size"),) if "block_size" in named or from_file else block_sizes
-    sparsities = (asked.pattern_field("sparsity"),) if "sparsity" in named or from_file else SPARSITIES
-    return [
-        asked.model_copy(update={"block_size": size, "sparsity": sparsity}) for size in sizes for sparsity in sparsities
-    ]
+    densities = (asked.pattern_field("density"),) if "density" in named or from_file else DENSITIES
+    return [asked.model_copy(update={"block_size": size, "density": one}) for size in sizes for one in densities]

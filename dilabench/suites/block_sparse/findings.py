@@ -16,7 +16,7 @@ from dilabench.units import format_bytes
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import flops, share_of_pairs
 
-COLUMNS = ("implementation", "block", "asked", "left out", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
+COLUMNS = ("implementation", "block", "asked", "density", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,10 @@ class Step:
 
     @property
     def asked(self) -> str:
-        """What the pattern's label says besides its kind; of block masks the sparsity."""
+        """What the pattern's label says besides its kind; of block masks the density."""
         masked = BlockSparsePattern.match(self.pattern)
         if masked is not None:
-            return f"{masked.sparsity:.1%}" if masked.mask != "custom" else "from file"
+            return f"{masked.density:.1%}" if masked.mask != "custom" else "from file"
         return self.pattern.label().removeprefix(self.pattern.kind.replace("_", "-")).strip() or "default"
 
 
@@ -97,7 +97,7 @@ def _density(workload: Workload) -> float:
     """The share of visible blocks that a block mask computes; of other patterns, that of pairs."""
     masked = BlockSparsePattern.match(workload.pattern)
     if masked is not None:
-        return 1 - masked.sparsity_of(workload.shapes)
+        return masked.density_of(workload.shapes)
     return share_of_pairs(workload)
 
 
@@ -178,7 +178,7 @@ def _figures(step: Step) -> tuple[str, ...]:
         step.who,
         figures.ABSENT if step.pattern.block_length is None else str(step.pattern.block_length),
         step.asked,
-        f"{1 - step.density:.1%}",
+        f"{step.density:.1%}",
         figures.latency(step.median_ns),
         figures.ABSENT if step.dense_ns is None else f"{step.median_ns / step.dense_ns:.1%}",
         figures.ABSENT if step.speedup is None else figures.ratio(step.speedup),
@@ -198,6 +198,6 @@ def _plots(kind: str, curves: dict[str, list[Step]]) -> Iterable[CurvePlot]:
             name=f"density_{kind.replace('-', '_')}",
             title=f"Speed-up of {kind} over dense attention",
             y_label="dense time / time",
-            x_label="visible blocks or pairs computed (%)",
+            x_label="density: visible blocks or pairs computed (%)",
             curves=tuple(curve for curve in drawn if curve.points),
         )

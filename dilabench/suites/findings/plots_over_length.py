@@ -1,9 +1,11 @@
 """Latency, tokens per second and peak memory over length, as plots of any record with more than one length."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from dilabench.record import Measured
-from dilabench.report.findings import Curve, CurvePlot, Point
+from dilabench.report.findings import Curve, CurvePlot, Point, Span
 from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.suites.findings.series import Series
 
@@ -13,24 +15,28 @@ MIB = 2**20
 
 def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
     """The three plots; a plot without a curve of at least two points is left out."""
+    batches = batch_spans(series)
     plots = (
         CurvePlot(
             name="latency",
             title="Latency of one call",
             y_label="latency (ms)",
             curves=tuple(Curve(label=one.label, points=_latencies(one)) for one in series),
+            spans=batches,
         ),
         CurvePlot(
             name="throughput",
             title="Throughput",
             y_label="throughput (tokens/s)",
             curves=tuple(Curve(label=one.label, points=_throughputs(one)) for one in series),
+            spans=batches,
         ),
         CurvePlot(
             name="memory",
             title="Peak memory of one call",
             y_label="peak memory (MiB)",
             curves=tuple(Curve(label=one.label, points=_peaks(one)) for one in series),
+            spans=batches,
         ),
     )
     return tuple(plot for plot in map(_drawable, plots) if plot.curves)
@@ -41,7 +47,17 @@ def _drawable(plot: CurvePlot) -> CurvePlot:
         curves: tuple[Curve, ...] = ()
     else:
         curves = tuple(curve for curve in plot.curves if curve.points)
-    return CurvePlot(name=plot.name, title=plot.title, y_label=plot.y_label, curves=curves)
+    return replace(plot, curves=curves)
+
+
+def batch_spans(series: Sequence[Series]) -> tuple[Span, ...]:
+    """The lengths of each batch size; none where all were measured with one."""
+    sizes: dict[int, set[int]] = {}
+    for row, _ in (measured for one in series for measured in one.measured):
+        sizes.setdefault(row.case.workload.seq_len, set()).add(row.case.workload.batch_size)
+    texts = {length: "/".join(map(str, sorted(sizes[length]))) for length in sorted(sizes)}
+    runs = [(text, list(lengths)) for text, lengths in groupby(texts, key=texts.__getitem__)]
+    return tuple(Span(lengths[0], lengths[-1], text) for text, lengths in runs) if len(runs) > 1 else ()
 
 
 def _latencies(series: Series) -> tuple[Point, ...]:

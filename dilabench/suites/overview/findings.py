@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from dilabench.record import Measured, RunRecord
+from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
+from dilabench.report.rows import location, row_name, workload_title
+from dilabench.stats.samples.location import Location
 from dilabench.suites.findings.plots_over_length import NS_PER_MS, plots_over_length
-from dilabench.suites.findings.series import Series, series_of
-from dilabench.workload.spec import Workload
+from dilabench.suites.findings.series import series_of
 
 MIB = 2**20
 
@@ -16,7 +17,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     series = [one for one in series_of(record) if one.measured]
     if not series:
         return ()
-    plots: tuple[Plot, ...] = plots_over_length(series) or _bars(series)
+    plots: tuple[Plot, ...] = plots_over_length(series) or _bars(record)
     return (
         Section(
             title="At a glance",
@@ -26,12 +27,19 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     )
 
 
-def _bars(series: Sequence[Series]) -> tuple[BarPlot, ...]:
-    """Time and peak memory of every row, by workload."""
-    workloads = list(dict.fromkeys(row.case.workload for one in series for row, _ in one.measured))
-    latency = tuple(_latency_bars(one, workloads) for one in series)
-    memory = tuple(_memory_bars(one, workloads) for one in series)
-    categories = tuple(f"{workload.label()}, {workload.pattern.kind}" for workload in workloads)
+def _bars(record: RunRecord) -> tuple[BarPlot, ...]:
+    """Time and peak memory of every row: a group of bars per workload, a bar per way to compute it."""
+    groups: dict[str, dict[str, tuple[Location, Row]]] = {}
+    for row in record.rows:
+        if found := location(row):
+            groups.setdefault(workload_title(row.case), {})[row_name(row)] = found, row
+    titles = [title.split(" · ") for title in groups]
+    shared = [part for part in titles[0] if all(part in title for title in titles)] if len(titles) > 1 else []
+    categories = tuple("\n".join(part for part in title if part not in shared) for title in titles)
+    names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
+    places = [(name, [rows.get(name) for rows in groups.values()]) for name in names]
+    latency = tuple(_latency_bars(name, at) for name, at in places)
+    memory = tuple(_memory_bars(name, at) for name, at in places)
     plots = [
         BarPlot(
             name="latency",
@@ -54,21 +62,21 @@ def _bars(series: Sequence[Series]) -> tuple[BarPlot, ...]:
     return tuple(plots)
 
 
-def _latency_bars(series: Series, workloads: Sequence[Workload]) -> Bars:
-    found = {row.case.workload: place for row, place in series.measured}
-    places = [found.get(workload) for workload in workloads]
+def _latency_bars(name: str, at: Sequence[tuple[Location, Row] | None]) -> Bars:
+    places = [one and one[0] for one in at]
     return Bars(
-        label=series.label,
+        label=name,
         values=tuple(None if place is None else place.median_ns / NS_PER_MS for place in places),
         low=tuple(place.interval.low / NS_PER_MS if place and place.interval else None for place in places),
         high=tuple(place.interval.high / NS_PER_MS if place and place.interval else None for place in places),
     )
 
 
-def _memory_bars(series: Series, workloads: Sequence[Workload]) -> Bars:
-    peaks = {
-        row.case.workload: row.outcome.memory.peak_bytes / MIB
-        for row, _ in series.measured
-        if isinstance(row.outcome, Measured) and row.outcome.memory
-    }
-    return Bars(label=series.label, values=tuple(peaks.get(workload) for workload in workloads))
+def _memory_bars(name: str, at: Sequence[tuple[Location, Row] | None]) -> Bars:
+    outcomes = [one and one[1].outcome for one in at]
+    return Bars(
+        label=name,
+        values=tuple(
+            one.memory.peak_bytes / MIB if isinstance(one, Measured) and one.memory else None for one in outcomes
+        ),
+    )

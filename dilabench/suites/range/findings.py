@@ -10,7 +10,7 @@ from dilabench.report.rows import location
 from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.stats.scaling import PowerLaw, fit_power_law
 from dilabench.suites.findings.crossings import crossover_section
-from dilabench.suites.findings.plots_over_length import NS_PER_MS, plots_over_length
+from dilabench.suites.findings.plots_over_length import NS_PER_MS, batch_spans, plots_over_length
 from dilabench.suites.findings.series import Series, batch_text, ns_per_sequence, series_of
 from dilabench.units import format_count
 
@@ -111,6 +111,7 @@ def _growth(series: Sequence[Series]) -> Section:
                 title="Time per sequence with fitted power laws",
                 y_label="time per sequence (ms)",
                 curves=tuple(curve for one, fit in fits for curve in _curves(one, fit)),
+                spans=batch_spans(series),
             ),
         ),
     )

@@ -32,9 +32,9 @@ def pictures(make_record, make_row):
 def test_equal_masks_are_drawn_once_and_others_by_their_own_name(pictures):
     drawn = pictures(sparse(), {"kind": "dense"}, sparse(), sparse(sparsity=0.5), sparse(seed=1, mask="random"))
     assert [plot.name for plot in drawn] == [
-        "mask_local_window_1024_rows_block_64_sparsity_75",
-        "mask_local_window_1024_rows_block_64_sparsity_50",
-        "mask_random_1024_rows_block_64_sparsity_75",
+        "mask_local_window_1024_rows_block_64_density_25",
+        "mask_local_window_1024_rows_block_64_density_50",
+        "mask_random_1024_rows_block_64_density_25",
     ]
     same_name = pictures(sparse(mask="random"), sparse(mask="random", seed=1))
     assert [plot.name for plot in same_name] == [same_name[0].name, f"{same_name[0].name}_2"]
@@ -101,7 +101,7 @@ def test_any_suite_shows_its_masks_in_the_report(make_record, make_row, tmp_path
     sections = sections_of(record, discover().catalogue)
     plots.render(record, tmp_path, sections)
     markdown.render(record, tmp_path, sections)
-    name = "mask_local_window_1024_rows_block_64_sparsity_75"
+    name = "mask_local_window_1024_rows_block_64_density_25"
     assert {f"{name}.png", f"{name}.svg"} <= {path.name for path in (tmp_path / "plots").iterdir()}
     assert f"](plots/{name}.png)" in (tmp_path / "report.md").read_text()
     dense = make_record([make_row()], suite="quick")

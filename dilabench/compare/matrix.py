@@ -1,0 +1,85 @@
+"""Several runs, each compared with each: a matrix of verdicts per case."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import PurePath
+
+from dilabench.compare.across import compare_each
+from dilabench.compare.comparison import ComparedPair, Comparison
+from dilabench.compare.selection import Selection, everything
+from dilabench.record import Case, RunRecord
+from dilabench.stats.decisions.policy import Policy
+
+# Longer names would take the room of the columns that they head.
+MOST_CHARACTERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CaseMatrix:
+    """One case: its compared pairs by the numbers of (base, new), and how it ended in runs that lack a counterpart."""
+
+    case: Case
+    pairs: dict[tuple[int, int], ComparedPair] = field(default_factory=dict)
+    endings: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def times_ns(self) -> dict[int, float]:
+        """The typical time in each run that was compared, by its number."""
+        times: dict[int, float] = {}
+        for (base, new), pair in self.pairs.items():
+            times |= {base: pair.verdict.numbers.baseline_ns, new: pair.verdict.numbers.candidate_ns}
+        return times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """Runs in the order given, and the comparison of every earlier one with every later one, by their numbers."""
+
+    names: tuple[str, ...]
+    comparisons: dict[tuple[int, int], Comparison]
+
+    @property
+    def cases(self) -> tuple[CaseMatrix, ...]:
+        """Every case of any run, in the order in which it is first met."""
+        found: dict[str, CaseMatrix] = {}
+        for (base, new), comparison in self.comparisons.items():
+            for pair in comparison.pairs:
+                found.setdefault(pair.candidate.case_id, CaseMatrix(pair.candidate)).pairs[base, new] = pair
+            for one in comparison.uncompared:
+                endings = found.setdefault(one.case.case_id, CaseMatrix(one.case)).endings
+                endings |= {base: one.baseline, new: one.candidate}
+        return tuple(found.values())
+
+    @property
+    def with_first(self) -> tuple[Comparison, ...]:
+        """The first run's comparisons with all others: what exit codes rest on."""
+        return tuple(one for (base, _), one in self.comparisons.items() if base == 0)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings of all comparisons, each once."""
+        return tuple(dict.fromkeys(text for one in self.comparisons.values() for text in one.warnings))
+
+
+def compare_all(
+    names: Sequence[str],
+    sides: Sequence[Sequence[RunRecord]],
+    *,
+    policy: Policy,
+    select: Selection = everything,
+    reference: str | None = None,
+) -> Matrix:
+    """Compare every run with every later one, as `compare_across` does; all verdicts are corrected together."""
+    places = list(combinations(range(len(sides)), 2))
+    pairs = [(sides[base], sides[new]) for base, new in places]
+    comparisons = compare_each(pairs, policy=policy, select=select, reference=reference)
+    return Matrix(names=tuple(names), comparisons=dict(zip(places, comparisons, strict=True)))
+
+
+def run_names(given: Sequence[str], sides: Sequence[Sequence[RunRecord]]) -> tuple[str, ...]:
+    """Short names of the runs: as they were given, a file without its folders and ending, or else their ids."""
+    names = [PurePath(text).name.removesuffix(".json") for text in given]
+    if len(set(names)) == len(names) and max(map(len, names)) <= MOST_CHARACTERS:
+        return tuple(names)
+    return tuple(side[-1].run_id for side in sides)

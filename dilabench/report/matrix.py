@@ -1,0 +1,68 @@
+"""A matrix of runs as rows of text, which the terminal and Markdown both show.
+
+A line per case and run: the time of that run, and to the right of it how each later run compares with it.
+"""
+
+from collections.abc import Iterator
+
+from dilabench.compare.comparison import ComparedPair
+from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.report import figures
+from dilabench.report.rows import case_name, workload_title
+
+CORNER = "base ↓ new →"
+ADVISORY = "*"
+HOW_TO_READ = (
+    "Each cell: time of the run above / time of the run to the left, its interval, the verdict; above 1 is slower. "
+    "Where both are the same run: its time."
+)
+ADVISORY_MEANS = f"{ADVISORY} advisory: the base has too few sessions for a verdict that counts"
+
+
+def columns(matrix: Matrix) -> tuple[str, ...]:
+    """The heads of a table of `rows`."""
+    return ("case", CORNER, *matrix.names)
+
+
+def rows(matrix: Matrix, one: CaseMatrix) -> Iterator[tuple[str, ...]]:
+    """The lines of one case, none where no two runs have it."""
+    times = one.times_ns
+    for base, name in enumerate(matrix.names) if one.pairs else ():
+        cells = (
+            time_text(times, base) if new == base else "" if new < base else pair_text(one.pairs.get((base, new)))
+            for new in range(len(matrix.names))
+        )
+        yield (case_name(one.case), name, *cells)
+
+
+def time_text(times_ns: dict[int, float], run: int) -> str:
+    """The time of the case in a run, a dash where it has none."""
+    return figures.latency(times_ns[run]) if run in times_ns else figures.ABSENT
+
+
+def pair_text(pair: ComparedPair | None) -> str:
+    """'1.052 (1.031–1.074) SLOWER*, LARGER', a dash where there is nothing to compare."""
+    if pair is None:
+        return figures.ABSENT
+    memory = f", {pair.memory.code}" if pair.memory is not None and pair.memory.code != "SAME" else ""
+    return f"{ratio_text(pair)} {pair.verdict.code}{ADVISORY * pair.verdict.advisory}{memory}"
+
+
+def ratio_text(pair: ComparedPair) -> str:
+    """The ratio candidate / baseline and its interval, where there is one."""
+    numbers = pair.verdict.numbers
+    known = numbers.ratio_low is not None and numbers.ratio_high is not None
+    return f"{numbers.ratio:.3f}" + (f" ({numbers.ratio_low:.3f}–{numbers.ratio_high:.3f})" if known else "")
+
+
+def is_advisory(matrix: Matrix) -> bool:
+    """Whether any verdict is advisory, so that its mark needs its meaning."""
+    return any(pair.verdict.advisory for one in matrix.comparisons.values() for pair in one.pairs)
+
+
+def lacking(matrix: Matrix) -> Iterator[str]:
+    """A sentence on each case that some runs lack: how it ended in which."""
+    for one in matrix.cases:
+        if one.endings:
+            endings = "; ".join(f"{matrix.names[run]}: {text}" for run, text in sorted(one.endings.items()))
+            yield f"{case_name(one.case)}, {workload_title(one.case)}: {endings}"
