@@ -126,11 +126,15 @@ class Catalogue:
         assert case.backend is not None
         backend = self.backends.get(case.backend)
         dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
-        reasons = self._reasons_here(backend, dense, machine)
+        only: tuple[str, ...] = ()
         if case.implementation in self.implementations:
-            only = self.implementations.get(case.implementation).backends
-            if only and backend.name not in only:
-                reasons.append(f"{case.implementation} calls only {' or '.join(only)}")
+            implementation = self.implementations.get(case.implementation)
+            only = implementation.backends
+            if implementation.calls_window:
+                dense = dense.model_copy(update={"window": (dense.seq_len, 0 if dense.causal else dense.seq_len)})
+        reasons = self._reasons_here(backend, dense, machine)
+        if only and backend.name not in only:
+            reasons.append(f"{case.implementation} calls only {' or '.join(only)}")
         if case.workload.mode != "forward" and backend.backward_target is None:
             reasons.append(f"mode {case.workload.mode} needs a backward pass, which it lacks")
         return tuple(reasons)

@@ -134,7 +134,8 @@ class Implementation:
     the others and never ranked. `priority`: where nothing was measured, `-i auto` takes the usable implementation with
     the highest; 0 is never taken. Suites over ranks show higher ones first.
     `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense); `backends`
-    names the only ones that it can call, where it cannot call any.
+    names the only ones that it can call, where it cannot call any; `calls_window`: it calls them under a window,
+    whatever the workload's.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows that take different things are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
@@ -156,6 +157,7 @@ class Implementation:
     aliases: tuple[str, ...] = ()
     uses_backend: bool = False
     backends: tuple[str, ...] = ()
+    calls_window: bool = False
     takes: Takes = "heads"
     deterministic: bool = False
     compiles: bool = False

@@ -7,7 +7,7 @@ import pytest
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.record import GpuInfo
+from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
 from dilabench.suites.choice import TunedCell, TuneFile, choose, read_tune_file, tune_path
 from dilabench.suites.planner import Planner
@@ -123,3 +123,12 @@ def test_planner_records_what_auto_chose(cache: Path) -> None:
     assert planned.case.implementation == "strided"
     assert planned.labels["chosen_by"] == "auto (rule)"
     assert planned.skip is None
+
+
+def test_who_calls_windows_is_not_given_a_backend_without_them() -> None:
+    catalogue = discover().catalogue
+    asked = workload(pattern="neighborhood", causal=True, dtype="bfloat16")
+    case = Case(implementation="neighborhood", backend="sdpa-cudnn", workload=asked)
+    assert any("window" in reason for reason in catalogue.reasons_against_backend(case, H200))
+    plain = Case(implementation="strided", backend="sdpa-cudnn", workload=workload(causal=True, dtype="bfloat16"))
+    assert not any("window" in reason for reason in catalogue.reasons_against_backend(plain, H200))

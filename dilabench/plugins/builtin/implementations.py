@@ -174,6 +174,7 @@ IMPLEMENTATIONS = (
         "dilabench.impls.neighborhood:build",
         supports=Capabilities(patterns=frozenset({"neighborhood"}), causal=frozenset({True}), window=False),
         uses_backend=True,
+        calls_window=True,
         priority=10,
     ),
     Implementation(
