@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
 
 
+# Tokens from which on blocks of other sizes are measured, too.
+LONG = 2**15
+
+
 def _rest(share: Any) -> float:
     """1 - share, without the noise of floating point: masks of density 0.1 and of sparsity 0.9 are the same."""
     try:
@@ -87,6 +91,7 @@ class BlockSparsePattern(Pattern):
     mask_digest: str | None = None
     branches: DilatedPattern | None = None
 
+    given_whole_by: ClassVar[frozenset[str]] = frozenset({"mask_file"})
     former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {"sparsity": ("density", _rest)}
 
     @model_validator(mode="after")
@@ -139,6 +144,12 @@ class BlockSparsePattern(Pattern):
             "sparse-full": {**blocks, "causal": False},
             "sparse-heads": {**blocks, "per_head": True},
         }
+
+    @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """A half to a fiftieth of the blocks; from 32K tokens on in blocks of three sizes."""
+        sizes = (64, 128, 256) if length >= LONG else (128,)
+        return tuple({"block_size": size, "density": one} for size in sizes for one in (0.5, 0.25, 0.1, 0.05, 0.02))
 
     @property
     def density(self) -> float:

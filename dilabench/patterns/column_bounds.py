@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import accumulate, cycle, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -62,6 +62,8 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
 
     kind: Literal["column_bounds"] = "column_bounds"
     bounds_digest: str | None = None
+
+    given_whole_by: ClassVar[frozenset[str]] = frozenset({"bounds_file"})
 
     @model_validator(mode="after")
     def _file_or_documents(self) -> Self:

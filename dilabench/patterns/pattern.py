@@ -147,6 +147,9 @@ class Pattern(Model, ABC):
     # Names that fields of requests had before: today's name, and what makes today's value of such a value.
     former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {}
 
+    # Fields of requests that leave no density open: files of masks, indices or bounds.
+    given_whole_by: ClassVar[frozenset[str]] = frozenset()
+
     # The definition.
 
     @abstractmethod

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -55,6 +55,8 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
 
     kind: Literal["topk_blocks"] = "topk_blocks"
     indices_digest: str | None = None
+
+    given_whole_by: ClassVar[frozenset[str]] = frozenset({"indices_file"})
 
     @model_validator(mode="after")
     def _file_or_selector(self) -> Self:

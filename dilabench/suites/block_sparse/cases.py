@@ -1,7 +1,8 @@
 """Suite `block-sparse`: do time and memory fall with the share of pairs computed, and where does that begin to pay?"""
 
+from typing import Any
+
 from dilabench.metadata import STEPS
-from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.registry import known_kinds, pattern_type, request_fields
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
@@ -9,9 +10,6 @@ from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, as_dense
 from dilabench.workload.spec import WorkloadRequest
 
-KIND: str = BlockSparsePattern.model_fields["kind"].default
-DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02)
-BLOCK_SIZES = {"cpu": (128,), "cuda": (64, 128, 256)}
 SHAPE = {
     "cpu": {"batch_size": 1, "seq_len": 8192, "num_heads": 4, "head_dim": 64},
     "cuda": {"batch_size": 1, "seq_len": 32768, "num_heads": 16, "head_dim": 128},
@@ -29,7 +27,7 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     implementations = planner.implementations(planner.where(_sparse_or_full))
     cases: list[PlannedCase] = []
     for base in planner.workload_requests([SHAPE[device]]):
-        points = [point for kind in _kinds(base) for point in _points(base, kind, BLOCK_SIZES[device])]
+        points = [point for kind in _kinds(base) for point in _points(base, kind)]
         for implementation in implementations:
             on_one = implementation.supports.max_world_size == 1
             there = planner.asking(nproc=1) if on_one else planner
@@ -57,26 +55,29 @@ def _sparse_or_full(one: Implementation) -> bool:
     Full attention under a mask takes one time whatever the density, and is there by name.
     """
     full = one.supports.only_dense and one.supports.max_world_size == 1
-    return one.takes == "heads" and (full or (one.role == "method" and bool(one.supports.patterns & {KIND, *_swept()})))
+    return one.takes == "heads" and (full or (one.role == "method" and bool(one.supports.patterns & {*_swept()})))
 
 
 def _kinds(base: WorkloadRequest) -> tuple[str, ...]:
-    """The pattern that is named; block masks where only fields of patterns are; else all."""
-    named = base.model_fields_set
-    if "pattern" in named and base.pattern in _swept():
+    """The pattern that is named; the first that takes the fields where only fields of patterns are; else all."""
+    named, swept = base.model_fields_set, _swept()
+    if "pattern" in named and base.pattern in swept:
         return (base.pattern,)
-    return (KIND,) if named & {"pattern", *request_fields()} else (KIND, *_swept())
+    fields = named & request_fields()
+    if "pattern" not in named and not fields:
+        return swept
+    taking = (kind for kind in swept if fields <= pattern_type(kind).request_model().model_fields.keys())
+    return (next(taking, swept[0]),)
 
 
-def _points(base: WorkloadRequest, kind: str, block_sizes: tuple[int, ...]) -> list[WorkloadRequest]:
-    """The request with every density of a kind that it does not name itself."""
-    asked = base.model_copy(update={"pattern": kind})
-    if kind != KIND:
-        points = pattern_type(kind).densities(base.seq_len)
-        open_points = [fields for fields in points if not base.model_fields_set & fields.keys()] or [{}]
-        return [asked.model_copy(update=dict(fields)) for fields in open_points]
+def _points(base: WorkloadRequest, kind: str) -> list[WorkloadRequest]:
+    """The request with every density of a kind, but for what it names itself."""
+    asked, pattern = base.model_copy(update={"pattern": kind}), pattern_type(kind)
     named = base.model_fields_set
-    from_file = asked.pattern_field("mask_file")
-    sizes = (asked.pattern_field("block_size"),) if "block_size" in named or from_file else block_sizes
-    densities = (asked.pattern_field("density"),) if "density" in named or from_file else DENSITIES
-    return [asked.model_copy(update={"block_size": size, "density": one}) for size in sizes for one in densities]
+    if named & pattern.given_whole_by:
+        return [asked]
+    points: dict[tuple[tuple[str, Any], ...], None] = {}
+    for point in pattern.densities(base.seq_len):
+        points.setdefault(tuple((name, value) for name, value in point.items() if name not in named))
+    # Where it names all that makes the densities differ, it is the only one.
+    return [asked] if len(points) == 1 else [asked.model_copy(update=dict(point)) for point in points]
