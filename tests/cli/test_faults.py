@@ -294,7 +294,9 @@ def test_what_a_plugin_writes_by_itself_is_not_in_the_json(tmp_path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_run_with_its_record_and_a_second_one_loses_nothing(tmp_path, name):
-    settings = ("--seq-length", "96", "--set", "segment_lengths=40,96", "--timing", "simple", "--device", "cpu")
+    # Several lengths, so that rows are left when the first is there, on a busy machine, too.
+    lengths = ("--lengths", "96,112,128,144", "--set", "segment_lengths=40,96")
+    settings = (*lengths, "--timing", "simple", "--device", "cpu")
     command = [sys.executable, "-m", "dilabench", "run", "implementations", *settings, "-o", str(tmp_path / "out")]
     variables = {"DILABENCH_LOCK_DIR": str(tmp_path)}
     with subprocess.Popen(
