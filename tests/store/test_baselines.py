@@ -32,7 +32,7 @@ def test_a_name_is_never_overwritten_by_accident(baselines):
     assert baselines.save("main", ["c"], NOW, replace=True).runs == ("c",)
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", '"]\nx=1', "x" * 100, "-x"])
+@pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", '"]\nx=1', "x" * 100, "-x", "latest"])
 def test_impossible_names(baselines, name):
     with pytest.raises(ConfigError, match="not a baseline name"):
         baselines.save(name, ["a"], NOW)
