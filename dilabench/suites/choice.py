@@ -26,8 +26,8 @@ from dilabench.validation import Model
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs
 
-# A cell of the very same configuration is believed for lengths of up to 1.5 times the tokens, or as many times fewer.
-NEAR_DOUBLINGS = 0.6
+# A cell of the very same configuration is believed for up to twice the tokens, and down to half of them.
+NEAR_DOUBLINGS = 1.0
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "tuned"
 KERNELS = PACKAGE / "kernels"
