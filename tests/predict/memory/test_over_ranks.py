@@ -93,10 +93,11 @@ def test_a_lone_rank_allocates_what_a_real_one_does(implementation, peaks, launc
     pattern = {"kind": "dilated", **BRANCHES["all_across"]}
     case = peaks.case_of(implementation, "sdpa-flash", pattern, seq_len=2048, mode="both")
     case = case.model_copy(update={"world_size": 2})
-    real = launch(peaks.real_rank_peak, 2, [case])
     alone = [peaks.rank_peak(case, peaks.SingleRank.of(rank, 2)) for rank in range(2)]
     # gloo's own thread lets go of a buffer when it gets to it, at once or steps later: a real rank was seen to hold 5 %
-    # more in a ring and half as much again where tensors change hands whole. Only the least is certain.
+    # more in a ring and half as much again where tensors change hands whole. Only the least of some is certain.
     most = math.inf if implementation == "ulysses" else 1 + WITHIN
+    runs = [launch(peaks.real_rank_peak, 2, [case]) for _ in range(1 if implementation == "ulysses" else 3)]
+    real = [min(of_rank) for of_rank in zip(*runs, strict=True)]
     for rank, peak in enumerate(alone):
         assert 0.99 * peak <= real[rank] <= most * peak
