@@ -141,12 +141,10 @@ class Pattern(Model, ABC):
     """
 
     kind: str
-
     # Whether reports draw it: a picture per shape, where the label does not say it all.
     drawn_in_reports: ClassVar[bool] = True
     # Names that fields of requests had before: today's name, and what makes today's value of such a value.
     former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {}
-
     # Fields of requests that leave no density open: files of masks, indices or bounds.
     given_whole_by: ClassVar[frozenset[str]] = frozenset()
 

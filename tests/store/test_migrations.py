@@ -35,8 +35,12 @@ def test_every_record_of_the_documentation_loads_with_all_its_rows_texts_and_sam
                 assert taken == [list(slot.samples_ns) for timing in row.outcome.timings for slot in timing.slots]
 
 
+def rows_of_older_versions():
+    return [row for old, record in records() if old["schema_version"] != SCHEMA_VERSION for row in record.rows]
+
+
 def test_old_rows_get_the_codes_of_their_reasons():
-    rows = [row for _, record in records() for row in record.rows]
+    rows = rows_of_older_versions()
     skipped = Counter(row.outcome.code for row in rows if isinstance(row.outcome, Skipped))
     failed = Counter(row.outcome.code for row in rows if isinstance(row.outcome, Failed))
     assert skipped == {"budget": 54, "unsupported": 29, "out_of_memory": 22, "unusable_optimization": 3}
@@ -46,7 +50,7 @@ def test_old_rows_get_the_codes_of_their_reasons():
 
 
 def test_old_labels_counters_and_notes_are_fields_or_in_the_registry():
-    rows = [row for _, record in records() for row in record.rows]
+    rows = rows_of_older_versions()
     assert sum(row.planned.procedure == "isolated" for row in rows) == 74
     assert sum(FORM.of(row.planned) is not None for row in rows) == 2
     assert Counter(VARIANT.of(row.planned) for row in rows)["CUDA graph"] == 9
@@ -54,7 +58,7 @@ def test_old_labels_counters_and_notes_are_fields_or_in_the_registry():
     assert {key for row in rows for key in row.planned.labels} <= LABELS.keys()
     assert {key for outcome in measured for key in outcome.counters} <= COUNTERS.keys()
     assert {note.code for outcome in measured for note in outcome.notes} <= NOTES.keys()
-    assert Counter(outcome.memory.source for outcome in measured) == {"allocator": 305, "resident_set": 17}
+    assert Counter(outcome.memory.source for outcome in measured) == {"allocator": 301, "resident_set": 17}
 
 
 @pytest.mark.parametrize(
