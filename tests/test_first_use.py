@@ -12,7 +12,7 @@ from dilabench.attention import dilated_attention, first_use
 from dilabench.attention.dilated import planner_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Case
-from dilabench.suites.choice import read_tune_file, tune_path
+from dilabench.suites.choice import TunedCell, read_tune_file, remember, tune_path
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 CPU = torch.device("cpu")
@@ -78,6 +78,15 @@ def test_the_host_counts_where_it_is_the_slower_and_of_equals_the_gpu() -> None:
     by_costs = {(0.1, 2.8): "many launches", (0.54, 0.5): "few", (0.2, 0.58): "as few", (0.9, 0.1): "one"}
     found = [(first_use.Cost(*cost), name) for cost, name in by_costs.items()]
     assert [name for _, name in first_use.ranked(found)] == ["as few", "few", "one", "many launches"]
+
+
+def test_what_a_tune_run_left_in_the_file_stays(measured: Measured) -> None:
+    machine = planner_of("cpu").machine
+    cell = TunedCell(workload=workload(head_dim=32), implementation="gather", backend="math", median_ns=10)
+    remember(tune_path(machine), machine, [cell], "a-run")
+    choose(measured)
+    file = read_tune_file(tune_path(machine))
+    assert (file.run_id, len(file.cells), file.cells[0]) == ("a-run", 2, cell)
 
 
 def test_a_single_way_is_nothing_to_choose_from(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:

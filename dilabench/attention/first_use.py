@@ -65,7 +65,9 @@ def fastest(planner: Planner, workload: Workload, device: torch.device, build: B
 def measure(planner: Planner, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:
     """Run every way on random numbers; None where fewer than two run. Compiles what has to be compiled."""
     generator = torch.Generator(device).manual_seed(0)
-    shapes = [(workload.batch_size, workload.seq_len, heads, workload.head_dim) for heads in _heads(workload)]
+    of_queries, of_keys = workload.num_heads, workload.num_kv_heads
+    heads = of_queries, of_queries, of_keys, of_keys
+    shapes = [(workload.batch_size, workload.seq_len, one, workload.head_dim) for one in heads]
     dtype = getattr(torch, workload.dtype)
     q, dout, k, v = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
     found = []
@@ -106,10 +108,6 @@ def ways(planner: Planner, workload: Workload) -> Iterator[Case]:
                 continue
             if backend is None or not catalogue.reasons_against_backend(case, machine):
                 yield case
-
-
-def _heads(workload: Workload) -> tuple[int, int, int, int]:
-    return workload.num_heads, workload.num_heads, workload.num_kv_heads, workload.num_kv_heads
 
 
 def _may_measure(workload: Workload, device: torch.device) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import typer
@@ -115,6 +116,17 @@ def say_folded(text: str, indent: str = "") -> None:
 def say(text: str = "", err: bool = False, styled: bool = False) -> None:
     """Print a line; control characters in it are spelt out, unless the text is `styled` by a reporter."""
     typer.echo(text if styled else printable(text), file=sys.stderr if err else standard_output())
+
+
+def say_page(text: str, folder: Path | None, name: str) -> None:
+    """Print a page, or write it into a folder and say on stderr where it is."""
+    from dilabench.atomic_file import write_text
+
+    if folder is None:
+        say(text)
+    else:
+        write_text(folder / name, text)
+        say(str(folder / name), err=True)
 
 
 def note(text: str) -> None:

@@ -56,7 +56,7 @@ class TuneFile(Model):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation and backend, and what the choice rests on: 'tuned', 'shipped' or 'rule'."""
+    """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped' or 'rule'."""
 
     implementation: str
     backend: str | None
@@ -84,14 +84,20 @@ def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: in
 
 def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
     """What this machine measured of the same configuration at nearly this length (`NEAR_DOUBLINGS`), the nearest."""
-    cells = [cell for cell in _alike(read_tune_file(tune_path(machine)), workload) if _is_near(cell.workload, workload)]
-    return cells[0] if cells else None
+    file, asked = read_tune_file(tune_path(machine)), _configuration(workload)
+    near = [
+        (doublings, cell)
+        for cell in (file.cells if file else ())
+        if (doublings := abs(math.log2(cell.workload.tokens / workload.tokens))) <= NEAR_DOUBLINGS
+        and _kind(cell.workload) == _kind(workload)
+        and _configuration(cell.workload) == asked
+    ]
+    return min(near, key=lambda pair: pair[0])[1] if near else None
 
 
-def _is_near(a: Workload, b: Workload) -> bool:
-    sizes = {"seq_len": 1, "batch_size": 1, "mode": "forward", "cu_seqlens": None}
-    alike = a.layout == b.layout and a.model_copy(update=sizes) == b.model_copy(update=sizes)
-    return alike and abs(math.log2(a.tokens / b.tokens)) <= NEAR_DOUBLINGS
+def _configuration(workload: Workload) -> Workload:
+    """Without what makes it longer or shorter; the mode is told apart by `_kind`."""
+    return workload.model_copy(update={"seq_len": 1, "batch_size": 1, "mode": "forward", "cu_seqlens": None})
 
 
 def _case(cell: TunedCell, workload: Workload, ranks: int) -> Case:
@@ -145,7 +151,12 @@ def remember(path: Path, machine: Machine, cells: Iterable[TunedCell], run_id: s
     before = read_tune_file(path)
     kept = {cell.workload: cell for cell in before.cells} if before else {}
     kept |= {cell.workload: cell for cell in cells}
-    file = TuneFile(device=device_name(machine), packages=package_versions(), run_id=run_id, cells=tuple(kept.values()))
+    file = TuneFile(
+        device=device_name(machine),
+        packages=package_versions(),
+        run_id=run_id or (before.run_id if before else None),
+        cells=tuple(kept.values()),
+    )
     write_text(path, file.model_dump_json(indent=1) + "\n")
 
 

@@ -12,7 +12,7 @@ import typer
 from dilabench.cli.options import AsJson, Backends
 from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
-from dilabench.cli.terminal import note, print_table, say
+from dilabench.cli.terminal import note, print_table, say, say_page
 from dilabench.errors import ConfigError
 from dilabench.units import format_bytes, format_seconds
 
@@ -113,15 +113,10 @@ def _show_cases(groups: "Sequence[Sequence[CaseEntry]]", limit: int | None, as_j
 
 
 def _page(groups: "Sequence[Sequence[CaseEntry]]", asked: str, output: Path | None) -> None:
-    from dilabench.atomic_file import write_text
     from dilabench.report.html import history as html
 
     text = html.to_text([_trend(group, number) for number, group in enumerate(groups)], asked)
-    if output is None:
-        say(text)
-    else:
-        write_text(output / html.FILENAME, text)
-        say(str(output / html.FILENAME), err=True)
+    say_page(text, output, html.FILENAME)
 
 
 def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilabench.cli.options import AsJson
-from dilabench.cli.terminal import note, print_table, say, say_folded
+from dilabench.cli.terminal import note, print_table, say, say_folded, say_page
 from dilabench.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -51,15 +51,9 @@ def leaderboard(
     if as_json:
         say(json.dumps(found.as_dict(), indent=1, ensure_ascii=False))
     elif form is Form.HTML:
-        from dilabench.atomic_file import write_text
         from dilabench.report.html import leaderboard as html
 
-        text = html.to_text(found)
-        if output is None:
-            say(text)
-        else:
-            write_text(output / html.FILENAME, text)
-            say(str(output / html.FILENAME), err=True)
+        say_page(html.to_text(found), output, html.FILENAME)
     else:
         _print(found)
     if not found.boards:

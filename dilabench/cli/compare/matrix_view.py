@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from dilabench.atomic_file import write_text
 from dilabench.cli.compare.verdict_view import INDENT, as_data, final_line, json_text, noise_line, sigma_of
-from dilabench.cli.terminal import print_table, say, say_folded
+from dilabench.cli.terminal import print_table, say, say_folded, say_page
 from dilabench.compare.matrix import Matrix
 from dilabench.errors import ExitCode, gravest
 from dilabench.record import RunRecord
@@ -61,13 +60,8 @@ def as_markdown(matrix: Matrix, codes: Sequence[ExitCode]) -> str:
 def write_page(matrix: Matrix, codes: Sequence[ExitCode], records: Sequence[RunRecord], output: Path | None) -> None:
     """Print the page, or write it into a folder and print the verdicts. `records`: the newest of each run."""
     lines = _verdicts(matrix, codes)
-    text = comparison.to_text(matrix, records, "; ".join(lines))
-    if output is None:
-        say(text)
-        return
-    write_text(output / comparison.FILENAME, text)
-    say(str(output / comparison.FILENAME), err=True)
-    for line in lines:
+    say_page(comparison.to_text(matrix, records, "; ".join(lines)), output, comparison.FILENAME)
+    for line in lines if output else ():
         say(line)
 
 

@@ -14,10 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.forward import check, head_rows, is_read_in_place, key_bounds, visible_pairs
+from dilabench.kernels.block_sparse.forward import (
+    check,
+    head_rows,
+    is_read_in_place,
+    key_bounds,
+    launch_arguments,
+    visible_pairs,
+)
 from dilabench.kernels.block_sparse.key_items import add_slots, slot_places
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, padded_dim, product_precision
+from dilabench.kernels.fused.row_layout import PER_LENGTH, padded_dim
 from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig
@@ -310,7 +317,7 @@ def block_sparse_backward(
     if not known.repeat("dq", of_queries):
         tiles = -(-rows // by_query.block_m)
         own = {"dq_desc": head_rows(dq, by_query.block_m), "heads_per_kv": num_heads // num_kv_heads, "n_tiles": tiles}
-        shared = _arguments(tensors, plan, scale, by_query, for_keys=False)
+        shared = _arguments(tensors, plan, scale, by_query, by_key=False)
         launched = run(_block_query_kernel, (batch * num_heads * tiles,), shared | own)
         _keep(known, "dq", launched, of_queries)
     if not known.repeat("dk, dv", of_keys):
@@ -326,7 +333,7 @@ def block_sparse_backward(
             "PER_HEAD": sets > 1,
             "GROUP": num_heads // num_kv_heads,
         }
-        shared = _arguments(tensors, plan, scale, by_key, for_keys=True)
+        shared = _arguments(tensors, plan, scale, by_key, by_key=True)
         launched = run(_block_key_kernel, (batch * num_kv_heads * n_items,), shared | own)
         _keep(known, "dk, dv", launched, of_keys)
     add_slots(slots, work, dk, dv, scale)
@@ -334,38 +341,16 @@ def block_sparse_backward(
 
 
 def _arguments(
-    tensors: dict[str, Tensor], plan: Plan, scale: float, config: TileConfig, for_keys: bool
+    tensors: dict[str, Tensor], plan: Plan, scale: float, config: TileConfig, by_key: bool
 ) -> dict[str, Any]:
     """What both kernels are given."""
-    q, stats = tensors["q"], tensors["stats"]
-    spans, entries, order = plan.tables(config, for_keys, q.device)
-    bounds = plan.bounds(q.device)
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
-    return {
+    return launch_arguments(tensors["q"], plan, config, by_key) | {
         **{f"{name}_desc": head_rows(tensors[name], size) for name, size in rows.items()},
-        **({} if for_keys else {"order_ptr": order}),
-        "stats_ptr": stats,
-        "spans_ptr": spans,
-        "entries_ptr": entries,
-        "bounds_ptr": bounds,
+        "stats_ptr": tensors["stats"],
+        "stats_blocks": tensors["stats"].shape[4],
         "scale": scale,
         "scale_log2": scale * _LOG2E,
-        "n_heads": q.shape[2],
-        "heads_per_mask": q.shape[2] // plan.mask_heads,
-        "stats_blocks": stats.shape[4],
-        "key_rows": plan.keys,
-        "left": plan.left,
-        "right": plan.right,
-        "DIM": padded_dim(q.shape[3]),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "LEFT": plan.left >= 0,
-        "RIGHT": plan.right >= 0,
-        "RANGES": len(bounds),
-        "PRECISION": product_precision(q),
-        "STAGES": config.num_stages,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
     }
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -155,29 +157,39 @@ def block_sparse_forward(
     if known.repeat("forward", tensors):
         return out, lse
     config = plan.config(padded_dim(dim), "forward", q.element_size(), config)
-    spans, entries, order = plan.tables(config, by_key=False, device=q.device)
-    bounds = plan.bounds(q.device)
     tiles = -(-rows // config.block_m)
-    arguments = {
+    arguments = launch_arguments(q, plan, config, by_key=False) | {
         "q_desc": head_rows(q, config.block_m),
         "k_desc": head_rows(k, config.block_n),
         "v_desc": head_rows(v, config.block_n),
         "out_desc": head_rows(out, config.block_m),
         "lse_ptr": lse,
-        "spans_ptr": spans,
-        "entries_ptr": entries,
-        "order_ptr": order,
-        "bounds_ptr": bounds,
         "scale_log2": scale * _LOG2E,
-        "n_heads": num_heads,
         "heads_per_kv": num_heads // k.shape[2],
-        "heads_per_mask": num_heads // plan.mask_heads,
         "n_tiles": tiles,
         "rows": rows,
+    }
+    launched = run(_block_forward_kernel, (batch * num_heads * tiles,), arguments)
+    if all(map(is_read_in_place, (q, k, v))):
+        known.keep("forward", launched, tensors)
+    return out, lse
+
+
+def launch_arguments(q: Tensor, plan: Plan, config: TileConfig, by_key: bool) -> dict[str, Any]:
+    """What every kernel over the tiles of a plan is given, but for its tensors; one by key has no order."""
+    spans, entries, order = plan.tables(config, by_key, q.device)
+    bounds = plan.bounds(q.device)
+    return {
+        **({} if by_key else {"order_ptr": order}),
+        "spans_ptr": spans,
+        "entries_ptr": entries,
+        "bounds_ptr": bounds,
+        "n_heads": q.shape[2],
+        "heads_per_mask": q.shape[2] // plan.mask_heads,
         "key_rows": plan.keys,
         "left": plan.left,
         "right": plan.right,
-        "DIM": padded_dim(dim),
+        "DIM": padded_dim(q.shape[3]),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "LEFT": plan.left >= 0,
@@ -188,10 +200,6 @@ def block_sparse_forward(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    launched = run(_block_forward_kernel, (batch * num_heads * tiles,), arguments)
-    if all(map(is_read_in_place, (q, k, v))):
-        known.keep("forward", launched, tensors)
-    return out, lse
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:

@@ -48,6 +48,11 @@ class Visibility:
         """Rows of keys."""
         return self.rows if self.key_rows is None else self.key_rows
 
+    @property
+    def ahead(self) -> int:
+        """Rows a query sees ahead of it, none behind a causal edge; -1 for all."""
+        return 0 if self.causal else self.right
+
 
 @dataclass(frozen=True, slots=True)
 class HiddenTiles:
@@ -135,10 +140,9 @@ def visible_tiles(
     k_high = np.minimum(k_low + block_n, seen.keys) - 1
     some = np.ones((len(queries), k_low.shape[1]), bool)
     whole = np.broadcast_to(k_low + block_n <= seen.keys, some.shape).copy()
-    right = 0 if seen.causal else seen.right
-    if right >= 0:
-        some &= k_low <= q_high + right
-        whole &= k_high <= q_low + right
+    if seen.ahead >= 0:
+        some &= k_low <= q_high + seen.ahead
+        whole &= k_high <= q_low + seen.ahead
     if seen.left >= 0:
         some &= k_high >= q_low - seen.left
         whole &= k_low >= q_high - seen.left

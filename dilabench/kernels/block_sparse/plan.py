@@ -103,7 +103,7 @@ class Plan(ABC):
     @property
     def right(self) -> int:
         """Rows a query sees ahead of it; -1 for all."""
-        return 0 if self.causal else self.window[1]
+        return self.visibility.ahead
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raises ValueError when the shapes do not fit each other or the plan."""

@@ -51,6 +51,15 @@ def _seen(query, key, listed, rows, left, right, BLOCK_M: tl.constexpr, BLOCK_N:
     return some & ~whole, whole
 
 
+@triton.jit
+def _store_span(spans_ptr, first, n_whole, n_partly):
+    """Where the list of this program begins, and how many of it are wholly and partly visible."""
+    span_ptr = spans_ptr + 3 * tl.program_id(0)
+    tl.store(span_ptr, first)
+    tl.store(span_ptr + 1, n_whole)
+    tl.store(span_ptr + 2, n_partly)
+
+
 @triton.jit(do_not_specialize=_PER_LENGTH)
 def _by_query_kernel(
     indices_ptr,
@@ -84,9 +93,7 @@ def _by_query_kernel(
     at = tl.where(whole, tl.cumsum(whole.to(tl.int32), 0), n_whole + tl.cumsum(partly.to(tl.int32), 0)) - 1
     first = tl.program_id(0) * width * KEY_TILES
     tl.store(entries_ptr + first + at, key, whole | partly)
-    tl.store(spans_ptr + 3 * tl.program_id(0), first)
-    tl.store(spans_ptr + 3 * tl.program_id(0) + 1, n_whole)
-    tl.store(spans_ptr + 3 * tl.program_id(0) + 2, n_partly)
+    _store_span(spans_ptr, first, n_whole, n_partly)
     # Behind a causal edge later rows can see more blocks.
     tl.store(order_ptr + tl.program_id(0), tl.where(right >= 0, tiles - 1 - tile, tile))
 
@@ -151,9 +158,7 @@ def _by_key_kernel(
         tl.store(entries_ptr + at, query, whole | partly)
         at_whole += tl.sum(own, 0)
         at_partly += tl.sum(other, 0)
-    tl.store(spans_ptr + 3 * tl.program_id(0), first)
-    tl.store(spans_ptr + 3 * tl.program_id(0) + 1, n_whole)
-    tl.store(spans_ptr + 3 * tl.program_id(0) + 2, n_partly)
+    _store_span(spans_ptr, first, n_whole, n_partly)
     tl.store(counts_ptr + tl.program_id(0), n_whole + n_partly)
 
 
@@ -176,11 +181,11 @@ def lists_by_query(selection: Selection, block_m: int, block_n: int) -> tuple[Te
         tiles,
         seen.rows,
         seen.left,
-        0 if seen.causal else seen.right,
-        WIDTH=_power_of_two(width, 2),
+        seen.ahead,
+        WIDTH=max(2, triton.next_power_of_2(width)),
         QUERY_TILES=block_size // block_m,
         KEY_TILES=key_tiles,
-        SPREAD=_power_of_two(key_tiles),
+        SPREAD=triton.next_power_of_2(key_tiles),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=4 if width > 128 else 1,
@@ -200,7 +205,7 @@ def lists_by_key(selection: Selection, block_m: int, block_n: int) -> tuple[Tens
     counts = indices.new_empty((heads, tiles), dtype=torch.int32)
     entries = indices.new_empty(heads * blocks * width * query_tiles * key_tiles, dtype=torch.int32)
     _mark_kernel[(heads * blocks,)](
-        indices.contiguous(), bits, blocks, width, words, WIDTH=_power_of_two(width, 2), num_warps=1
+        indices.contiguous(), bits, blocks, width, words, WIDTH=max(2, triton.next_power_of_2(width)), num_warps=1
     )
     _by_key_kernel[(heads * tiles,)](
         bits,
@@ -213,18 +218,13 @@ def lists_by_key(selection: Selection, block_m: int, block_n: int) -> tuple[Tens
         tiles,
         seen.rows,
         seen.left,
-        0 if seen.causal else seen.right,
-        WORDS=max(1, min(_WORDS, _power_of_two(words)) // _power_of_two(query_tiles)),
+        seen.ahead,
+        WORDS=max(1, min(_WORDS, triton.next_power_of_2(words)) // triton.next_power_of_2(query_tiles)),
         QUERY_TILES=query_tiles,
         KEY_TILES=key_tiles,
-        SPREAD=_power_of_two(query_tiles),
+        SPREAD=triton.next_power_of_2(query_tiles),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=1,
     )
     return spans, entries, counts.argsort(dim=1, descending=True, stable=True).int()
-
-
-def _power_of_two(number: int, least: int = 1) -> int:
-    """The smallest power of two that is neither below `number` nor below `least`."""
-    return max(least, 1 << (number - 1).bit_length())
