@@ -2,11 +2,12 @@
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.device import synchronize
@@ -87,9 +88,10 @@ def _saved_for_backward(call: PreparedCall) -> int:
     seen: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in known:
-            seen[pointer] = tensor
+        for part in _plain_parts(tensor):
+            pointer = part.untyped_storage().data_ptr()
+            if pointer not in known:
+                seen[pointer] = part
         return tensor
 
     hooks: contextlib.AbstractContextManager[object] = torch.autograd.graph.saved_tensors_hooks(
@@ -100,3 +102,12 @@ def _saved_for_backward(call: PreparedCall) -> int:
     total = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
     del out
     return total
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """What a tensor is made of: itself, or what a wrapper such as DTensor, whose own storage has no address, holds."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dilabench.compare.across import compare_across
 from dilabench.engine.call.buffer_pool import SizedBufferPool
@@ -109,6 +110,27 @@ def test_memory_adds_up_to_its_peak(prepared, mode):
         # Projected heads, output and lse at least; the input and the parameters are not counted again.
         assert x_bytes < memory.saved_for_backward_bytes < 5 * x_bytes
     assert memory.method
+
+
+class _KeepsWrapped(torch.autograd.Function):
+    """Keeps two tensors of 1 MiB in one wrapper, as DTensors are kept: its own storage has no address."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(TwoTensor(torch.ones(1 << 18), torch.zeros(1 << 18)))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_what_a_wrapper_of_tensors_keeps_for_backward_is_counted(prepared):
+    call = prepared("honest", mode="both")
+    function = call.function
+    before = measure_memory(call).saved_for_backward_bytes
+    call.function = lambda q, k, v: _KeepsWrapped.apply(function(q, k, v))
+    assert measure_memory(call).saved_for_backward_bytes - before == 2 << 20
 
 
 def test_the_peak_of_a_call_is_seen_even_when_it_is_freed_inside(prepared):
