@@ -80,6 +80,10 @@ class AttendPacked(Protocol):
 
     q [T, H, D]; k, v [T, K, D]. `cu_seqlens` int32 [S + 1] on their device: where each sequence starts, and T at the
     end; none is empty and `longest` is the length of the longest. Returns out [T, H, D] and lse [H, T].
+
+    Where keys and values [T_k, K, D] have sequences of their own, `cu_seqlens_k` and `longest_k` say the same of them.
+    Under a causal mask or a window the last query of a sequence then stands at its last key, no sequence has more
+    queries than keys, and a kernel that does not align ends (`PackedKernel.aligns_ends`) raises ValueError.
     """
 
     def __call__(
@@ -90,6 +94,8 @@ class AttendPacked(Protocol):
         *,
         cu_seqlens: Tensor,
         longest: int,
+        cu_seqlens_k: Tensor | None = None,
+        longest_k: int | None = None,
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
@@ -97,7 +103,7 @@ class AttendPacked(Protocol):
 
 
 class AttendPackedBackward(Protocol):
-    """As `AttendBackward`, of the sequences of `AttendPacked`."""
+    """As `AttendBackward`, of the sequences of `AttendPacked`; dk and dv have the shape of k and v."""
 
     def __call__(
         self,
@@ -110,6 +116,8 @@ class AttendPackedBackward(Protocol):
         *,
         cu_seqlens: Tensor,
         longest: int,
+        cu_seqlens_k: Tensor | None = None,
+        longest_k: int | None = None,
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
@@ -117,11 +125,15 @@ class AttendPackedBackward(Protocol):
 
 
 class PackedKernel(NamedTuple):
-    """What a backend calls for packed sequences, all in one launch, and on which kinds of device."""
+    """What a backend calls for packed sequences, all in one launch, and on which kinds of device.
+
+    aligns_ends: under a mask it takes sequences of fewer queries than keys, the last query standing at the last key.
+    """
 
     attend: AttendPacked
     attend_backward: AttendPackedBackward
     devices: frozenset[str] = frozenset({"cuda"})
+    aligns_ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

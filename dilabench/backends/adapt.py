@@ -25,19 +25,20 @@ KernelBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, as `contracts.AttendPacked` has them."""
+    """Packed sequences, as `contracts.AttendPacked` has them; those of the keys are always named."""
 
     cu_seqlens: Tensor
     longest: int
+    cu_seqlens_k: Tensor
+    longest_k: int
 
 
 def varlen_arguments(sequences: Sequences | None) -> dict[str, Tensor | int]:
     """What FlashAttention's functions are told of packed sequences; nothing for a batch."""
     if sequences is None:
         return {}
-    cu_seqlens, longest = sequences
-    bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    return {**bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    names = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k")
+    return dict(zip(names, sequences, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,8 @@ class Plain:
     alignment_bytes: what addresses and outer strides must be a multiple of; a tensor that is not is copied.
     forward_span, backward_span: elements from the first to the last of a tensor, gaps included, that one launch can
     address (32-bit arithmetic somewhere inside); where a batch spans more, it goes in several launches.
-    aligns_ends: a causal mask over fewer queries than keys lets the last query see the last key.
+    aligns_ends: a causal mask over fewer queries than keys lets the last query see the last key; of packed sequences,
+    a window does so too.
     places_results: it writes out and dq to where it is told.
     """
 
@@ -143,7 +145,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
 def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plain) -> PackedKernel:
     """The same for packed sequences, over a kernel that takes `sequences` besides.
 
-    It raises ValueError where a tensor spans more than a launch can reach.
+    It raises ValueError where a tensor spans more than a launch can reach, and for a mask over different numbers of
+    queries and keys where the kernel does not align ends.
     """
 
     def attend(
@@ -153,6 +156,8 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         *,
         cu_seqlens: Tensor,
         longest: int,
+        cu_seqlens_k: Tensor | None = None,
+        longest_k: int | None = None,
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
@@ -160,8 +165,9 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         _batch(plain, plain.forward_span, *(x[None] for x in (q, k, v)))
         q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
         k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
-        band = Band.of(causal, window, longest, longest)
-        found, lse = forward(q_in, k_in, v_in, band, scale, sequences=Sequences(cu_seqlens, longest))
+        sequences = _sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
+        band = _packed_band(causal, window, sequences, plain)
+        found, lse = forward(q_in, k_in, v_in, band, scale, sequences=sequences)
         return _cut(found, q), lse
 
     def attend_backward(
@@ -174,6 +180,8 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         *,
         cu_seqlens: Tensor,
         longest: int,
+        cu_seqlens_k: Tensor | None = None,
+        longest_k: int | None = None,
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
@@ -181,12 +189,33 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         _batch(plain, plain.backward_span, *(x[None] for x in (dout, q, k, v, out)))
         dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
         k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
-        band = Band.of(causal, window, longest, longest)
+        sequences = _sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
+        band = _packed_band(causal, window, sequences, plain)
         tensors = (dout_in, q_in, k_in, v_in, out_in, lse.contiguous())
-        dq, dk, dv = backward(*tensors, band, scale, sequences=Sequences(cu_seqlens, longest))
+        dq, dk, dv = backward(*tensors, band, scale, sequences=sequences)
         return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
 
-    return PackedKernel(attend, attend_backward)
+    return PackedKernel(attend, attend_backward, aligns_ends=plain.aligns_ends)
+
+
+def _sequences(cu_seqlens: Tensor, longest: int, cu_seqlens_k: Tensor | None, longest_k: int | None) -> Sequences:
+    """The sequences of queries and keys; raises ValueError where the keys' are named by half."""
+    if (cu_seqlens_k is None) != (longest_k is None):
+        raise ValueError("cu_seqlens_k and longest_k go together: give both where keys have sequences of their own")
+    if cu_seqlens_k is None or longest_k is None:
+        return Sequences(cu_seqlens, longest, cu_seqlens, longest)
+    return Sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
+
+
+def _packed_band(causal: bool, window: Window, sequences: Sequences, plain: Plain) -> Band:
+    """The band of the longest sequences, which is that of all: what it leaves out hides nothing in shorter ones."""
+    band = Band.of(causal, window, sequences.longest, sequences.longest_k)
+    if sequences.cu_seqlens_k is not sequences.cu_seqlens and not (band.full or plain.aligns_ends):
+        raise ValueError(
+            f"causal={causal} window={window} over keys with sequences of their own: this kernel does not let the last "
+            "query stand at the last key; use a backend whose packed kernel aligns ends"
+        )
+    return band
 
 
 def _band(q: Tensor, k: Tensor, causal: bool, window: Window, plain: Plain) -> Band:

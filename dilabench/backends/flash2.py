@@ -6,6 +6,8 @@ signature; the kernel itself could not be run where this was written.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -80,4 +82,4 @@ def _backward(
 
 
 attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)
-packed = adapted_packed(_forward, _backward, CUDA_KERNEL)
+packed = adapted_packed(_forward, _backward, replace(CUDA_KERNEL, aligns_ends=True))

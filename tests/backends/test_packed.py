@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from dilabench.backends import flash2, flash3, flash4, math
+from dilabench.backends.adapt import Plain, adapted_packed
 from dilabench.backends.load import load_backend
+from dilabench.backends.sdpa import flash_cuda
 from dilabench.contracts import BuildContext, PackedKernel
 from dilabench.impls import strided
 from dilabench.impls.packed import OneLaunch, Packed
@@ -26,20 +28,15 @@ from dilabench.workload.spec import Workload
 from tests.backends import test_foreign_interfaces as foreign
 
 BOUNDS = (0, 13, 14, 47, 96)
-LONGEST = 49
+# Sequences of 13 + 7, 1 + 4, 33 + 0 and 49 + 90 keys.
+MORE_KEYS = (0, 20, 25, 58, 197)
 
 
-def slices(tensors: tuple[Any, ...], cu_seqlens: Tensor) -> Iterator[list[Any]]:
-    """The tensors of each sequence as a batch of one: tokens [T, ...], lse [H, T]."""
-    for start, stop in pairwise(cu_seqlens.tolist()):
-        yield [
-            x
-            if not isinstance(x, Tensor)
-            else x[None, :, start:stop].contiguous()
-            if x.ndim == 2
-            else x[None, start:stop]
-            for x in tensors
-        ]
+def cut(x: Any, start: int, stop: int) -> Any:
+    """The tensor of one sequence as a batch of one: tokens [T, ...], lse [H, T]."""
+    if not isinstance(x, Tensor):
+        return x
+    return x[None, :, start:stop].contiguous() if x.ndim == 2 else x[None, start:stop]
 
 
 def together(parts: list[Any]) -> Any:
@@ -52,17 +49,21 @@ def together(parts: list[Any]) -> Any:
 
 
 def one_by_one(call: Callable[..., Any], results: int) -> Callable[..., Any]:
-    """A library's function as its form for packed sequences, which names bounds and the longest twice."""
+    """A library's function as its form for packed sequences, which names the bounds of queries and keys."""
+    names = list(inspect.signature(call).parameters)
 
     def packed(*tensors: Any, **options: Any) -> Any:
-        bounds, longest = options.pop("cu_seqlens_q"), options.pop("max_seqlen_q")
-        assert options.pop("cu_seqlens_k") is bounds
-        assert bounds.dtype == torch.int32
-        assert options.pop("max_seqlen_k") == longest == int(bounds.diff().max())
-        places = {name: options.pop(name) for name in ("dq", "dk", "dv") if isinstance(options.get(name), Tensor)}
+        bounds = {}
+        for side in "qk":
+            cu_seqlens, longest = options.pop(f"cu_seqlens_{side}"), options.pop(f"max_seqlen_{side}")
+            assert cu_seqlens.dtype == torch.int32
+            assert longest == int(cu_seqlens.diff().max())
+            bounds[side] = list(pairwise(cu_seqlens.tolist()))
+        given = {**dict(zip(names, tensors, strict=False)), **options}
         parts = []
-        for own in slices((*tensors, *places.values()), bounds):
-            found = call(*own[: len(tensors)], **options, **dict(zip(places, own[len(tensors) :], strict=True)))
+        for queries, keys in zip(bounds["q"], bounds["k"], strict=True):
+            own = {name: cut(x, *(keys if name in ("k", "v", "dk", "dv") else queries)) for name, x in given.items()}
+            found = call(**own)
             parts.append(found[:results] if isinstance(found, tuple) else found)
         return together(parts)
 
@@ -75,17 +76,27 @@ def either(call: Callable[..., Any], results: int) -> Callable[..., Any]:
     return lambda *tensors, **options: (packed if "cu_seqlens_q" in options else call)(*tensors, **options)
 
 
-def through_math(
-    tensors: tuple[Tensor, ...], cu_seqlens: Tensor, call: Callable[..., Any], **options: Any
-) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = together([call(*own, **options) for own in slices(tensors, cu_seqlens)])
-    return found
+def through_math(call: Callable[..., Any], results: int) -> Callable[..., Any]:
+    """`math` as the contract for packed sequences has it."""
+    packed = one_by_one(call, results)
+
+    def attend(
+        *tensors: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        cu_seqlens_k: Tensor | None = None,
+        longest_k: int | None = None,
+        **options: Any,
+    ) -> Any:
+        keys = (cu_seqlens, longest) if cu_seqlens_k is None else (cu_seqlens_k, longest_k)
+        queries = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": longest}
+        return packed(*tensors, **queries, cu_seqlens_k=keys[0], max_seqlen_k=keys[1], **options)
+
+    return attend
 
 
 MATH = PackedKernel(
-    lambda q, k, v, cu_seqlens, longest, **options: through_math((q, k, v), cu_seqlens, math.attend, **options),
-    lambda *tensors, cu_seqlens, longest, **options: through_math(tensors, cu_seqlens, math.attend_backward, **options),
-    frozenset({"cpu", "cuda"}),
+    through_math(math.attend, 2), through_math(math.attend_backward, 3), frozenset({"cpu", "cuda"}), aligns_ends=True
 )
 
 
@@ -110,12 +121,43 @@ def install_flash4(patch: pytest.MonkeyPatch) -> None:
     vars(module)["_flash_attn_bwd"] = either(foreign.flash4_backward, 3)
 
 
-def agrees_with_math(kernel: PackedKernel, device: str, dtype: torch.dtype, **mask: Any) -> None:
+def install_sdpa_flash(patch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 to 2.13: one operator for both, whose causal mask and window start from the last key."""
+
+    def bounds(cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int) -> dict[str, Any]:
+        return {"cu_seqlens": cum_seq_q, "longest": max_q, "cu_seqlens_k": cum_seq_k, "longest_k": max_k}
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
+        dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int = -1,
+        window_size_right: int = -1, seqused_k: None = None, alibi_slopes: None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        window = (window_size_left, window_size_right)
+        sequences = bounds(cum_seq_q, cum_seq_k, max_q, max_k)
+        found = MATH.attend(query, key, value, **sequences, causal=is_causal, window=window, scale=scale)
+        return *found, None, None, None
+
+    def backward(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
+        cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor,
+        *, scale: float, window_size_left: int = -1, window_size_right: int = -1,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        window = (window_size_left, window_size_right)
+        tensors, sequences = (grad_out, query, key, value, out, logsumexp), bounds(cum_seq_q, cum_seq_k, max_q, max_k)
+        return MATH.attend_backward(*tensors, **sequences, causal=is_causal, window=window, scale=scale)
+
+    patch.setattr(torch.ops.aten, "_flash_attention_forward", forward, raising=False)
+    patch.setattr(torch.ops.aten, "_flash_attention_backward", backward, raising=False)
+
+
+def agrees_with_math(
+    kernel: PackedKernel, device: str, dtype: torch.dtype, keys: tuple[int, ...] | None = None, **mask: Any
+) -> None:
     """Forward and backward, the latter from an out and lse of a larger softmax, grouped heads, a head dim to pad."""
-    T, H, K, D = BOUNDS[-1], 6, 3, 20
-    q, k, v, dout = (torch.randn(T, heads, D, device=device).to(dtype) for heads in (H, K, K, H))
-    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32, device=device)
-    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "longest": LONGEST, "causal": False, "scale": 0.3, **mask}
+    H, K, D = 6, 3, 20
+    lengths = ((BOUNDS, H), (keys or BOUNDS, K), (keys or BOUNDS, K), (BOUNDS, H))
+    q, k, v, dout = (torch.randn(bounds[-1], heads, D, device=device).to(dtype) for bounds, heads in lengths)
+    options: dict[str, Any] = {**sequences(device, keys), "causal": False, "scale": 0.3, **mask}
     close = {"rtol": 0.02, "atol": 0.03} if dtype == torch.bfloat16 else {}
     out, lse = kernel.attend(q, k, v, **options)
     wide = [x.double() for x in (q, k, v)]
@@ -129,15 +171,56 @@ def agrees_with_math(kernel: PackedKernel, device: str, dtype: torch.dtype, **ma
         torch.testing.assert_close(mine.double(), theirs, **close)
 
 
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "window": (5, -1)}])
+def sequences(device: str, keys: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """The arguments of a packed call over BOUNDS, and over other keys where they have bounds of their own."""
+    found: dict[str, Any] = {}
+    for name, bounds in (("", BOUNDS), ("_k", keys)):
+        if bounds is not None:
+            found[f"cu_seqlens{name}"] = torch.tensor(bounds, dtype=torch.int32, device=device)
+            found[f"longest{name}"] = max(stop - start for start, stop in pairwise(bounds))
+    return found
+
+
+MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (5, -1)}]
+LOOKING_AHEAD = {"window": (4, 3)}
+
+
+@pytest.mark.parametrize("keys", [None, MORE_KEYS], ids=["same keys", "more keys"])
+@pytest.mark.parametrize("mask", [*MASKS, LOOKING_AHEAD])
 @pytest.mark.parametrize(
-    ("backend", "install"), [(flash2, install_flash2), (flash3, install_flash3), (flash4, install_flash4)]
+    ("kernel", "install"),
+    [
+        (flash2.packed, install_flash2),
+        (flash3.packed, install_flash3),
+        (flash4.packed, install_flash4),
+        (flash_cuda.packed, install_sdpa_flash),
+    ],
+    ids=["flash2", "flash3", "flash4", "sdpa-flash"],
 )
 def test_calls_fit_the_recorded_signature(
-    backend: ModuleType, install: Callable[..., None], mask: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kernel: PackedKernel,
+    install: Callable[..., None],
+    mask: dict[str, Any],
+    keys: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch)
-    agrees_with_math(backend.packed, "cpu", torch.float64, **mask)
+    agrees_with_math(kernel, "cpu", torch.float64, keys, **mask)
+
+
+def test_a_mask_over_more_keys_is_refused_where_ends_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_flash2(monkeypatch)
+    kernel = adapted_packed(flash2._forward, flash2._backward, Plain(head_dim_multiple=8))
+    agrees_with_math(kernel, "cpu", torch.float64, MORE_KEYS)
+    for mask in ({"causal": True}, {"window": (5, 0)}):
+        with pytest.raises(ValueError, match="the last query stand at the last key"):
+            agrees_with_math(kernel, "cpu", torch.float64, MORE_KEYS, **mask)
+
+
+def test_keys_are_named_whole() -> None:
+    q, bounds = torch.randn(BOUNDS[-1], 2, 8), sequences("cpu")
+    with pytest.raises(ValueError, match="cu_seqlens_k and longest_k go together"):
+        flash2.packed.attend(q, q, q, **bounds, longest_k=49, causal=True, scale=1.0)
 
 
 WITH_KERNELS = [b for b in discover().catalogue.backends if b.packed_target]
@@ -145,14 +228,19 @@ WITH_KERNELS = [b for b in discover().catalogue.backends if b.packed_target]
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "window": (5, -1)}])
+@pytest.mark.parametrize("keys", [None, MORE_KEYS], ids=["same keys", "more keys"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("backend", WITH_KERNELS, ids=lambda backend: backend.name)
-def test_on_a_gpu(backend: Any, mask: dict[str, Any]) -> None:
+def test_on_a_gpu(backend: Any, mask: dict[str, Any], keys: tuple[int, ...] | None) -> None:
     if reasons := unmet(backend.requires, detect("cuda")):
         pytest.skip("; ".join(reasons))
     kernel = load_backend(backend).packed
     assert kernel is not None
-    agrees_with_math(kernel, "cuda", torch.bfloat16, **mask)
+    if keys and mask and not kernel.aligns_ends:
+        with pytest.raises(ValueError, match="the last query stand at the last key"):
+            agrees_with_math(kernel, "cuda", torch.bfloat16, keys, **mask)
+        return
+    agrees_with_math(kernel, "cuda", torch.bfloat16, keys, **mask)
 
 
 DENSE = {"kind": "dense"}

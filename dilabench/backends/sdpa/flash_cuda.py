@@ -2,6 +2,7 @@
 
 Any outer strides are read in place; the backward copies out and dout when they are views (inside torch). Past 2^31
 elements the backward ended in an illegal memory access on an H200 (torch 2.11); the forward is right there.
+Its causal mask and windows start from the last query at the last key, as in FlashAttention 2.1 and newer.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ def _bounds(q: Tensor, k: Tensor, sequences: Sequences | None) -> tuple[Tensor |
     """Where sequences begin among queries and keys, None in a batch; and the longest of both."""
     if sequences is None:
         return None, None, q.shape[1], k.shape[1]
-    cu_seqlens, longest = sequences
-    return cu_seqlens, cu_seqlens, longest, longest
+    return sequences.cu_seqlens, sequences.cu_seqlens_k, sequences.longest, sequences.longest_k
 
 
 def _window(band: Band) -> dict[str, int]:
@@ -76,4 +76,4 @@ def _window(band: Band) -> dict[str, int]:
 
 PLAIN = replace(CUDA_KERNEL, forward_span=None)
 attend, attend_backward = adapted(_forward, _backward, PLAIN)
-packed = adapted_packed(_forward, _backward, PLAIN)
+packed = adapted_packed(_forward, _backward, replace(PLAIN, aligns_ends=True))
