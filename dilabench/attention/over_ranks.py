@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilabench.attention.dilated import backend_of, planner_of
 from dilabench.contracts import BuildContext
-from dilabench.distributed.sharding import contiguous, zigzag
+from dilabench.distributed.row_deal import RowDeal
+from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
 from dilabench.impls.one_operator import outside_compilers
@@ -34,16 +35,14 @@ from dilabench.suites.choice import by_priority
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
-Order = Literal["zigzag", "contiguous"]
-CUTS = {"zigzag": zigzag, "contiguous": contiguous}
+Order = Literal["zigzag", "contiguous", "balanced"]
 
 
 class SequenceShards:
     """Which tokens each rank of a group holds, and the functions that attend over them, kept from call to call."""
 
-    def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order) -> None:
-        self.world, self.bounds, self.packed, self.order = world, bounds, packed, order
-        self.shards = CUTS[order](list(pairwise(bounds)), world.size)
+    def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
+        self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
         self._functions: dict[Any, ShardedAttention] = {}
 
     @property
@@ -84,13 +83,15 @@ def sequence_shards(
     *,
     cu_seqlens: Sequence[int] | None = None,
     order: Order = "zigzag",
+    window: Window = UNBOUNDED,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SequenceShards:
     """How a sequence of `seq_len` tokens, or packed ones (`cu_seqlens`, rising from 0), lie on the ranks of a group.
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
-    causal attention; 'contiguous' gives it the r-th part, as dilated attention wants. Nothing is padded: parts differ
-    where lengths do not divide. `group`: by default all ranks; or a DeviceMesh of one dimension.
+    causal attention; 'contiguous' gives it the r-th part, as dilated attention wants; 'balanced' deals chunks of packed
+    sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. Nothing is
+    padded: parts differ where lengths do not divide. `group`: by default all ranks; or a DeviceMesh of one dimension.
     Raises ValueError for bounds that do not rise or an unknown order, RuntimeError without a process group.
     """
     if (seq_len is None) == (cu_seqlens is None):
@@ -98,13 +99,22 @@ def sequence_shards(
     bounds = tuple(cu_seqlens) if cu_seqlens is not None else (0, seq_len or 0)
     if bounds[0] != 0 or any(b <= a for a, b in pairwise(bounds)) or len(bounds) < 2:
         raise ValueError(f"bounds of sequences {list(bounds)} must rise from 0, for example (0, 1024)")
-    if order not in CUTS:
-        raise ValueError(f"order {order!r} is none of {', '.join(CUTS)}")
+    if order not in get_args(Order):
+        raise ValueError(f"order {order!r} is none of {', '.join(get_args(Order))}")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")
         group = group.get_group()
-    return SequenceShards(World.of_group(group), bounds, cu_seqlens is not None, order)
+    world = World.of_group(group)
+    shards = _cut(tuple(pairwise(bounds)), order, window, world.size)
+    return SequenceShards(world, bounds, cu_seqlens is not None, order, shards)
+
+
+def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
+    if order == "balanced":
+        left = None if window[0] < 0 else window[0]
+        return shards_of(RowDeal.over(sequences, (left, 0), size).held)
+    return (zigzag if order == "zigzag" else contiguous)(sequences, size)
 
 
 def ring_attention(
@@ -201,6 +211,8 @@ def _function(
             built = load_target(over_ranks.get(name).target)(workload, context)
             if isinstance(built, ShardedAttention) and built.shards == shards.shards:
                 return built
-            reasons = (f"it takes tokens in another order than {shards.order}",)
+            dealt = ": those were dealt for causal attention with the window that sequence_shards was given"
+            hint = dealt if shards.order == "balanced" else ""
+            reasons = (f"it takes tokens in another order than {shards.order}{hint}",)
         against.append(f"{name}: {', '.join(reasons)}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")

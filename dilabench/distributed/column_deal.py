@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dilabench.distributed.block_deal import busiest_bytes, dealt
+from dilabench.distributed.block_deal import busiest_bytes
+from dilabench.distributed.row_deal import balanced
 from dilabench.patterns.hidden_rows import HiddenRows
 from dilabench.patterns.pattern import SequenceShape
 from dilabench.workload.spec import Workload
@@ -38,7 +39,7 @@ class ColumnDeal:
             raise ValueError(
                 f"{workload.pattern.label()} has no bounds of columns; use block-sparse-ring, or one device"
             )
-        return cls(hidden, shape, dealt(shape.length, ranks, shape.causal))
+        return cls(hidden, shape, _held(hidden, shape, ranks))
 
     def own(self, rank: int) -> Positions:
         """The positions that a rank holds, rising."""
@@ -60,6 +61,19 @@ class ColumnDeal:
         hidden = self.local(reader, keys)
         seen: NDArray[np.int64] = len(self.own(reader)) - (hidden.stops - hidden.starts).sum(0)
         return seen
+
+
+def _held(hidden: HiddenRows, shape: SequenceShape, ranks: int) -> tuple[tuple[range, ...], ...]:
+    """Chunks of positions with as much work for each rank, from how many keys each row sees."""
+    import numpy as np
+
+    everything = np.arange(shape.length)
+    seen = hidden.over(shape, everything, everything)
+    edges = np.zeros(shape.length + 1, dtype=np.int64)
+    np.subtract.at(edges, seen.starts, 1)
+    np.add.at(edges, seen.stops, 1)
+    before = np.concatenate([[0], np.cumsum(shape.length + np.cumsum(edges[:-1]))])
+    return balanced(shape.length, ranks, lambda chunks: np.diff(before[list(chunks)]).tolist())
 
 
 def received_bytes(workload: Workload, ranks: int) -> int:

@@ -76,6 +76,15 @@ class Shards:
         return whole
 
 
+def shards_of(held: Sequence[Sequence[range]]) -> Shards:
+    """Shards of the runs of positions that each rank holds, in its order of rows."""
+    parts: list[list[Span]] = [[] for _ in held]
+    for part, runs in zip(parts, held, strict=True):
+        for run in runs:
+            _hold(part, run.start, run.stop, 1)
+    return Shards(tuple(map(tuple, parts)))
+
+
 # Bounds of sequences and a number of ranks to what each rank holds.
 Cut = Callable[[Sequence[tuple[int, int]], int], Shards]
 

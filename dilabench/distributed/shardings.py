@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dilabench.distributed import block_deal, column_deal
+from dilabench.distributed import block_deal, column_deal, row_deal
 from dilabench.distributed.balance import HopPairs, hop_pairs
 from dilabench.workload.equal_parts import against_usp, usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
@@ -236,6 +236,22 @@ class Columns(Counted):
         return 0 if ranks == 1 else column_deal.received_bytes(workload, ranks)
 
 
+class Rows(Counted):
+    """Chunks of rows dealt by their work, and keys that some row sees, each once: the fewest bytes of that deal."""
+
+    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+        """Of dense patterns."""
+        return row_deal.hop_pairs(workload, ranks) if workload.is_dense else None
+
+    def _overlapping(self, slowest: tuple[float, ...]) -> float:  # noqa: ARG002
+        """Nothing: the one launch wants all its keys."""
+        return 0.0
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """As `row_deal.received_bytes` counts them."""
+        return row_deal.received_bytes(workload, ranks) if workload.is_dense else None
+
+
 RING = Hops(zigzag=False, kept="nothing")
 RING_OVERLAP = Hops(zigzag=False, kept="last hop")
 ZIGZAG_RING = Hops(zigzag=True, kept="last hop")
@@ -245,6 +261,7 @@ RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()
 COLUMNS = Columns()
+BALANCED_ALLGATHER = Rows()
 WHOLE_RING = WholeShards(zigzag=False)
 WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)

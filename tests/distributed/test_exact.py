@@ -6,7 +6,8 @@ from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.world import World
 
 pytestmark = pytest.mark.distributed
-ALGORITHMS = ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ring-varlen", "ulysses"]
+ALGORITHMS = ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "balanced-allgather"]
+ALGORITHMS += ["ring-varlen", "ulysses"]
 
 
 def slow(*values):
@@ -32,13 +33,14 @@ def test_deferred_sums_are_as_exact(ranks, launch):
 def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
     import ring_cases
 
-    assert launch(ring_cases.with_aligned_ends, ranks, [["zigzag-allgather"], places]) == [[]] * ranks
+    assert launch(ring_cases.with_aligned_ends, ranks, [sorted(ring_cases.GATHERING), places]) == [[]] * ranks
 
 
-def test_ulysses_takes_packed_sequences_in_one_call_as_exactly(launch):
+@pytest.mark.parametrize("ranks", [slow(1), 2, slow(4)])
+def test_packed_sequences_in_one_call_are_as_exact(ranks, launch):
     import ring_cases
 
-    assert launch(ring_cases.with_packed_kernel, 2, [["ulysses"]]) == [[]] * 2
+    assert launch(ring_cases.with_packed_kernel, ranks, [["ulysses", "balanced-allgather"]]) == [[]] * ranks
 
 
 def test_a_ring_that_forgets_returned_gradients_is_caught(launch):

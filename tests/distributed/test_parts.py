@@ -9,7 +9,10 @@ from dilabench.plugins.manager import discover
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("name", ["ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ulysses"])
+ALONE = ["ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "balanced-allgather", "ulysses"]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_a_part_alone_does_that_part_and_nothing_else(name, launch):
     import part_cases
     import ring_cases
@@ -27,7 +30,7 @@ def test_received_bytes_are_those_of_the_formulas(ranks, launch):
     import ring_cases
 
     nested = ring_cases.dilated([24, 48, 96], [1, 2, 4], offset_by="kv_head")
-    names = ("ring", "ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "ulysses")
+    names = ("ring", *ALONE)
     calls = [
         (name, ring_cases.workload(seq_len=96, num_kv_heads=4, causal=causal, pattern=pattern))
         for causal in (True, False)

@@ -49,7 +49,7 @@ def test_a_mode_that_the_user_set_is_the_only_one(catalogue):
 def test_packed_presets_run_the_packed_ring(catalogue):
     overrides = {"layout": "packed", "batch_size": 1, "mode": "forward"}
     cases = cases_of(catalogue, presets=("tiny",), overrides=overrides)
-    assert [one.case.implementation for one in cases] == ["dense", "ring-varlen", "ulysses"]
+    assert [one.case.implementation for one in cases] == ["dense", "balanced-allgather", "ring-varlen", "ulysses"]
     assert all(one.skip is None for one in cases)
 
 

@@ -8,7 +8,6 @@ once, while the own gradients are computed; their owner sums in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +18,12 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.block_deal import BlockDeal
-from dilabench.distributed.sharding import Shards, Span
-from dilabench.distributed.world import Pending, World
+from dilabench.distributed.sharding import shards_of
+from dilabench.distributed.world import World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
 from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.row_exchange import RowExchange, apart, together
 from dilabench.impls.ring.schedule.sums import Sum
 from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.plan import BlockPlan
@@ -36,25 +36,23 @@ class BlockExchange:
     """`function.Algorithm` of one rank, which holds some rows.
 
     own: its queries on its own keys. gathered: the same queries on the blocks of others, holder by holder (None: it
-    needs none). needs: rows that come from each holder. gives: local rows that each reader needs, or None for all.
+    needs none).
     """
 
-    world: World
+    exchange: RowExchange
     attend: BlockForward
     attend_backward: BlockBackward
     scale: float
     own: BlockPlan
     gathered: BlockPlan | None
-    needs: dict[int, int]
-    gives: dict[int, Tensor | None]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
-        arriving, pending = self._gather(k, v)
+        arriving, pending = self.exchange.gather(k, v)
         out, lse = self.attend(q, k, v, self.own, scale=self.scale)
         pending.wait()
         if self.gathered is not None:
-            far_out, far_lse = self.attend(q, *_apart(arriving), self.gathered, scale=self.scale)
+            far_out, far_lse = self.attend(q, *apart(arriving), self.gathered, scale=self.scale)
             merge_rows_(out, lse, far_out, far_lse)
         return out, lse, (arriving,)
 
@@ -65,43 +63,18 @@ class BlockExchange:
         sums = Sum.like(q), Sum.like(k), Sum.like(v)
         gradients = kept[0]
         if self.gathered is not None:
-            keys, values = _apart(kept[0])
+            keys, values = apart(kept[0])
             far = self.attend_backward(dout, q, keys, values, out, lse, self.gathered, scale=self.scale)
             sums[0].put(far[0])
-            gradients = _together(*far[1:])
-        returning, pending = self._give_back(gradients, k)
+            gradients = together(*far[1:])
+        returning, pending = self.exchange.give_back(gradients, k)
         own = self.attend_backward(dout, q, k, v, out, lse, self.own, scale=self.scale)
         for total, part in zip(sums, own, strict=True):
             total.put(part)
         pending.wait()
-        for reader, packed in returning.items():
-            for total, part in zip(sums[1:], _apart(packed), strict=True):
-                _add_rows(total.total(), self.gives[reader], part)
+        self.exchange.add_returned(*sums[1:], returning)
         dq, dk, dv = (total.finish() for total in sums)
         return dq, dk, dv
-
-    def _gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
-        """Send what others need, receive what this rank needs: [rows, 2, B, K, D], holder by holder."""
-        everything = _together(k, v) if None in self.gives.values() else k
-        sends = {
-            reader: [everything if rows is None else _together(k.index_select(1, rows), v.index_select(1, rows))]
-            for reader, rows in self.gives.items()
-        }
-        arriving = k.new_empty(sum(self.needs.values()), 2, k.shape[0], *k.shape[2:])
-        return arriving, self.world.swap(sends, self._by_holder(arriving), "keys")
-
-    def _give_back(self, gradients: Tensor, k: Tensor) -> tuple[dict[int, Tensor], Pending]:
-        """Send dK and dV of gathered blocks to their holders, receive those that readers have made of own ones."""
-        returning = {
-            reader: k.new_empty(k.shape[1] if rows is None else len(rows), 2, k.shape[0], *k.shape[2:])
-            for reader, rows in self.gives.items()
-        }
-        receives = {reader: [packed] for reader, packed in returning.items()}
-        return returning, self.world.swap(self._by_holder(gradients), receives, "gradients")
-
-    def _by_holder(self, packed: Tensor) -> dict[int, list[Tensor]]:
-        parts = packed.split(list(self.needs.values())) if self.needs else ()
-        return {holder: [part] for holder, part in zip(self.needs, parts, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +119,6 @@ def _refuse(workload: Workload) -> None:
         )
 
 
-def shards_of(held: Sequence[Sequence[range]]) -> Shards:
-    """Shards of runs of positions by rank."""
-    parts = []
-    for runs in held:
-        spans: list[Span] = []
-        for run in runs:
-            spans.append(Span(run.start, run.stop, 1, spans[-1].row + spans[-1].length if spans else 0))
-        parts.append(tuple(spans))
-    return Shards(tuple(parts))
-
-
 class Deal(Protocol):
     """Who holds which blocks or keys, and what of them goes from rank to rank."""
 
@@ -185,8 +147,17 @@ def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchang
     queries = deal.mask[:, own]
     rows = deal.rows_of(own)
     _, attend, attend_backward = kernels_for(world.device)
-    return BlockExchange(
+    exchange = RowExchange(
         world,
+        needs={holder: deal.rows_of(blocks) for holder, blocks in needed.items() if len(blocks)},
+        gives={
+            reader: None if len(blocks) == len(own) else _local_rows(deal, own, blocks).to(world.device)
+            for reader, blocks in given.items()
+            if len(blocks)
+        },
+    )
+    return BlockExchange(
+        exchange,
         attend,
         attend_backward,
         workload.softmax_scale,
@@ -194,12 +165,6 @@ def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchang
         gathered=BlockPlan(queries[:, :, coming], deal.block_size, rows, causal=False, key_rows=deal.rows_of(coming))
         if len(coming)
         else None,
-        needs={holder: deal.rows_of(blocks) for holder, blocks in needed.items() if len(blocks)},
-        gives={
-            reader: None if len(blocks) == len(own) else _local_rows(deal, own, blocks).to(world.device)
-            for reader, blocks in given.items()
-            if len(blocks)
-        },
     )
 
 
@@ -208,24 +173,3 @@ def _local_rows(deal: BlockDeal, own: npt.NDArray[np.int64], blocks: npt.NDArray
     places = np.searchsorted(own, blocks)
     rows = (places[:, None] * deal.block_size + np.arange(deal.block_size)).ravel()
     return torch.from_numpy(rows[rows < deal.rows_of(own)])
-
-
-def _together(k: Tensor, v: Tensor) -> Tensor:
-    """k and v [B, N, K, D] as one contiguous [N, 2, B, K, D]: rows first, so that holders' parts follow each other."""
-    packed = k.new_empty(k.shape[1], 2, k.shape[0], *k.shape[2:])
-    for side, x in enumerate((k, v)):
-        packed[:, side] = x.transpose(0, 1)
-    return packed
-
-
-def _apart(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [B, N, K, D] of both."""
-    return packed[:, 0].transpose(0, 1), packed[:, 1].transpose(0, 1)
-
-
-def _add_rows(total: Tensor, rows: Tensor | None, part: Tensor) -> None:
-    """Add to some rows of total [B, N, K, D], or to all."""
-    if rows is None:
-        total.add_(part)
-    else:
-        total.index_add_(1, rows, part.to(total.dtype))

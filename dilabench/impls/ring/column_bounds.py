@@ -11,18 +11,20 @@ import torch
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.column_deal import ColumnDeal
+from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import COLUMN_BLOCK
-from dilabench.impls.ring.block_sparse import BlockExchange, NoRows, shards_of, travelling
+from dilabench.impls.ring.block_sparse import BlockExchange, NoRows, travelling
 from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.row_exchange import RowExchange
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.patterns.pattern import Positions
 from dilabench.workload.spec import Workload
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
-    """Rank r holds the r-th part of the positions, or, behind a causal mask, chunks r and 2P-1-r of 2P.
+    """Ranks hold chunks of positions dealt by the keys that they see.
 
     Raises ConfigError for a file of bounds that does not fit, ValueError for a pattern without bounds of columns.
     """
@@ -38,19 +40,22 @@ def _exchange(workload: Workload, world: World, deal: ColumnDeal) -> BlockExchan
     needed, given = travelling(deal, world)
     coming = np.concatenate([*needed.values(), own[:0]])
     _, attend, attend_backward = kernels_for(world.device)
-    return BlockExchange(
+    exchange = RowExchange(
         world,
-        attend,
-        attend_backward,
-        workload.softmax_scale,
-        own=_plan(deal, rank, own),
-        gathered=_plan(deal, rank, coming) if len(coming) else None,
         needs={holder: len(keys) for holder, keys in needed.items() if len(keys)},
         gives={
             reader: None if len(keys) == len(own) else torch.from_numpy(own.searchsorted(keys)).to(world.device)
             for reader, keys in given.items()
             if len(keys)
         },
+    )
+    return BlockExchange(
+        exchange,
+        attend,
+        attend_backward,
+        workload.softmax_scale,
+        own=_plan(deal, rank, own),
+        gathered=_plan(deal, rank, coming) if len(coming) else None,
     )
 
 

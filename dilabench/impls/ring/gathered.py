@@ -120,14 +120,20 @@ class Gathered(Calls):
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """Dense patterns, padded or packed; each sequence on zigzag shards."""
-    world, backend = context.world or World.alone(context.device), context.require_backend()
+    world = context.world or World.alone(context.device)
     shards = zigzag(workload.sequences, world.size)
+    return ShardedAttention(workload, shards, world, algorithm(workload, context, shards))
+
+
+def algorithm(workload: Workload, context: BuildContext, shards: Shards) -> Gathered:
+    """On any shards of spans without gaps."""
+    world, backend = context.world or World.alone(context.device), context.require_backend()
     plans = [_plan(workload, shards, rank, backend.aligns_ends) for rank in range(world.size)]
     early, late, spans = plans[world.rank]
     others = [rank for rank in range(world.size) if rank != world.rank]
     needs = {holder: _stretches(shards.parts[holder], spans) for holder in others}
     gives = {reader: _stretches(shards.parts[world.rank], plans[reader][2]) for reader in others}
-    algorithm = Gathered(
+    return Gathered(
         workload,
         backend,
         world,
@@ -139,7 +145,6 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
         {reader: given for reader, given in gives.items() if given},
         _apart((*early, *late)),
     )
-    return ShardedAttention(workload, shards, world, algorithm)
 
 
 def _plan(

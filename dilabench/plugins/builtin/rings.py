@@ -109,6 +109,16 @@ RINGS = (
         preferred_for=Capabilities(patterns=DENSE, max_world_size=None),
     ),
     Implementation(
+        "balanced-allgather",
+        "chunks of packed documents dealt to ranks by their work; keys go once to the ranks that see them",
+        "dilabench.impls.ring.balanced:build",
+        supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
+        uses_backend=True,
+        priority=45,
+        sharding="dilabench.distributed.shardings:BALANCED_ALLGATHER",
+        preferred_for=Capabilities(patterns=DENSE, layouts=frozenset({"packed"}), max_world_size=None),
+    ),
+    Implementation(
         "ring-varlen",
         "the overlapping ring on packed sequences of any lengths",
         "dilabench.impls.ring.rings:build_varlen",

@@ -9,7 +9,7 @@ from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls.block_sparse import block_sparse as one_device
 from dilabench.impls.ring import block_sparse, multihead
-from dilabench.impls.ring.block_sparse import BlockExchange
+from dilabench.impls.ring.schedule.row_exchange import RowExchange
 from dilabench.workload.spec import Workload
 
 BASE = {
@@ -71,20 +71,20 @@ def exact(world, cases):
 
 def without_returned_gradients(world, cases):
     """What `exact` finds when a rank keeps the dK and dV that it has made of others' blocks."""
-    give_back = BlockExchange._give_back
+    give_back = RowExchange.give_back
 
     def forget(self, gradients, k):
         returning, pending = give_back(self, gradients, k)
         pending.wait()
         return {reader: torch.zeros_like(packed) for reader, packed in returning.items()}, pending
 
-    BlockExchange._give_back = forget
+    RowExchange.give_back = forget
     return exact(world, cases)
 
 
 def without_a_needed_block(world, cases):
     """What `exact` finds when the first gathered block never arrives."""
-    gather = BlockExchange._gather
+    gather = RowExchange.gather
 
     def lose(self, k, v):
         arriving, pending = gather(self, k, v)
@@ -92,7 +92,7 @@ def without_a_needed_block(world, cases):
         arriving[:1] = 0
         return arriving, pending
 
-    BlockExchange._gather = lose
+    RowExchange.gather = lose
     return exact(world, cases)
 
 

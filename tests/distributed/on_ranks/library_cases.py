@@ -18,6 +18,7 @@ CASES = {
     "one key head by name": (ring_cases.workload(num_kv_heads=1), "zigzag", {"algorithm": "llama3"}),
     "dilated": (ring_cases.workload(pattern={"kind": "dilated", **BRANCHES}), "contiguous", BRANCHES),
     "packed": (ring_cases.packed(0, 1, 3, 30, 41), "zigzag", {}),
+    "packed in balance": (ring_cases.packed(0, 1, 3, 290, 300, 700, window=(90, 0)), "balanced", {"window": (90, 0)}),
 }
 
 
@@ -29,7 +30,8 @@ def wrong(world):
         dim = 0 if packed else 1
         sequences = {"cu_seqlens": one.cu_seqlens} if packed else {"seq_len": one.seq_len}
         mesh = init_device_mesh("cpu", (world.size,)) if name == "causal" else None
-        shards = sequence_shards(**sequences, order=order, group=mesh)
+        window = options.get("window", (-1, -1)) if order == "balanced" else (-1, -1)
+        shards = sequence_shards(**sequences, order=order, window=window, group=mesh)
         inputs = ring_cases.random_inputs(one)
         right = ring_cases.results(reference.build(one, BuildContext(device=world.device)), inputs)
         for _ in range(2):
@@ -48,6 +50,7 @@ def refusals(world):
     """Requests that cannot be served: one message each."""
     shards = sequence_shards(24)
     assert shards.positions.tolist() == ([*range(6), *range(18, 24)] if world.rank == 0 else [*range(6, 18)])
+    uneven = sequence_shards(cu_seqlens=(0, 300, 1024), order="balanced")
     q = shards.take(torch.randn(2, 24, 4, 8))
     said = []
     for call in (
@@ -59,6 +62,7 @@ def refusals(world):
         lambda: sequence_shards(24, cu_seqlens=(0, 24)),
         lambda: sequence_shards(cu_seqlens=(0, 5, 5)),
         lambda: sequence_shards(24, order="striped"),
+        lambda: ring_attention(*[torch.randn(512, 4, 8)] * 3, uneven, causal=False),
         lambda: sequence_shards(24, group=init_device_mesh("cpu", (1, world.size))),
     ):
         with pytest.raises(ValueError, match=r"[a-z]") as caught:

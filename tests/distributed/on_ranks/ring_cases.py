@@ -14,7 +14,7 @@ from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
+from dilabench.impls.ring import allgather, balanced, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums
 from dilabench.impls.ring.schedule.hops import Ring
 from dilabench.workload.spec import Workload
@@ -25,9 +25,11 @@ BUILDS = {
     "zigzag-ring": rings.build_zigzag,
     "ring-allgather": allgather.build,
     "zigzag-allgather": gathered.build,
+    "balanced-allgather": balanced.build,
     "ring-varlen": rings.build_varlen,
     "ulysses": ulysses.build,
 }
+GATHERING = {"zigzag-allgather", "balanced-allgather"}
 BACKEND = LoadedBackend("math", math.attend, math.attend_backward)
 TOLERANCE = 1e-12
 
@@ -95,9 +97,9 @@ def exact(world, names, cases=PADDED | PACKED):
     for case, one in cases.items():
         inputs, wanted = random_inputs(one), formula[case]
         for name in names:
-            if one.layout == "packed" and name not in {"ring-varlen", "zigzag-allgather", "ulysses"}:
+            if one.layout == "packed" and name not in {"ring-varlen", "ulysses", *GATHERING}:
                 continue
-            if one.pattern.kind != "dense" and name == "zigzag-allgather":
+            if one.pattern.kind != "dense" and name in GATHERING:
                 continue
             if one.layout == "padded" and name == "ring-varlen":
                 continue
@@ -144,25 +146,32 @@ def with_packed_kernel(world, names):
     """What `exact` finds over a backend that takes all packed sequences in one call."""
     global BACKEND
 
-    def one_by_one(call):
-        def packed(*tensors, cu_seqlens, longest, **options):
-            """Tokens [T, ...] and lse [H, T], as batches of one."""
-            bounds = cu_seqlens.tolist()
-            found = [
-                call(*(x[None, :, a:b] if x.ndim == 2 else x[None, a:b] for x in tensors), **options)
-                for a, b in pairwise(bounds)
-            ]
-            assert longest == max(b - a for a, b in pairwise(bounds))
+    def one_by_one(call, keys):
+        def packed(*tensors, cu_seqlens, longest, cu_seqlens_k=None, longest_k=None, **options):
+            """Tokens [T, ...] and lse [H, T], as batches of one. keys: which tensors have the rows of k."""
+            bounds = list(pairwise(cu_seqlens.tolist()))
+            key_bounds = bounds if cu_seqlens_k is None else list(pairwise(cu_seqlens_k.tolist()))
+            assert longest == max(b - a for a, b in bounds)
+            assert longest_k in {None, max(b - a for a, b in key_bounds)}
+            found = []
+            for rows, seen in zip(bounds, key_bounds, strict=True):
+                cut = [slice(*(seen if at in keys else rows)) for at in range(len(tensors))]
+                parts = [x[None, :, one] if x.ndim == 2 else x[None, one] for x, one in zip(tensors, cut, strict=True)]
+                found.append(call(*parts, **options))
             return tuple(
                 torch.cat([x[0] for x in several], int(several[0].ndim == 3)) for several in zip(*found, strict=True)
             )
 
         return packed
 
-    kernel = PackedKernel(one_by_one(math.attend), one_by_one(math.attend_backward), frozenset({"cpu"}))
+    attend, attend_backward = one_by_one(math.attend, {1, 2}), one_by_one(math.attend_backward, {2, 3})
+    kernel = PackedKernel(attend, attend_backward, frozenset({"cpu"}), aligns_ends=True)
     BACKEND = replace(BACKEND, packed=kernel)
     one = packed(0, 1, 3, 30, 41, num_heads=6, num_kv_heads=3)
-    return exact(world, names, PACKED | {"six heads of three": one})
+    pieces = packed(0, 1, 3, 290, 300, 700, 701, 1024, num_heads=2, num_kv_heads=1)
+    windowed = pieces.replace(window=(40, 0))
+    further = {"six heads of three": one, "long documents in pieces": pieces, "windows of pieces": windowed}
+    return exact(world, names, PACKED | further)
 
 
 def projected(world):

@@ -1,0 +1,206 @@
+"""Chunks of successive rows dealt to ranks so that each has as many of them and as much work, and what that sends.
+
+A document is worth its area under the mask, not its length: cut in order, the ranks of a packed batch finish far apart.
+The chunk that sees most pairs goes first, to the rank with the least work among those that have room (longest
+processing time first; MAGI-1 deals its chunks likewise, arXiv 2505.13211). Of a causal sequence alone that is the
+zigzag cut. What is counted here is a function of the workload alone. No torch, no tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from dilabench.distributed.balance import HopPairs, Interval
+from dilabench.distributed.block_deal import busiest_bytes
+from dilabench.workload.spec import Workload
+
+# More chunks balance better, but cut documents into more calls: as few as bring λ this near to 1, of no fewer rows
+# than a kernel's tile.
+ENOUGH, FEWEST_ROWS, MOST_PER_RANK = 0.99, 128, 64
+
+Runs = tuple[range, ...]
+Reach = tuple[int | None, int | None]
+
+
+def balanced(length: int, ranks: int, work_of: Callable[[Sequence[int]], Sequence[float]]) -> tuple[Runs, ...]:
+    """Per rank the runs of positions that it holds, rising.
+
+    work_of: edges of chunks to the pairs that the rows of each see.
+    """
+    found: tuple[float, tuple[Runs, ...]] | None = None
+    per_rank = 1
+    while found is None or (
+        found[0] < ENOUGH and per_rank <= MOST_PER_RANK and length >= ranks * per_rank * FEWEST_ROWS
+    ):
+        chunks = ranks * per_rank
+        edges = [length * edge // chunks for edge in range(chunks + 1)]
+        work = work_of(edges)
+        owners = heaviest_first(work, ranks)
+        loads = [sum(work[at] for at in range(chunks) if owners[at] == rank) for rank in range(ranks)]
+        evenness = sum(loads) / ranks / max(loads) if max(loads) else 1.0
+        if found is None or evenness > found[0]:
+            found = evenness, _runs(edges, owners, ranks)
+        per_rank *= 2
+    return found[1]
+
+
+def heaviest_first(work: Sequence[float], ranks: int) -> list[int]:
+    """The rank of each chunk: as many chunks for each rank, which must divide their number."""
+    room = [len(work) // ranks] * ranks
+    loads, owners = [0.0] * ranks, [0] * len(work)
+    for chunk in sorted(range(len(work)), key=lambda at: (-work[at], at)):
+        rank = min((rank for rank in range(ranks) if room[rank]), key=lambda one: (loads[one], one))
+        owners[chunk] = rank
+        loads[rank] += work[chunk]
+        room[rank] -= 1
+    return owners
+
+
+def _runs(edges: Sequence[int], owners: Sequence[int], ranks: int) -> tuple[Runs, ...]:
+    """Chunks that follow each other on a rank are one run; the rank of the first row is rank 0, and so on."""
+    held: list[list[range]] = [[] for _ in range(ranks)]
+    for (start, stop), rank in zip(pairwise(edges), owners, strict=True):
+        own = held[rank]
+        if own and own[-1].stop == start:
+            own[-1] = range(own[-1].start, stop)
+        elif start < stop:
+            own.append(range(start, stop))
+    return tuple(sorted(map(tuple, held), key=lambda runs: runs[0].start if runs else edges[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Successive rows of one rank inside one sequence, and all that they see of it."""
+
+    rows: range
+    keys: range
+
+
+@dataclass(frozen=True, slots=True)
+class RowDeal:
+    """Who holds which rows of dense sequences, and which keys a rank must be sent: each that a row of it sees, once.
+
+    sequences: that follow each other. held: runs of positions by rank.
+    """
+
+    sequences: Runs
+    reach: Reach
+    held: tuple[Runs, ...]
+
+    @classmethod
+    def of(cls, workload: Workload, ranks: int) -> RowDeal:
+        """The deal of a dense workload, packed or padded, its causal mask and window considered."""
+        return cls.over(workload.sequences, workload.shapes[0].reach, ranks)
+
+    @classmethod
+    def over(cls, bounds: Sequence[Interval], reach: Reach, ranks: int) -> RowDeal:
+        """The deal of sequences (start, stop) that follow each other from 0."""
+        return _deal(tuple(bounds), reach, ranks)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """A rank's rows, run by run, sequence by sequence."""
+        left, right = self.reach
+        found = []
+        for run in self.held[rank]:
+            for sequence in overlapping(self.sequences, run):
+                rows = overlap(run, sequence)
+                first = sequence.start if left is None else max(sequence.start, rows.start - left)
+                stop = sequence.stop if right is None else min(sequence.stop, rows.stop + right)
+                found.append(Piece(rows, range(first, stop)))
+        return tuple(found)
+
+    def seen(self, rank: int) -> Runs:
+        """The keys that some row of a rank sees, each once, rising."""
+        return united([piece.keys for piece in self.pieces(rank)])
+
+    def moved(self, holder: int, reader: int) -> int:
+        """Keys of `holder` that some row of `reader` sees: what travels between two ranks."""
+        held = self.held[holder]
+        return sum(len(overlap(own, seen)) for seen in self.seen(reader) for own in overlapping(held, seen))
+
+    def pairs(self, reader: int, holder: int) -> int:
+        """Visible pairs of one rank's rows and another's keys, of one head."""
+        held = self.held[holder]
+        return sum(
+            visible_pairs(piece.rows, overlap(own, piece.keys), self.reach)
+            for piece in self.pieces(reader)
+            for own in overlapping(held, piece.keys)
+        )
+
+
+@lru_cache(maxsize=64)
+def _deal(bounds: tuple[Interval, ...], reach: Reach, ranks: int) -> RowDeal:
+    sequences = tuple(range(*bound) for bound in bounds)
+
+    def work_of(edges: Sequence[int]) -> list[float]:
+        chunks = (range(*chunk) for chunk in pairwise(edges))
+        return [
+            float(sum(visible_pairs(overlap(chunk, one), one, reach) for one in overlapping(sequences, chunk)))
+            for chunk in chunks
+        ]
+
+    return RowDeal(sequences, reach, balanced(sequences[-1].stop, ranks, work_of))
+
+
+def overlap(one: range, other: range) -> range:
+    """What two runs share."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def overlapping(runs: Runs, one: range) -> Runs:
+    """Those of rising runs that share something with another."""
+    first = bisect_right(runs, one.start, key=lambda run: run.stop)
+    return runs[first : bisect_left(runs, one.stop, lo=first, key=lambda run: run.start)]
+
+
+def united(runs: Sequence[range]) -> Runs:
+    """Runs that overlap or touch as one, rising."""
+    found: list[range] = []
+    for run in sorted(runs, key=lambda one: (one.start, one.stop)):
+        if found and run.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, run.stop))
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def visible_pairs(rows: range, keys: range, reach: Reach) -> int:
+    """Pairs of a row t and a key u with t - left <= u <= t + right (None: no bound)."""
+    left, right = reach
+    until = len(rows) * len(keys) if right is None else _up_to(rows, keys, right)
+    return until - (0 if left is None else _up_to(rows, keys, -left - 1))
+
+
+def _up_to(rows: range, keys: range, ahead: int) -> int:
+    """Pairs with u <= t + ahead: the sum over rows of t + ahead + 1 - keys.start, held between 0 and their number."""
+    shift = ahead + 1 - keys.start
+    return _ramp(rows.stop + shift, len(keys)) - _ramp(rows.start + shift, len(keys))
+
+
+def _ramp(stop: int, top: int) -> int:
+    """The sum of min(t, top) over 0 <= t < stop."""
+    rising = min(stop, top + 1)
+    return max(0, rising * (rising - 1) // 2) + max(0, stop - top - 1) * top if stop > 0 else 0
+
+
+def hop_pairs(workload: Workload, ranks: int) -> HopPairs:
+    """Per rank the pairs with its own keys, with those of the rank before it, and so on, over all query heads."""
+    deal = RowDeal.of(workload, ranks)
+    return tuple(
+        tuple(float(workload.num_heads * deal.pairs(rank, (rank - hop) % ranks)) for hop in range(ranks))
+        for rank in range(ranks)
+    )
+
+
+def received_bytes(workload: Workload, ranks: int) -> int:
+    """Bytes that one call in the workload's mode brings the rank with most, as `block_deal.received_bytes`."""
+    import numpy as np
+
+    deal = RowDeal.of(workload, ranks)
+    return busiest_bytes(
+        workload, np.array([[deal.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)])
+    )

@@ -1,0 +1,109 @@
+"""What dealing rows by their work makes ranks hold, send and compute, counted row by row. No rank is started."""
+
+import numpy as np
+import pytest
+import torch
+
+from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
+from dilabench.distributed.row_deal import RowDeal, heaviest_first, hop_pairs, received_bytes
+from dilabench.distributed.sharding import zigzag
+from dilabench.distributed.shardings import BALANCED_ALLGATHER, RING_VARLEN
+from dilabench.distributed.single_rank import SingleRank
+from dilabench.impls.ring import balanced, gathered
+from dilabench.plugins.manager import discover
+from dilabench.workload.spec import Workload
+
+
+def workload(*bounds, **fields):
+    packed = {"layout": "packed", "cu_seqlens": bounds} if len(bounds) > 2 else {}
+    shape = {"batch_size": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "bfloat16", "mode": "both"}
+    return Workload.model_validate({"pattern": {"kind": "dense"}, **shape, "seq_len": bounds[-1], **packed, **fields})
+
+
+def visible(one):
+    """[N, N] bool."""
+    at = np.arange(one.seq_len)
+    document = np.searchsorted(one.cu_seqlens or (0, one.seq_len), at, side="right")
+    left, right = one.shapes[0].reach
+    apart = at[None] - at[:, None]
+    seen = document[None] == document[:, None]
+    return seen & ((left is None) | (-apart <= (left or 0))) & ((right is None) | (apart <= (right or 0)))
+
+
+DOCUMENTS = (0, 1, 3, 290, 300, 700, 701, 1100)
+CASES = {
+    "documents": workload(*DOCUMENTS),
+    "windows": workload(*DOCUMENTS, window=(40, 0)),
+    "windows both ways": workload(*DOCUMENTS, window=(40, 9), causal=False),
+    "full": workload(*DOCUMENTS, causal=False),
+    "one sequence": workload(0, 1023),
+    "few rows": workload(0, 1, 3),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("one", CASES.values(), ids=CASES)
+def test_rows_pairs_and_messages_are_those_of_the_matrix(one, ranks):
+    deal, seen = RowDeal.of(one, ranks), visible(one)
+    held = [np.array([at for run in runs for at in run], dtype=int) for runs in deal.held]
+    assert sorted(np.concatenate(held)) == list(range(one.seq_len))
+    # Chunks differ by one row.
+    assert max(map(len, held)) - min(map(len, held)) <= max(len(runs) for runs in deal.held)
+    pairs = [[4 * seen[np.ix_(held[r], held[(r - hop) % ranks])].sum() for hop in range(ranks)] for r in range(ranks)]
+    assert hop_pairs(one, ranks) == tuple(map(tuple, pairs))
+    moved = [[seen[held[reader]].any(0)[held[holder]].sum() for reader in range(ranks)] for holder in range(ranks)]
+    assert [[deal.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)] == moved
+    away = np.array(moved) - np.diag(np.diag(moved))
+    # K and V, and their gradients back: 2·2·8·2 bytes a row.
+    assert received_bytes(one, ranks) == 64 * (away.sum(0) + away.sum(1)).max()
+
+
+def test_a_causal_sequence_is_dealt_zigzag():
+    one = workload(0, 4096)
+    for ranks in (2, 4, 8):
+        parts = zigzag(one.sequences, ranks).parts
+        held = [tuple(range(span.start, span.stop) for span in part) for part in parts]
+        assert RowDeal.of(one, ranks).held == tuple(held)
+
+
+def test_each_rank_gets_as_many_chunks_the_heaviest_first():
+    owners = heaviest_first([1, 8, 2, 7, 3, 6, 4, 5], 2)
+    assert [owners.count(rank) for rank in range(2)] == [4, 4]
+    assert owners[1] != owners[3]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_packed_documents_are_in_balance_and_send_less_than_a_ring(ranks):
+    preset = discover().catalogue.workloads.get("packed_documents_128k")
+    one = workload(*preset.fields["cu_seqlens"], num_heads=64, num_kv_heads=8, head_dim=128)
+    assert BALANCED_ALLGATHER.load_balance(one, ranks) > 0.99
+    deal = RowDeal.of(one, ranks)
+    sent = sum(deal.moved(holder, reader) for holder in range(ranks) for reader in range(ranks) if reader != holder)
+    assert 0 < sent < 0.6 * one.seq_len * (ranks - 1)
+    # A ring in documents' halves is as even, at the price of sending nearly everything.
+    assert RING_VARLEN.load_balance(one, ranks) > 0.99
+
+
+def unused(*_tensors, **_options):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("one", "ends", "algorithm"),
+    [
+        (CASES["documents"], True, balanced.InOneLaunch),
+        (CASES["windows"], True, balanced.InOneLaunch),
+        (CASES["full"], False, balanced.InOneLaunch),
+        (CASES["documents"], False, gathered.Gathered),
+        (CASES["windows both ways"], True, gathered.Gathered),
+        (CASES["one sequence"], True, gathered.Gathered),
+    ],
+)
+def test_packed_kernels_take_what_their_masks_can(one, ends, algorithm):
+    kernel = PackedKernel(unused, unused, frozenset({"cpu"}), aligns_ends=ends)
+    context = BuildContext(
+        device=torch.device("cpu"),
+        backend=LoadedBackend("made-up", unused, unused, packed=kernel),
+        world=SingleRank.of(1, 2),
+    )
+    assert type(balanced.build(one, context)._algorithm) is algorithm
