@@ -1,7 +1,9 @@
 """Which of several rows of one workload is the fastest, and how much faster, by the rule that `compare` decides with.
 
 One estimator for all: the ratio of two rows comes from the rounds that both took turns in (`stats.decisions.paired`),
-so that drift and load cancel; where they shared none, from their medians, which prove nothing.
+so that drift and load cancel; where they shared none, from their medians, which prove nothing. Rounds are compared by
+their undisturbed samples. A row that is disturbed in most of them, as one whose launches are waited for on a busy host,
+is not what its user sees there: it is proven to be faster only if its median says so, too.
 """
 
 from collections.abc import Sequence
@@ -18,8 +20,8 @@ class Ranking:
     """Rows that compute the same function of the same inputs, compared.
 
     `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
-    `tied`: rows of which nobody can say that they are slower than the fastest. `too_few_rounds`: of none of these,
-    because they did not take enough turns with it.
+    `tied`: rows of which nobody can say that they are slower than the fastest, whose median is the smallest of theirs.
+    `too_few_rounds`: of none of these, because they did not take enough turns with it.
     """
 
     fastest: Row
@@ -51,9 +53,13 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
     fastest = quotable[ratios.index(min(ratios))]
     others = [row for row in quotable if row is not fastest]
-    tied, unheard = _not_slower(fastest, others, device)
+    tied, unheard, ahead = _not_slower(fastest, others, device)
     return Ranking(
-        fastest=fastest, baseline=baseline, speedups=speedups, tied=tied, too_few_rounds=bool(tied) and tied == unheard
+        fastest=ahead,
+        baseline=baseline,
+        speedups=speedups,
+        tied=tuple(row for row in (fastest, *tied) if row is not ahead),
+        too_few_rounds=bool(tied) and tied == unheard,
     )
 
 
@@ -73,17 +79,14 @@ def _ratios(baseline: Row, candidates: Sequence[Row]) -> list[float]:
 
 
 def _ratio_of_medians(baseline: Row, candidate: Row) -> float:
-    if candidate is baseline:
-        return 1.0
-    times = _median_ns(candidate), _median_ns(baseline)
-    assert times[0] is not None
-    assert times[1] is not None
-    return times[0] / times[1]
+    return 1.0 if candidate is baseline else _median_ns(candidate) / _median_ns(baseline)
 
 
-def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """The rows that are not proven to be slower, and those of them with too few common rounds to prove anything."""
+def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
+    """The rows that are not proven to be slower, those of them with too few common rounds to prove anything, and the
+    row of all with the smallest medians in common rounds."""
     from dilabench.stats.decisions.decide import judge_many
+    from dilabench.stats.decisions.paired import estimate_many
     from dilabench.stats.decisions.policy import Policy
 
     compared, unheard, undecided = [], [], []
@@ -94,20 +97,25 @@ def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple
             unheard.append(row)
         else:
             compared.append((row, pairing.rounds))
-    verdicts = judge_many([rounds for _, rounds in compared], Policy.for_device(device))
-    for (row, _), found in zip(compared, verdicts, strict=True):
+    in_common = [rounds for _, rounds in compared]
+    verdicts = judge_many(in_common, Policy.for_device(device))
+    ahead, least = fastest, 1.0
+    for (row, _), found, by_median in zip(
+        compared, verdicts, estimate_many(in_common, statistic="median"), strict=True
+    ):
+        if by_median.ratio < least:
+            ahead, least = row, by_median.ratio
         if found.cause is Cause.TOO_FEW_ROUNDS:
             unheard.append(row)
-        elif found.code is not Code.SLOWER:
+        elif found.code is not Code.SLOWER or by_median.ratio < 1:
             undecided.append(row)
     # By identity: to compare rows takes long.
     chosen = {id(row) for row in (*undecided, *unheard)}, {id(row) for row in unheard}
     tied, alone = (tuple(row for row in others if id(row) in some) for some in chosen)
-    return tied, alone
+    return tied, alone, ahead
 
 
-def _median_ns(row: Row) -> float | None:
-    if not isinstance(row.outcome, Measured):
-        return None
-    timing = next((one for one in row.outcome.timings if one.has_samples), None)
-    return None if timing is None else location_of(timing).median_ns
+def _median_ns(row: Row) -> float:
+    """Of the first timer that took samples of a row to quote."""
+    assert isinstance(row.outcome, Measured)
+    return location_of(next(one for one in row.outcome.timings if one.has_samples)).median_ns

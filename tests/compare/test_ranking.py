@@ -61,3 +61,23 @@ def test_the_ratio_comes_from_common_rounds_and_not_from_medians(row) -> None:
     early, late = drifting("early", 0, 1.0, range(12)), drifting("late", 1, 1.05, range(20))
     found = rank([early, late], "cpu")
     assert abs(found.speedups[late.case.case_id] - 1 / 1.05) < 0.005
+
+
+def test_a_row_is_not_proven_to_be_faster_by_its_few_undisturbed_samples(row) -> None:
+    """A call whose launches are waited for: one sample in five is 8 % below the other row, the rest far above."""
+
+    def samples(name: str, turn: int, times: tuple[float, ...]) -> Row:
+        slots = tuple(
+            Slot(round=at, position=turn, samples_ns=tuple(int(1e6 * ms + at) for ms in times)) for at in range(20)
+        )
+        plain = row(name, 1)
+        timing = plain.outcome.timings[0].model_copy(update={"slots": slots})
+        return plain.model_copy(update={"outcome": plain.outcome.model_copy(update={"timings": (timing,)})})
+
+    waited, steady = samples("waited", 0, (11.1, 13, 14, 15, 16)), samples("steady", 1, (12.1,) * 5)
+    found = rank([waited, steady], "cuda")
+    assert (found.fastest, found.tied, found.too_few_rounds) == (steady, (waited,), False)
+    # Where its median is smaller as well, it is faster.
+    found = rank([samples("waited", 0, (11.1, 11.2, 11.3, 14, 16)), steady], "cuda")
+    assert found.fastest.case.implementation == "waited"
+    assert found.proven
