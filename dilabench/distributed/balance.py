@@ -30,12 +30,12 @@ def hop_pairs(workload: Workload, ranks: int, zigzag: bool) -> HopPairs | None:
     pairs = [[0.0] * ranks for _ in range(ranks)]
     lengths = Counter(end - start for start, end in workload.sequences)
     for length, sequences in lengths.items():
-        parts = _parts(length, ranks, zigzag)
+        held = parts(length, ranks, zigzag)
         for branch, heads in _branches(workload, length).items():
             for rank in range(ranks):
                 for hop in range(ranks):
                     holder = (rank - hop) % ranks
-                    pairs[rank][hop] += sequences * heads * branch.between(parts[rank], parts[holder])
+                    pairs[rank][hop] += sequences * heads * branch.between(held[rank], held[holder])
     return tuple(map(tuple, pairs))
 
 
@@ -89,7 +89,7 @@ def _branches(workload: Workload, length: int) -> Counter[_Branch]:
     return counted
 
 
-def _parts(length: int, ranks: int, zigzag: bool) -> tuple[tuple[Interval, ...], ...]:
+def parts(length: int, ranks: int, zigzag: bool) -> tuple[tuple[Interval, ...], ...]:
     """Positions that each rank holds, as `dilabench.distributed.sharding` cuts them."""
     chunks = 2 * ranks if zigzag else ranks
     edges = [length * edge // chunks for edge in range(chunks + 1)]

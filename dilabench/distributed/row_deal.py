@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from dilabench.distributed.balance import HopPairs, Interval
+from dilabench.distributed.balance import HopPairs, Interval, parts
 from dilabench.distributed.block_deal import busiest_bytes
 from dilabench.workload.spec import Workload
 
@@ -101,6 +101,16 @@ class RowDeal:
         """The deal of sequences (start, stop) that follow each other from 0."""
         return _deal(tuple(bounds), reach, ranks)
 
+    @classmethod
+    def zigzag(cls, workload: Workload, ranks: int) -> RowDeal:
+        """Chunks r and 2P-1-r of 2P of each sequence on rank r."""
+        held: list[list[range]] = [[] for _ in range(ranks)]
+        for start, stop in workload.sequences:
+            for runs, part in zip(held, parts(stop - start, ranks, zigzag=True), strict=True):
+                runs += [range(start + first, start + last) for first, last in part]
+        sequences = tuple(range(*bounds) for bounds in workload.sequences)
+        return cls(sequences, workload.shapes[0].reach, tuple(map(united, held)))
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """A rank's rows, run by run, sequence by sequence."""
         left, right = self.reach
@@ -160,7 +170,7 @@ def overlapping(runs: Runs, one: range) -> Runs:
 def united(runs: Sequence[range]) -> Runs:
     """Runs that overlap or touch as one, rising."""
     found: list[range] = []
-    for run in sorted(runs, key=lambda one: (one.start, one.stop)):
+    for run in sorted((run for run in runs if run), key=lambda one: (one.start, one.stop)):
         if found and run.start <= found[-1].stop:
             found[-1] = range(found[-1].start, max(found[-1].stop, run.stop))
         else:
@@ -196,11 +206,11 @@ def hop_pairs(workload: Workload, ranks: int) -> HopPairs:
     )
 
 
-def received_bytes(workload: Workload, ranks: int) -> int:
+def received_bytes(workload: Workload, deal: RowDeal) -> int:
     """Bytes that one call in the workload's mode brings the rank with most, as `block_deal.received_bytes`."""
     import numpy as np
 
-    deal = RowDeal.of(workload, ranks)
+    ranks = len(deal.held)
     return busiest_bytes(
         workload, np.array([[deal.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)])
     )

@@ -10,6 +10,7 @@ from typing import Literal
 
 from dilabench.distributed import block_deal, column_deal, row_deal
 from dilabench.distributed.balance import HopPairs, hop_pairs
+from dilabench.distributed.row_deal import RowDeal
 from dilabench.workload.equal_parts import against_usp, usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
 
@@ -249,14 +250,22 @@ class Rows(Counted):
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """As `row_deal.received_bytes` counts them."""
-        return row_deal.received_bytes(workload, ranks) if workload.is_dense else None
+        return row_deal.received_bytes(workload, RowDeal.of(workload, ranks)) if workload.is_dense else None
+
+
+class ZigzagGather(Hops):
+    """All keys that zigzag shards see, in one exchange."""
+
+    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
+        """Each key once to the ranks that see it, whatever the lengths and windows."""
+        return row_deal.received_bytes(workload, RowDeal.zigzag(workload, ranks)) if workload.is_dense else None
 
 
 RING = Hops(zigzag=False, kept="nothing")
 RING_OVERLAP = Hops(zigzag=False, kept="last hop")
 ZIGZAG_RING = Hops(zigzag=True, kept="last hop")
 RING_VARLEN = Hops(zigzag=None, kept="last hop")
-ZIGZAG_ALLGATHER = Hops(zigzag=True, kept="all")
+ZIGZAG_ALLGATHER = ZigzagGather(zigzag=True, kept="all")
 RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()

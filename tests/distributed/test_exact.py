@@ -40,7 +40,7 @@ def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
 def test_packed_sequences_in_one_call_are_as_exact(ranks, launch):
     import ring_cases
 
-    assert launch(ring_cases.with_packed_kernel, ranks, [["ulysses", "balanced-allgather"]]) == [[]] * ranks
+    assert launch(ring_cases.with_packed_kernel, ranks, [["ulysses", *sorted(ring_cases.GATHERING)]]) == [[]] * ranks
 
 
 def test_a_ring_that_forgets_returned_gradients_is_caught(launch):

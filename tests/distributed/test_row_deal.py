@@ -10,6 +10,7 @@ from dilabench.distributed.sharding import zigzag
 from dilabench.distributed.shardings import BALANCED_ALLGATHER, RING_VARLEN
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.impls.ring import balanced, gathered
+from dilabench.impls.ring.schedule.one_launch import InOneLaunch
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload
 
@@ -43,19 +44,26 @@ CASES = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("one", CASES.values(), ids=CASES)
-def test_rows_pairs_and_messages_are_those_of_the_matrix(one, ranks):
-    deal, seen = RowDeal.of(one, ranks), visible(one)
+@pytest.mark.parametrize("cut", [RowDeal.of, RowDeal.zigzag], ids=["balanced", "zigzag"])
+def test_rows_pairs_and_messages_are_those_of_the_matrix(one, ranks, cut):
+    deal, seen = cut(one, ranks), visible(one)
     held = [np.array([at for run in runs for at in run], dtype=int) for runs in deal.held]
     assert sorted(np.concatenate(held)) == list(range(one.seq_len))
-    # Chunks differ by one row.
-    assert max(map(len, held)) - min(map(len, held)) <= max(len(runs) for runs in deal.held)
     pairs = [[4 * seen[np.ix_(held[r], held[(r - hop) % ranks])].sum() for hop in range(ranks)] for r in range(ranks)]
-    assert hop_pairs(one, ranks) == tuple(map(tuple, pairs))
+    assert [[4 * deal.pairs(r, (r - hop) % ranks) for hop in range(ranks)] for r in range(ranks)] == pairs
+    if cut == RowDeal.of:
+        assert hop_pairs(one, ranks) == tuple(map(tuple, pairs))
+        # Chunks differ by one row.
+        assert max(map(len, held)) - min(map(len, held)) <= max(len(runs) for runs in deal.held)
+    else:
+        wanted = zigzag(one.sequences, ranks).parts
+        spans = [[(span.start, span.stop) for span in part] for part in wanted]
+        assert [[(run.start, run.stop) for run in runs] for runs in deal.held] == spans
     moved = [[seen[held[reader]].any(0)[held[holder]].sum() for reader in range(ranks)] for holder in range(ranks)]
     assert [[deal.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)] == moved
     away = np.array(moved) - np.diag(np.diag(moved))
     # K and V, and their gradients back: 2·2·8·2 bytes a row.
-    assert received_bytes(one, ranks) == 64 * (away.sum(0) + away.sum(1)).max()
+    assert received_bytes(one, deal) == 64 * (away.sum(0) + away.sum(1)).max()
 
 
 def test_a_causal_sequence_is_dealt_zigzag():
@@ -91,9 +99,9 @@ def unused(*_tensors, **_options):
 @pytest.mark.parametrize(
     ("one", "ends", "algorithm"),
     [
-        (CASES["documents"], True, balanced.InOneLaunch),
-        (CASES["windows"], True, balanced.InOneLaunch),
-        (CASES["full"], False, balanced.InOneLaunch),
+        (CASES["documents"], True, InOneLaunch),
+        (CASES["windows"], True, InOneLaunch),
+        (CASES["full"], False, InOneLaunch),
         (CASES["documents"], False, gathered.Gathered),
         (CASES["windows both ways"], True, gathered.Gathered),
         (CASES["one sequence"], True, gathered.Gathered),

@@ -5,6 +5,7 @@ that nothing is merged: a ring reads q and writes out and dq once per hop. Its p
 waited for, and memory for the keys of all ranks, which stay for the backward pass. So it is for few K/V heads.
 
 A backend that aligns ends takes a chunk of queries and all keys before them in one call; over others it is two calls.
+Packed sequences are one launch where the backend has a kernel for that.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
+from dilabench.distributed.row_deal import RowDeal
 from dilabench.distributed.sharding import Shards, Span, zigzag
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.one_launch import in_one_launch
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.placed import PlacedSoftmax, PlacedSum
 from dilabench.impls.ring.schedule.plan import pieces_between
@@ -122,10 +125,11 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """Dense patterns, padded or packed; each sequence on zigzag shards."""
     world = context.world or World.alone(context.device)
     shards = zigzag(workload.sequences, world.size)
-    return ShardedAttention(workload, shards, world, algorithm(workload, context, shards))
+    algorithm = in_one_launch(workload, context, RowDeal.zigzag(workload, world.size))
+    return ShardedAttention(workload, shards, world, algorithm or by_pieces(workload, context, shards))
 
 
-def algorithm(workload: Workload, context: BuildContext, shards: Shards) -> Gathered:
+def by_pieces(workload: Workload, context: BuildContext, shards: Shards) -> Gathered:
     """On any shards of spans without gaps."""
     world, backend = context.world or World.alone(context.device), context.require_backend()
     plans = [_plan(workload, shards, rank, backend.aligns_ends) for rank in range(world.size)]

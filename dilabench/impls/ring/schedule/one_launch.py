@@ -1,0 +1,165 @@
+"""All that a rank computes of packed sequences as one launch.
+
+A piece of a document is a sequence of its own, whose last row stands at its last key: the kernel for packed sequences
+must take fewer queries than keys. A document that a rank holds in several pieces has its keys there several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext, PackedKernel
+from dilabench.distributed.row_deal import RowDeal, overlap, overlapping
+from dilabench.distributed.world import World
+from dilabench.impls.ring.schedule.function import Algorithm
+from dilabench.impls.ring.schedule.row_exchange import RowExchange, apart, together
+from dilabench.impls.ring.schedule.sums import Sum
+from dilabench.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Successive keys of the one launch: where they lie, among own rows or among those that came."""
+
+    own: bool
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class InOneLaunch:
+    """`function.Algorithm` of a rank, its pieces as packed sequences. runs: the keys of each piece, in order."""
+
+    exchange: RowExchange
+    kernel: PackedKernel
+    runs: tuple[Run, ...]
+    options: dict[str, Any]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """out, lse, and the K and V that came."""
+        arriving, pending = self.exchange.gather(k, v)
+        pending.wait()
+        keys, values = self._keys(k, v, arriving)
+        out, lse = self.kernel.attend(q[0], keys, values, **self.options)
+        return out[None], lse[None], (arriving,)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's shards; those of keys that came first, so that they travel meanwhile."""
+        (arriving,) = kept
+        keys, values = self._keys(k, v, arriving)
+        dq, *gradients = self.kernel.attend_backward(dout[0], q[0], keys, values, out[0], lse[0], **self.options)
+        far = self._summed(gradients, apart(arriving), own=False)
+        returning, pending = self.exchange.give_back(together(*(total.finish() for total in far)), k)
+        dk, dv = self._summed(gradients, (k, v), own=True)
+        pending.wait()
+        self.exchange.add_returned(dk, dv, returning)
+        return dq[None], dk.finish(), dv.finish()
+
+    def _keys(self, k: Tensor, v: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [T_k, K, D] of the launch."""
+        found = []
+        for near, far in zip((k, v), apart(arriving), strict=True):
+            rows = [(near if run.own else far)[0].narrow(0, run.first, run.rows) for run in self.runs]
+            found.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        keys, values = found
+        return keys, values
+
+    def _summed(self, gradients: Sequence[Tensor], like: tuple[Tensor, Tensor], own: bool) -> tuple[Sum, Sum]:
+        """dK and dV of own keys, or of those that came: a key is in as many runs as pieces see it."""
+        dk, dv = Sum.like(like[0]), Sum.like(like[1])
+        starts = accumulate((run.rows for run in self.runs), initial=0)
+        for run, start in zip(self.runs, starts, strict=False):
+            if run.own == own:
+                for total, gradient in zip((dk, dv), gradients, strict=True):
+                    total.put(gradient[None, start : start + run.rows], run.first)
+        return dk, dv
+
+
+def in_one_launch(workload: Workload, context: BuildContext, deal: RowDeal) -> Algorithm | None:
+    """For packed sequences, where the backend's kernel takes what the mask makes of a piece; None elsewhere."""
+    kernel, world = context.require_backend().packed, context.world or World.alone(context.device)
+    left, right = deal.reach
+    masked = (left, right) != (None, None)
+    if kernel is None or context.device.type not in kernel.devices or workload.layout != "packed":
+        return None
+    # The last row of a piece stands at its last key unless rows see keys behind them.
+    if (masked and not (kernel.aligns_ends and right == 0)) or not deal.held[world.rank]:
+        return None
+    pieces = deal.pieces(world.rank)
+    bounds = [0, *accumulate(len(piece.rows) for piece in pieces)]
+    key_bounds = [0, *accumulate(len(piece.keys) for piece in pieces)]
+    return InOneLaunch(
+        _exchange(deal, world),
+        kernel,
+        _runs(deal, world.rank),
+        {
+            "cu_seqlens": _on_device(bounds, context.device),
+            "longest": max(len(piece.rows) for piece in pieces),
+            "cu_seqlens_k": _on_device(key_bounds, context.device),
+            "longest_k": max(len(piece.keys) for piece in pieces),
+            "causal": workload.causal,
+            "window": workload.window,
+            "scale": workload.softmax_scale,
+        },
+    )
+
+
+def _on_device(bounds: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(bounds, dtype=torch.int32).to(device)
+
+
+def _exchange(deal: RowDeal, world: World) -> RowExchange:
+    rank, others = world.rank, [other for other in range(world.size) if other != world.rank]
+    gives: dict[int, Tensor | None] = {}
+    for reader in others:
+        first, rows = 0, []
+        seen = deal.seen(reader)
+        for own in deal.held[rank]:
+            for shared in (overlap(own, one) for one in overlapping(seen, own)):
+                rows.append(torch.arange(first + shared.start - own.start, first + shared.stop - own.start))
+            first += len(own)
+        if rows:
+            index = torch.cat(rows)
+            gives[reader] = None if len(index) == first else index.to(world.device)
+    needs = {holder: moved for holder in others if (moved := deal.moved(holder, rank))}
+    return RowExchange(world, needs, gives)
+
+
+def _runs(deal: RowDeal, rank: int) -> tuple[Run, ...]:
+    """The keys of each piece, in order, from where they lie; runs that follow each other there are one."""
+    places = _places(deal, rank)
+    positions = tuple(sorted(places, key=lambda held: held.start))
+    found: list[Run] = []
+    for piece in deal.pieces(rank):
+        for held in overlapping(positions, piece.keys):
+            shared, place = overlap(held, piece.keys), places[held]
+            run = Run(place.own, place.first + shared.start - held.start, len(shared))
+            before = found[-1] if found else None
+            if before and (before.own, before.first + before.rows) == (run.own, run.first):
+                found[-1] = Run(run.own, before.first, before.rows + run.rows)
+            else:
+                found.append(run)
+    return tuple(found)
+
+
+def _places(deal: RowDeal, rank: int) -> dict[range, Run]:
+    """Where the keys that a rank has in a call lie, by positions: its own, and what comes, holder by holder."""
+    places, first = {}, 0
+    for own in deal.held[rank]:
+        places[own] = Run(True, first, len(own))
+        first += len(own)
+    came, seen = 0, deal.seen(rank)
+    for holder in (other for other in range(len(deal.held)) if other != rank):
+        for held in deal.held[holder]:
+            for shared in (overlap(held, one) for one in overlapping(seen, held)):
+                places[shared] = Run(False, came, len(shared))
+                came += len(shared)
+    return places
