@@ -6,6 +6,7 @@ rows that lie on a rank are a range of those rows; between two ranges the band i
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from dilabench.distributed.sharding import Shards, Span
 from dilabench.impls.ring.schedule.bands import cuts
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.union.branches import ORIGIN, Branch, Place
-from dilabench.impls.union.head_runs import Progression, fewest_runs
+from dilabench.impls.union.head_runs import Progression, Run, fewest_runs
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -54,10 +55,14 @@ def pieces_between(
     found: list[Piece] = []
     for branch in branches:
         tiles = list(_tiles(workload, shards, reader, holder, branch))
+        # Of many documents' tiles most are for the same heads.
+        runs_of: dict[tuple[tuple[int, ...], bool], Sequence[tuple[Run, Progression]]] = {}
         for query, key, stack, shape in _stacks(tiles):
-            places = [place for place in branch.places if place.position in shape.residues]
             stackable = stack.count == 1 and workload.batch_size == 1
-            runs = fewest_runs(places, workload.group_size, stackable)
+            runs = runs_of.get((shape.residues, stackable))
+            if runs is None:
+                places = [place for place in branch.places if place.position in shape.residues]
+                runs = runs_of[shape.residues, stackable] = fewest_runs(places, workload.group_size, stackable)
             for cut in cuts(shape.queries, shape.keys, shape.low, shape.high, aligned=aligned):
                 for run, residues in runs:
                     piece = Piece(
@@ -84,8 +89,8 @@ def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch:
     every_row = branch.rate == 1 and branch.segment_length >= workload.seq_len
     collapse = reader == holder and every_row and own_dense(workload, shards, reader)
     for start, end in workload.sequences:
-        readers = [span for span in shards.parts[reader] if span.start < end and span.stop > start]
-        holders = [span for span in shards.parts[holder] if span.start < end and span.stop > start]
+        readers = _within(shards.parts[reader], start, end)
+        holders = _within(shards.parts[holder], start, end)
         if collapse and len(readers) > 1 and _inside(readers, start, end):
             rows = sum(span.length for span in readers)
             residues = tuple(sorted({place.position for place in branch.places}))
@@ -95,6 +100,12 @@ def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch:
         for queries in readers:
             for keys in holders:
                 yield from _span_tiles(workload, branch, queries, keys, start, end)
+
+
+def _within(spans: Sequence[Span], start: int, end: int) -> Sequence[Span]:
+    """Those of rising spans that share something with [start, end), without a look at all of them."""
+    first = bisect_right(spans, start, key=lambda span: span.stop)
+    return spans[first : bisect_left(spans, end, lo=first, key=lambda span: span.start)]
 
 
 def _inside(spans: Sequence[Span], start: int, end: int) -> bool:
