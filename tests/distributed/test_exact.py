@@ -43,6 +43,18 @@ def test_packed_sequences_in_one_call_are_as_exact(ranks, launch):
     assert launch(ring_cases.with_packed_kernel, ranks, [["ulysses", *sorted(ring_cases.GATHERING)]]) == [[]] * ranks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_any_packing_is_as_exact(ranks, launch):
+    import ring_cases
+
+    packings = ring_cases.random_packings(ranks, 12)
+    by_pieces = ["zigzag-allgather", "balanced-allgather", "ring-varlen", "ulysses"]
+    assert launch(ring_cases.exact, ranks, [by_pieces, packings]) == [[]] * ranks
+    in_one = ["zigzag-allgather", "balanced-allgather", "ulysses"]
+    assert launch(ring_cases.with_packed_kernel, ranks, [in_one, packings]) == [[]] * ranks
+
+
 def test_a_ring_that_forgets_returned_gradients_is_caught(launch):
     import ring_cases
 

@@ -1,7 +1,8 @@
 """What ranks run in the tests: each implementation against the formula, in float64, under a random dout."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,21 @@ def exact(world, names, cases=PADDED | PACKED):
     return wrong
 
 
+def random_packings(seed, count):
+    """Workloads of packed sequences: any lengths, heads, masks and windows."""
+    draw, cases = Random(seed), {}
+    for at in range(count):
+        lengths = [
+            draw.choice([1, 2, draw.randrange(1, 40), draw.randrange(1, 400)]) for _ in range(draw.randrange(1, 9))
+        ]
+        causal, group = draw.random() < 0.7, draw.choice([1, 2, 3])
+        left, right = draw.choice([-1, -1, 0, draw.randrange(60)]), draw.choice([-1, 0, draw.randrange(60)])
+        window = (left, 0 if causal and left >= 0 else -1 if causal else right)
+        heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": draw.choice([3, 8])}
+        cases[f"packing {at} of seed {seed}"] = packed(0, *accumulate(lengths), causal=causal, window=window, **heads)
+    return cases
+
+
 def by_the_formula(world, cases):
     """What every case's results must be; rank 0 computes it for all ranks."""
     told = [None]
@@ -142,7 +158,7 @@ def with_aligned_ends(world, names, places):
     return exact(world, names)
 
 
-def with_packed_kernel(world, names):
+def with_packed_kernel(world, names, more=None):
     """What `exact` finds over a backend that takes all packed sequences in one call."""
     global BACKEND
 
@@ -171,7 +187,7 @@ def with_packed_kernel(world, names):
     pieces = packed(0, 1, 3, 290, 300, 700, 701, 1024, num_heads=2, num_kv_heads=1)
     windowed = pieces.replace(window=(40, 0))
     further = {"six heads of three": one, "long documents in pieces": pieces, "windows of pieces": windowed}
-    return exact(world, names, PACKED | further)
+    return exact(world, names, PACKED | further | (more or {}))
 
 
 def projected(world):
