@@ -151,7 +151,10 @@ def test_what_the_library_takes_is_told_beside_its_row(monkeypatch: pytest.Monke
     assert torch.equal(built(q, q, q), dilated_attention(q, q, q, causal=True, **branches, backend="math"))
 
 
-def test_a_rule_that_leaves_the_backend_open_is_told_with_the_backend(measured: Measured) -> None:
+def test_a_rule_that_leaves_the_backend_open_is_told_with_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     found = chosen.build(workload(layout="packed", cu_seqlens=(0, 100, 256)), BuildContext(device=CPU))
     assert found.notes[0].message == "strided:sdpa-flash (rule)"
     q = torch.randn(256, 2, 16)
