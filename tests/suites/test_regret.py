@@ -73,6 +73,8 @@ def test_a_field_that_is_given_is_not_drawn_and_takes_nothing_from_the_others():
     # Where too much work is drawn again, fewer numbers in a head may make it little enough.
     as_free = [one.model_copy(update={"head_dim": 1}) == other for one, other in zip(free, fixed, strict=True)]
     assert sum(as_free) > len(free) / 2
+    assert sum(one.is_dense for one in drawn(CPU, seq_len=1000)) > 1
+    assert {one.seq_len for one in drawn(CPU, seq_len=1)} == {1}
     with pytest.raises(ConfigError, match=r"no shape can be drawn with causal, window as given: .*looks 8 positions"):
         drawn(CPU, count=1, causal=True, window=(8, 8))
 

@@ -50,7 +50,7 @@ def shape(catalogue: Catalogue, machine: Machine, seed: int, number: int, fixed:
     why = ""
     for _ in range(MOST_DRAWS):
         try:
-            asked = workload_request(catalogue, None, {**_fields(drawn, RANGES[machine.device]), **fixed})
+            asked = workload_request(catalogue, None, {**_fields(drawn, RANGES[machine.device], fixed), **fixed})
             workload = asked.resolve(machine.auto_dtype)
         except ConfigError as error:
             why = str(error)
@@ -61,12 +61,13 @@ def shape(catalogue: Catalogue, machine: Machine, seed: int, number: int, fixed:
     raise ConfigError(f"no shape can be drawn with {', '.join(fixed)} as given: {why}; leave some of them out")
 
 
-def _fields(drawn: random.Random, limits: Range) -> dict[str, Any]:
+def _fields(drawn: random.Random, limits: Range, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields, those that are fixed as well: what depends on them fits what they are fixed at."""
     shortest, longest = limits.lengths
-    seq_len = _log_uniform(drawn, shortest, longest)
-    num_heads = drawn.choice(limits.num_heads)
+    seq_len = fixed.get("seq_len", _log_uniform(drawn, shortest, longest))
+    num_heads = fixed.get("num_heads", drawn.choice(limits.num_heads))
     divisors = [count for count in range(1, num_heads + 1) if num_heads % count == 0]
-    causal = drawn.random() < 0.5
+    causal = fixed.get("causal", drawn.random() < 0.5)
     fields = {
         "seq_len": seq_len,
         "batch_size": drawn.randint(1, max(1, min(MOST_BATCH, longest // seq_len))),
@@ -110,4 +111,4 @@ def _branches(drawn: random.Random, seq_len: int) -> Iterator[tuple[int, int]]:
 
 
 def _log_uniform(drawn: random.Random, low: int, high: int) -> int:
-    return round(math.exp(drawn.uniform(math.log(low), math.log(high))))
+    return round(math.exp(drawn.uniform(math.log(low), math.log(max(low, high)))))
