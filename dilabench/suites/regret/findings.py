@@ -7,7 +7,7 @@ from statistics import fmean, median
 from dilabench.compare.pairing import common_timings, pair
 from dilabench.compare.ranking import is_quotable, rank
 from dilabench.errors import counted
-from dilabench.metadata import CHOSEN, SHAPE
+from dilabench.metadata import CHOSEN, INTERFERENCE, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
 from dilabench.record import Measured, Row, RunRecord
@@ -31,7 +31,8 @@ NUMERIC = frozenset({"shape", "time", "its time", "regret", "95 % CI"})
 class Regret:
     """One shape: `ratio` is the time of the choice over that of the fastest other way, from their common rounds.
 
-    `low` and `high` are the ends of its interval; None where they did not take turns often enough for one.
+    `low` and `high` are the ends of its interval; None where they did not take turns often enough for one. `disturbed`:
+    a way of the shape took another time by itself than in turn, so that more than chance may be in the ratio.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Regret:
     ratio: float
     low: float | None
     high: float | None
+    disturbed: bool
 
     @property
     def is_much(self) -> bool:
@@ -48,8 +50,8 @@ class Regret:
 
     @property
     def is_proven(self) -> bool:
-        """Over 1.1 with its whole interval."""
-        return self.low is not None and self.low > MUCH
+        """Over 1.1 with its whole interval, and nothing disturbed it."""
+        return self.low is not None and self.low > MUCH and not self.disturbed
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
@@ -78,7 +80,8 @@ def regrets(record: RunRecord, catalogue: Catalogue) -> Iterator[Regret]:
         chosen = next((row for row in rows if row.case.implementation in choosing and is_quotable(row)), None)
         ranking = rank([row for row in rows if row.case.implementation not in choosing], record.device)
         if chosen is not None and ranking is not None:
-            yield _regret(number, chosen, ranking.fastest, record.device)
+            disturbed = any(INTERFERENCE.among(row.outcome.notes) for row in rows if isinstance(row.outcome, Measured))
+            yield _regret(number, chosen, ranking.fastest, record.device, disturbed)
 
 
 def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
@@ -91,23 +94,15 @@ def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
     return {number: rows for number, rows in sorted(shapes.items()) if not any(map(cut_short, rows))}
 
 
-def _regret(number: int, chosen: Row, other: Row, device: str) -> Regret:
+def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) -> Regret:
+    # Without common rounds, as where a run went on in the middle of a shape, there is no interval.
+    ratio, low, high = _median_ns(chosen) / _median_ns(other), None, None
     timings = common_timings(other, chosen)
     rounds = pair([timings]).rounds if timings else None
-    if rounds is None:
-        # Measured at different times, as where a run went on in the middle of a shape.
-        return Regret(
-            number=number, chosen=chosen, other=other, ratio=_median_ns(chosen) / _median_ns(other), low=None, high=None
-        )
-    numbers = judge(rounds, Policy.for_device(device)).numbers
-    return Regret(
-        number=number,
-        chosen=chosen,
-        other=other,
-        ratio=numbers.ratio,
-        low=numbers.ratio_low,
-        high=numbers.ratio_high,
-    )
+    if rounds is not None:
+        numbers = judge(rounds, Policy.for_device(device)).numbers
+        ratio, low, high = numbers.ratio, numbers.ratio_low, numbers.ratio_high
+    return Regret(number=number, chosen=chosen, other=other, ratio=ratio, low=low, high=high, disturbed=disturbed)
 
 
 def _summary(found: Sequence[Regret]) -> str:
@@ -156,7 +151,8 @@ def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
 
 def _line(one: Regret) -> tuple[str, ...]:
     workload = one.chosen.case.workload
-    verdict = ("yes" if one.is_proven else "within noise") if one.is_much else "no"
+    doubt = "disturbed" if one.disturbed else "within noise"
+    verdict = ("yes" if one.is_proven else doubt) if one.is_much else "no"
     interval = figures.ABSENT if one.low is None or one.high is None else f"{one.low:.2f}–{one.high:.2f}"
     return (
         str(one.number),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dilabench.metadata import CHOSEN, SHAPE
+from dilabench.metadata import CHOSEN, INTERFERENCE, SHAPE
 from dilabench.plugins.manager import discover
 from dilabench.record import Row, Skipped
 from dilabench.suites.regret.findings import analyse, regrets
@@ -75,6 +75,24 @@ def test_what_noise_may_have_done_is_not_proven(shape, made, monkeypatch):
     assert "in 1 (100.0%), 0 of them beyond doubt" in section.sentence
     assert section.rows[0][-3:] == ("1.20", "0.90–1.60", "within noise")
     assert "left out" not in section.sentence
+
+
+def test_nothing_is_proven_where_neighbours_disturbed_a_way(shape, made):
+    rows = shape(1, 10.0, 30.0, 8.0)
+    note = INTERFERENCE.note("alone it is 40 % slower", observed=0.4)
+    rows[1] = rows[1].model_copy(update={"outcome": rows[1].outcome.model_copy(update={"notes": (note,)})})
+    (section,) = analyse(made(rows, asked=1), CATALOGUE)
+    assert "in 1 (100.0%), 0 of them beyond doubt" in section.sentence
+    assert section.rows[0][-1] == "disturbed"
+
+
+def test_without_common_rounds_there_is_no_interval(shape, made):
+    rows = shape(1, 12.0, 10.0)
+    slots = tuple(slot.model_copy(update={"round": slot.round + 50}) for slot in rows[0].outcome.timings[0].slots)
+    timing = rows[0].outcome.timings[0].model_copy(update={"slots": slots})
+    rows[0] = rows[0].model_copy(update={"outcome": rows[0].outcome.model_copy(update={"timings": (timing,)})})
+    (found,) = regrets(made(rows), CATALOGUE)
+    assert (round(found.ratio, 2), found.low, found.is_proven) == (1.2, None, False)
 
 
 def test_only_ten_are_shown_and_the_worst_first(shape, made):
