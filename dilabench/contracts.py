@@ -19,6 +19,7 @@ from dilabench.metadata import (
     PATTERN_CACHE_HITS,
     PATTERN_CACHE_MISSES,
 )
+from dilabench.record import Note
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ class WithLse(Protocol):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@runtime_checkable
+class WithNotes(Protocol):
+    """An AttentionFn that has something to say about how it was built; its row carries the notes."""
+
+    notes: tuple[Note, ...]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class Attend(Protocol):

@@ -102,6 +102,7 @@ VARIANT = Label("variant", "suite `optimization`: what is switched on", str)
 SUITE = Label("suite", "suite `all`: the suite that asked for the case", str)
 PRESET = Label("workload", "the name of the preset that the workload came from", str)
 CHOSEN_BY = Label("chosen_by", "what `-i auto` decided on: a tuned choice, a measured one, or the rule", str)
+SHAPE = Label("shape", "suite `choice`: the number of the shape among those drawn with the run's seed", int)
 DENSITY_REACHED = Label(
     "density_reached", "share of visible block pairs that are computed", float, "{:.4f}".format, unit="share"
 )
@@ -168,6 +169,7 @@ ABOVE_PEAK_BANDWIDTH = NoteKind(
 GROWS_TOO_SLOWLY = NoteKind(
     "grows_too_slowly", "time grew much less than the work (older records only)", "times", disqualifies=True
 )
+CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
 UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
 
 # What `dilabench doctor` says of a machine; no row carries these.

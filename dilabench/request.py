@@ -127,9 +127,11 @@ def run_request(
             fields.update(tables["run"])
         else:
             presets.append(catalogue.workloads.get(config).name)
-    by_hand = _agreed(read_assignments(assignments), workload or {})
-    overrides.update(by_hand)
-    options = {**fields.get("options", {}), **(run or {}).get("options", {})}
+    assigned = read_assignments(assignments)
+    own = (catalogue.suites.get(suite).options if suite in catalogue.suites else None) or ()
+    of_suite = {name: assigned.pop(name) for name in own if name in assigned}
+    overrides.update(_agreed(assigned, workload or {}))
+    options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
     fields.update(run or {}, options=options)
     if suite in catalogue.suites:
         fields.setdefault("timing", catalogue.suites.get(suite).timing)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dilabench.attention import dilated_attention, first_use
+from dilabench.attention import chosen, dilated_attention, first_use
 from dilabench.attention.dilated import planner_of
+from dilabench.contracts import BuildContext, WithNotes
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Case
 from dilabench.suites.choice import TunedCell, read_tune_file, remember, tune_path
@@ -127,3 +128,34 @@ def test_the_library_computes_by_what_was_chosen(monkeypatch: pytest.MonkeyPatch
     q.requires_grad_()
     dilated_attention(q, q, q, **options).sum().backward()
     assert asked == ["forward", "both"]
+
+
+@pytest.mark.parametrize("mode", ["forward", "both"])
+def test_what_the_library_takes_is_told_beside_its_row(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Chosen when it is built, for calls in the workload's mode, so that no timed call chooses."""
+    asked: list[str] = []
+
+    def fastest(_planner: object, workload: Workload, _device: torch.device, _build: object) -> first_use.Choice:
+        asked.append(workload.mode)
+        return first_use.Choice("strided", "math", "first use")
+
+    monkeypatch.setattr(first_use, "fastest", fastest)
+    branches = {"segment_lengths": (24,), "dilation_rates": (2,)}
+    built = chosen.build(workload(mode=mode, seq_len=73, **branches), BuildContext(device=CPU))
+    assert asked == [mode]
+    assert isinstance(built, WithNotes)
+    (note,) = built.notes
+    assert (note.code, note.message) == ("chosen", "strided:math (first use)")
+    assert note.observed is not None
+    q = torch.randn(1, 73, 2, 16)
+    assert torch.equal(built(q, q, q), dilated_attention(q, q, q, causal=True, **branches, backend="math"))
+
+
+def test_a_rule_that_leaves_the_backend_open_is_told_with_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
+    found = chosen.build(workload(layout="packed", cu_seqlens=(0, 100, 256)), BuildContext(device=CPU))
+    assert found.notes[0].message == "strided:sdpa-flash (rule)"
+    q = torch.randn(256, 2, 16)
+    assert found(q, q, q).shape == q.shape

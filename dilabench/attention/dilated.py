@@ -32,6 +32,7 @@ from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.request import AUTO, RunRequest
+from dilabench.suites.choice import Choice
 from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
@@ -385,19 +386,22 @@ def _cached_computation(
                 **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
             },
         )
-        if options.backend == AUTO and (fastest := _fastest(workload, device, options.wants_gradient)):
-            return fastest
+        if options.backend == AUTO:
+            return automatic(workload, device, options.wants_gradient)[1]
         # A named backend may serve a forward pass alone.
-        asked = workload.replace(mode="both" if options.backend == AUTO else "forward")
-        case = Case(implementation="dilated_attention", workload=asked)
-        context = BuildContext(device=device, backend=backend_of(options.backend, case, device.type))
+        case = Case(implementation="dilated_attention", workload=workload.replace(mode="forward"))
+        backend = backend_of(options.backend, case, device.type)
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return strided.build(workload, context)
+    return strided.build(workload, BuildContext(device=device, backend=backend))
 
 
-def _fastest(workload: Workload, device: torch.device, wants_gradient: bool) -> _Computation | None:
-    """The fastest way that is known or can be measured, if that is more than a rule that leaves the backend open."""
+def automatic(workload: Workload, device: torch.device, wants_gradient: bool) -> tuple[Choice, _Computation]:
+    """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
+
+    A rule may leave the backend open; then it is the best dense kernel below strided views. Raises ConfigError when
+    nothing can compute it on this machine.
+    """
     planner = planner_of(device.type)
 
     def build(case: Case) -> _Computation | None:
@@ -410,7 +414,13 @@ def _fastest(workload: Workload, device: torch.device, wants_gradient: bool) -> 
 
     asked = workload.replace(mode="both" if wants_gradient else "forward")
     choice = first_use.fastest(planner, asked, device, build)
-    return build(Case(implementation=choice.implementation, backend=choice.backend, workload=asked))
+    found = build(Case(implementation=choice.implementation, backend=choice.backend, workload=asked))
+    if found is not None:
+        return choice, found
+    case = Case(implementation="dilated_attention", workload=workload.replace(mode="both"))
+    backend = backend_of(AUTO, case, device.type)
+    computation = strided.build(workload, BuildContext(device=device, backend=backend))
+    return Choice("strided", backend.name, choice.source), computation
 
 
 def backend_of(name: str, case: Case, device: str) -> LoadedBackend:

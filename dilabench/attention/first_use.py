@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dilabench.errors import DilabenchError
+from dilabench.plugins.boundary import guarded
 from dilabench.record import Case
 from dilabench.suites.choice import Choice, TunedCell, by_priority, choose, measured_near, remember, tune_path
 from dilabench.suites.planner import Planner
@@ -73,10 +74,12 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
     found = []
     for case in ways(planner, workload):
         try:
-            computation = build(case)
-            if computation is not None:
-                found.append((_cost(computation, (q, k, v), dout if workload.mode != "forward" else None), case))
-        except Exception as error:  # noqa: BLE001 - a way that fails here is no way; the others are measured
+            # Its kernels may be a plug-in's: whatever they raise, the other ways are measured.
+            with guarded(planner.catalogue.implementations.origin(case.implementation)):
+                computation = build(case)
+                if computation is not None:
+                    found.append((_cost(computation, (q, k, v), dout if workload.mode != "forward" else None), case))
+        except DilabenchError as error:
             logger.info("%s over %s cannot serve %s: %s", case.implementation, case.backend, workload.label(), error)
     if len(found) < 2:
         return None

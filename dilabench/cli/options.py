@@ -26,7 +26,11 @@ Configs = Annotated[
 ]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set any workload field, for example causal=false. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set any workload field, causal=false, or in run an option of the suite. Repeatable.",
+    ),
 ]
 BatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="B", help="Sequences per call, or auto.")]
 SeqLength = Annotated[

@@ -47,7 +47,7 @@ def second_implementations(
 def _may_serve(one: Implementation, catalogue: Catalogue) -> bool:
     built_in = catalogue.implementations.origin(one.name) == BUILTIN
     on_one_device = one.sharding is None and one.takes == "heads" and not one.compiles
-    return built_in and on_one_device and one.role in ("plain", "method")
+    return built_in and on_one_device and one.role in ("plain", "method") and not one.chooses
 
 
 def _backends(one: Implementation, catalogue: Catalogue, machine: Machine) -> Iterator[Backend | None]:

@@ -146,7 +146,8 @@ class Implementation:
     supports. `every_call`: the steps of a call, where others of its pattern have some of them behind them when a call
     begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of ours. Suites
     have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by `install`, how
-    to get it.
+    to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it only by name,
+    `choice` holds it against the others, and `auto` never means it.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Implementation:
     every_call: tuple[str, ...] = ("attend",)
     project: str | None = None
     install: str | None = None
+    chooses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,8 @@ class Suite:
     `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
     in the record apart from the rows, and no table of measurements shows it.
     `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
-    suite `all` asks the highest first, and last of all the one that `takes_the_rest` of the time. `tunes`: its cases
-    are those that `dilabench tune` chooses among. `axis`: what its answer is given by, a line for each value.
+    suite `all` asks the highest first, and last of all those that take what time is left (`takes_the_rest`). `tunes`:
+    its cases are those that `dilabench tune` chooses among. `axis`: what its answer is given by, a line for each value.
     """
 
     name: str

@@ -122,6 +122,8 @@ def _usable(catalogue: Catalogue, machine: Machine, case: Case, measured: bool =
     there = case.implementation in catalogue.implementations
     if not there or (case.backend is not None and case.backend not in catalogue.backends):
         return False
+    if catalogue.implementations.get(case.implementation).chooses:
+        return False
     if not measured and catalogue.reasons_unasked(case, machine):
         return False
     return not catalogue.reasons_against(case, machine)

@@ -65,10 +65,12 @@ class Planner:
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
         """Names of the implementations of which a fact holds, in the catalogue's order.
 
-        The oracle is no competitor, and public projects are asked for by name or by suite `field`.
+        The oracle is no competitor, public projects are asked for by name or by suite `field`, and what chooses among
+        the others by name or by suite `choice`.
         """
         shelf = self.catalogue.implementations
-        return tuple(one.name for one in shelf if one.role != "oracle" and one.project is None and holds(one))
+        ours = (one for one in shelf if one.role != "oracle" and one.project is None and not one.chooses)
+        return tuple(one.name for one in ours if holds(one))
 
     def on_one_device(self, *patterns: str) -> tuple[str, ...]:
         """What computes such patterns on q, k, v of one device, without compiling for tens of seconds at each shape."""

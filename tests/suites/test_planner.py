@@ -136,8 +136,8 @@ def test_implementations_leaves_out_the_oracle_unless_asked(catalogue):
     names = {p.case.implementation for p in plan(catalogue)}
     over_ranks = {one.name for one in catalogue.implementations if one.supports.max_world_size is None}
     assert {"ring", "ulysses"} <= over_ranks
-    peers = {one.name for one in catalogue.implementations if one.project}
-    assert names == set(catalogue.implementations.names) - {"reference"} - over_ranks - peers
+    others = {one.name for one in catalogue.implementations if one.project or one.chooses}
+    assert names == set(catalogue.implementations.names) - {"reference"} - over_ranks - others
     everything = {p.case.implementation for p in plan(catalogue, run={"implementations": ["all"]})}
     assert everything == set(catalogue.implementations.names)
 

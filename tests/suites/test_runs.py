@@ -118,3 +118,31 @@ def test_a_budget_that_measures_nothing_ends_with_its_code_and_says_what_would_d
     assert "budget of 10 ms used up before its turn" in done.stdout
     assert re.search(r"cases had no time: `dilabench run \w+ --resume \S+ --budget \d+s` should suffice", done.stdout)
     assert "NOTHING MEASURED" in done.stdout
+
+
+def test_choice_says_what_the_library_took_and_what_that_costs(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
+    few = ("--set", "seq_len=300", "--set", "batch_size=1", "--set", "head_dim=16", "--set", "dtype=float32")
+    started = ("run", "choice", *few, "--set", "shapes=2", "--seed", "3", "--device", "cpu", "--timing-runs", "6")
+    done = run(*started)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_record(folder_of(tmp_path, "choice"))
+    assert {row.planned.labels["shape"] for row in record.rows} == {"1", "2"}
+    assert {row.outcome.status for row in record.rows} == {"measured"}
+    chosen = [row for row in record.rows if row.case.implementation == "library"]
+    assert [note.code for row in chosen for note in row.outcome.notes if note.observed] == ["chosen"] * 2
+    assert re.search(r"Over 2 shapes the choice took \d\.\d\d times as long as the fastest other\s+way", done.stdout)
+    assert "strided:sdpa-flash (rule)" in done.stdout
+
+
+def test_choice_goes_on_with_the_shapes_that_there_was_no_time_for(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
+    few = ("--set", "seq_len=300", "--set", "batch_size=1", "--set", "head_dim=16", "--set", "dtype=float32")
+    done = run("run", "choice", *few, "-i", "strided", "--set", "shapes=2", "--device", "cpu", "--budget", "1ms")
+    assert "2 of 2 shapes are left out; go on with" in " ".join(done.stdout.split())
+    assert "others follow from them and need more" in done.stdout
+    folder = folder_of(tmp_path, "choice")
+    again = run("run", "choice", "--resume", str(folder), "--budget", "60s")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "Over 2 shapes the choice took" in again.stdout
+    assert {row.outcome.status for row in read_record(folder).rows} == {"measured"}

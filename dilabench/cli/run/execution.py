@@ -80,7 +80,8 @@ class Execution:
         tell_of(broken)
         if broken and code is ExitCode.OK:
             code = ExitCode.ENVIRONMENT
-        if hint := way_on(record, self.machine, self.folder.path):
+        follow_up = self.found.catalogue.suites.get(self.request.suite).follow_up
+        if hint := way_on(record, self.machine, self.folder.path, more_follow=follow_up is not None):
             self._say(hint)
         self._say(verdict(record, code))
         return code

@@ -15,12 +15,12 @@ def without_time(record: RunRecord) -> tuple[Row, ...]:
     return tuple(row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.code == "budget")
 
 
-def way_on(record: RunRecord, machine: Machine, folder: Path) -> str | None:
+def way_on(record: RunRecord, machine: Machine, folder: Path, more_follow: bool = False) -> str | None:
     """How to get the rest of a run that the budget or Ctrl-C ended; None where nothing is missing.
 
     The budget comes from what the measured cases took, builds and verification included, and grows with the work of the
     longer ones that are missing; without any, it comes from the predicted time, and is at least twice what was not
-    enough.
+    enough. `more_follow`: the suite asks for more when it has these.
     """
     missing = without_time(record)
     resume = f"dilabench run {record.suite} --resume {folder}"
@@ -36,7 +36,8 @@ def way_on(record: RunRecord, machine: Machine, folder: Path) -> str | None:
         predicted_s = min(sufficient_budget_s(row.case, machine, cores) for row in missing)
         needed_s, source = max(predicted_s, 2 * elapsed_s), "for the first of them, predicted"
     way = f"`{resume} {budget_option(needed_s)}` should suffice ({format_seconds(needed_s)} {source})"
-    return f"{counted(len(missing), 'case')} had no time: {way}"
+    rest = "; others follow from them and need more" if more_follow else ""
+    return f"{counted(len(missing), 'case')} had no time: {way}{rest}"
 
 
 def together(folders: Sequence[str]) -> str:

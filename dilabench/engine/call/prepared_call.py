@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from dilabench.backends.load import load_backend
-from dilabench.contracts import AttentionFn, BufferPool, Build, BuildContext, LoadedBackend, NoPool, PatternCache
+from dilabench.contracts import (
+    AttentionFn,
+    BufferPool,
+    Build,
+    BuildContext,
+    LoadedBackend,
+    NoPool,
+    PatternCache,
+    WithNotes,
+)
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.whole import Sharded, Whole
 from dilabench.distributed.world import World
@@ -24,6 +33,7 @@ from dilabench.engine.device.device import cache_bytes, synchronize
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.metadata import BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES, PATTERN_CACHE_BYTES, refuse_unknown
 from dilabench.plugins.catalogue import load_target
+from dilabench.record import Note
 
 MAX_INPUT_SETS = 32
 SLOW_CALL_NS = 200_000_000
@@ -242,6 +252,14 @@ class PreparedCall:
         counted = {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters, **self._traffic}
         refuse_unknown("counter", counted)
         return counted
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What the function has to say about how it was built. Raises PluginError for a code of nobody's."""
+        built = self._unoptimized
+        notes = tuple(built.notes) if isinstance(built, WithNotes) else ()
+        refuse_unknown("note", [note.code for note in notes])
+        return notes
 
     @property
     def held_bytes(self) -> int:

@@ -105,7 +105,7 @@ class Handlers:
         self._calls[spec.handle] = call
         self._checkers[spec.handle] = TimedOutputs(call)
         prepared = Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns)
-        return Reply(prepared=prepared, notes=_settings_notes(call.changed_settings))
+        return Reply(prepared=prepared, notes=(*call.notes, *_settings_notes(call.changed_settings)))
 
     def _joined(self) -> World | None:
         """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""

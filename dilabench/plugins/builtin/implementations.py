@@ -197,6 +197,13 @@ IMPLEMENTATIONS = (
         preferred_for=replace(FUSED, check=_better_branch_by_branch),
     ),
     Implementation(
+        "library",
+        "what `dilabench.attention.dilated_attention` takes by itself, measured at the first call where that is a GPU",
+        "dilabench.attention.chosen:build",
+        supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
+        chooses=True,
+    ),
+    Implementation(
         "flex",
         "FlexAttention with the pattern as mask and log C as score: what plain masking costs",
         "dilabench.impls.flex.flex:build",

@@ -95,6 +95,17 @@ SUITES: tuple[Suite, ...] = (
         options=("max_seq_length", "memory_limit", "gradient_checkpointing", "chunked", "offload"),
     ),
     Suite(
+        "choice",
+        "how far the library's automatic choice is from the fastest of its ways, on shapes drawn at random",
+        "dilabench.suites.regret.cases:expand",
+        follow_up="dilabench.suites.regret.cases:follow_up",
+        analysis="dilabench.suites.regret.findings:analyse",
+        reads_catalogue=True,
+        aliases=("regret",),
+        options=("shapes",),
+        takes_the_rest=True,
+    ),
+    Suite(
         "billion",
         "2^30 tokens, really computed: resident on one device or over ranks, else streamed in pieces",
         "dilabench.suites.billion.cases:expand",

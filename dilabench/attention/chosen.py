@@ -1,0 +1,49 @@
+"""Implementation `library`: `dilated_attention` as a caller gets it, with what it chose told beside its times.
+
+The choice is made when it is built, so that measuring at the first use is set-up, and no part of a timed call.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dilabench.attention.dilated import automatic, dilated_attention
+from dilabench.contracts import BuildContext
+from dilabench.metadata import CHOSEN
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.record import Note
+from dilabench.workload.spec import Workload
+
+IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The library's function for one workload. `notes`: what it took, and how long it took to choose."""
+
+    options: Mapping[str, Any]
+    notes: tuple[Note, ...]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; packed: [T, H, D]."""
+        return dilated_attention(q, k, v, **self.options)
+
+
+def build(workload: Workload, context: BuildContext) -> Chosen:
+    """Choose as the first call of this configuration does; the calls find what was measured."""
+    began = time.perf_counter_ns()
+    choice, _ = automatic(workload, context.device, workload.mode != "forward")
+    took_ns = time.perf_counter_ns() - began
+    pattern = DilatedPattern.of(workload)
+    options = {
+        **{name: getattr(pattern, name) for name in IN_PATTERN},
+        "causal": workload.causal,
+        "window": workload.window,
+        "scale": workload.scale,
+        "cu_seqlens": workload.cu_seqlens,
+    }
+    way = f"{choice.implementation}:{choice.backend}" if choice.backend else choice.implementation
+    return Chosen(options, (CHOSEN.note(f"{way} ({choice.source})", observed=took_ns),))

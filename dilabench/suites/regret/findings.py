@@ -1,0 +1,184 @@
+"""Suite `choice`: the regret of the library's choice, the time of what it took over that of the fastest other way."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from dilabench.compare.pairing import common_timings, pair
+from dilabench.compare.ranking import is_quotable, rank
+from dilabench.errors import counted
+from dilabench.metadata import CHOSEN, INTERFERENCE, SHAPE
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.predict.time import budget_option, elapsed_seconds
+from dilabench.record import Measured, Row, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Section
+from dilabench.report.rows import location, row_name
+from dilabench.stats.decisions.decide import judge
+from dilabench.stats.decisions.policy import Policy
+from dilabench.suites.regret.cases import cut_short, shapes_asked
+from dilabench.units import format_seconds
+
+TITLE = "Regret of the choice"
+# Beyond this the choice was wrong; below, another machine or day might turn it round.
+MUCH = 1.1
+SHOWN = 10
+COLUMNS = ("shape", "workload", "took", "time", "fastest other", "its time", "regret", "95 % CI", "over 1.1")
+NUMERIC = frozenset({"shape", "time", "its time", "regret", "95 % CI"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regret:
+    """One shape: `ratio` is the time of the choice over that of the fastest other way, from their common rounds.
+
+    `low` and `high` are the ends of its interval; None where they did not take turns often enough for one. `disturbed`:
+    a way of the shape took another time by itself than in turn, so that more than chance may be in the ratio.
+    """
+
+    number: int
+    chosen: Row
+    other: Row
+    ratio: float
+    low: float | None
+    high: float | None
+    disturbed: bool
+
+    @property
+    def is_much(self) -> bool:
+        """Over 1.1, beyond doubt or not."""
+        return self.ratio > MUCH
+
+    @property
+    def is_proven(self) -> bool:
+        """Over 1.1 with its whole interval, and nothing disturbed it."""
+        return self.low is not None and self.low > MUCH and not self.disturbed
+
+
+def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
+    """The answer: how large the regret is over all shapes, the worst of them, what is left out and how to go on."""
+    found = list(regrets(record, catalogue))
+    asked = shapes_asked(record.config.get("options", {}))
+    told = [_summary(found), *_measuring(found), *_without_regret(record, found), *_left_out(record, asked)]
+    worst = sorted(found, key=lambda one: -one.ratio)[:SHOWN]
+    return (
+        Section(
+            title=TITLE,
+            sentence=" ".join(told),
+            columns=COLUMNS if worst else (),
+            rows=tuple(_line(one) for one in worst),
+            numeric=NUMERIC if worst else frozenset(),
+            answers=True,
+        ),
+    )
+
+
+def regrets(record: RunRecord, catalogue: Catalogue) -> Iterator[Regret]:
+    """The shapes of which the choice and another way were measured, all ways of each having had their time."""
+    shelf = catalogue.implementations
+    choosing = {one.name for one in shelf if one.chooses}
+    for number, rows in _whole_shapes(record).items():
+        chosen = next((row for row in rows if row.case.implementation in choosing and is_quotable(row)), None)
+        ranking = rank([row for row in rows if row.case.implementation not in choosing], record.device)
+        if chosen is not None and ranking is not None:
+            disturbed = any(INTERFERENCE.among(row.outcome.notes) for row in rows if isinstance(row.outcome, Measured))
+            yield _regret(number, chosen, ranking.fastest, record.device, disturbed)
+
+
+def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
+    """The rows by shape, without shapes that the budget cut short."""
+    shapes: dict[int, list[Row]] = {}
+    for row in record.rows:
+        number = SHAPE.of(row.planned)
+        if number is not None:
+            shapes.setdefault(number, []).append(row)
+    return {number: rows for number, rows in sorted(shapes.items()) if not any(map(cut_short, rows))}
+
+
+def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) -> Regret:
+    # Without common rounds, as where a run went on in the middle of a shape, there is no interval.
+    ratio, low, high = _median_ns(chosen) / _median_ns(other), None, None
+    timings = common_timings(other, chosen)
+    rounds = pair([timings]).rounds if timings else None
+    if rounds is not None:
+        numbers = judge(rounds, Policy.for_device(device)).numbers
+        ratio, low, high = numbers.ratio, numbers.ratio_low, numbers.ratio_high
+    return Regret(number=number, chosen=chosen, other=other, ratio=ratio, low=low, high=high, disturbed=disturbed)
+
+
+def _summary(found: Sequence[Regret]) -> str:
+    if not found:
+        return "No shape was measured."
+    ratios = [one.ratio for one in found]
+    over = [one for one in found if one.is_much]
+    proven = sum(one.is_proven for one in over)
+    doubt = f", {proven} of them beyond doubt" if over else ""
+    return (
+        f"Over {counted(len(found), 'shape')} the choice took {fmean(ratios):.2f} times as long as the fastest other "
+        f"way in the mean, {median(ratios):.2f} in the median and {max(ratios):.2f} at worst; it was over {MUCH} times "
+        f"slower in {len(over)} ({len(over) / len(found):.1%}){doubt}."
+    )
+
+
+def _measuring(found: Sequence[Regret]) -> Iterator[str]:
+    """How long the library took to choose, before any timed call."""
+    seconds = [took * 1e-9 for one in found if (took := _choosing_ns(one.chosen)) is not None]
+    if seconds:
+        yield (
+            f"To choose took {format_seconds(median(seconds))} per shape in the median, {format_seconds(max(seconds))} "
+            "at most, before any timed call."
+        )
+
+
+def _without_regret(record: RunRecord, found: Sequence[Regret]) -> Iterator[str]:
+    measured = {one.number for one in found}
+    missing = [number for number in _whole_shapes(record) if number not in measured]
+    if missing:
+        numbers = ", ".join(map(str, missing))
+        yield f"Without a time of the choice or of another way: {counted(len(missing), 'shape')} ({numbers})."
+
+
+def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
+    """How many shapes there was no time for, and what would do for them."""
+    done = len(_whole_shapes(record))
+    if done >= asked:
+        return
+    needed = f" {budget_option((asked - done) * elapsed_seconds(record) / done)}" if done else ""
+    yield (
+        f"{asked - done} of {counted(asked, 'shape')} are left out; go on with "
+        f"`dilabench run {record.suite} --resume {record.run_id}{needed}`."
+    )
+
+
+def _line(one: Regret) -> tuple[str, ...]:
+    workload = one.chosen.case.workload
+    doubt = "disturbed" if one.disturbed else "within noise"
+    verdict = ("yes" if one.is_proven else doubt) if one.is_much else "no"
+    interval = figures.ABSENT if one.low is None or one.high is None else f"{one.low:.2f}–{one.high:.2f}"
+    return (
+        str(one.number),
+        f"{workload.label()} · {workload.pattern.label()} · {workload.mode}",
+        _taken(one.chosen),
+        figures.latency(_median_ns(one.chosen)),
+        row_name(one.other),
+        figures.latency(_median_ns(one.other)),
+        f"{one.ratio:.2f}",
+        interval,
+        verdict,
+    )
+
+
+def _taken(row: Row) -> str:
+    """What the library says that it took: 'strided:math (rule)'."""
+    assert isinstance(row.outcome, Measured)
+    return next((note.message for note in CHOSEN.among(row.outcome.notes)), row_name(row))
+
+
+def _choosing_ns(row: Row) -> float | None:
+    assert isinstance(row.outcome, Measured)
+    return next((note.observed for note in CHOSEN.among(row.outcome.notes)), None)
+
+
+def _median_ns(row: Row) -> float:
+    found = location(row)
+    assert found is not None
+    return found.median_ns
