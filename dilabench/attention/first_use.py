@@ -7,6 +7,7 @@ all calls of that configuration at nearly that length. `DILABENCH_FIRST_USE=0` l
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ SWITCH = "DILABENCH_FIRST_USE"
 WARMUP, CALLS, REPEATS = 3, 3, 3
 LONGEST_WAIT_S, CYCLES_PER_S = 0.1, 2e9
 AS_GOOD = 1.1
+# A way whose second call takes so many times the best one's is not called again: some take seconds where others take
+# milliseconds.
+HOPELESS = 4
 # Operands, results, gradients, and as much again for what a way needs besides.
 ROOM = 16
 
@@ -71,14 +75,16 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
     shapes = [(workload.batch_size, workload.seq_len, one, workload.head_dim) for one in heads]
     dtype = getattr(torch, workload.dtype)
     q, dout, k, v = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
-    found = []
+    found: list[tuple[Cost, Case]] = []
     for case in ways(planner, workload):
         try:
             # Its kernels may be a plug-in's: whatever they raise, the other ways are measured.
             with guarded(planner.catalogue.implementations.origin(case.implementation)):
                 computation = build(case)
                 if computation is not None:
-                    found.append((_cost(computation, (q, k, v), dout if workload.mode != "forward" else None), case))
+                    limit = HOPELESS * min((cost.seen for cost, _ in found), default=math.inf)
+                    gradient = dout if workload.mode != "forward" else None
+                    found.append((_cost(computation, (q, k, v), gradient, limit), case))
         except DilabenchError as error:
             logger.info("%s over %s cannot serve %s: %s", case.implementation, case.backend, workload.label(), error)
     if len(found) < 2:
@@ -123,8 +129,9 @@ def _may_measure(workload: Workload, device: torch.device) -> bool:
         return ROOM * operand < torch.cuda.mem_get_info()[0]
 
 
-def _cost(computation: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor | None) -> Cost:
-    """The least of a few repetitions, in which the host launches behind a kernel that only waits."""
+def _cost(computation: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor | None, limit: float) -> Cost:
+    """The least of a few repetitions, in which the host launches behind a kernel that only waits; of a call that takes
+    longer than `limit` seconds, that call."""
 
     def call() -> None:
         out, lse = computation.forward(*inputs)[:2]
@@ -139,10 +146,14 @@ def _cost(computation: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     gpu, host = [], 0.0
     with torch.no_grad():
-        for _ in range(WARMUP):
+        for at in range(WARMUP):
             # The first call compiles; the last tells how long the host takes.
             torch.cuda.synchronize()
+            began = time.perf_counter()
             host = launched()
+            torch.cuda.synchronize()
+            if at and (took := time.perf_counter() - began) > limit:
+                return Cost(took, host)
         for _ in range(REPEATS):
             torch.cuda.synchronize()
             torch.cuda._sleep(int(min(LONGEST_WAIT_S, 2 * CALLS * host) * CYCLES_PER_S))
