@@ -40,6 +40,9 @@ class Rounds:
                 self._turn(one, timer, sizes[id(one)], self._driver.next_round, position)
             self._driver.next_round += 1
             running = [one for one in running if one.running]
+            if taken == 1:
+                # A first estimate may be of a call in a process that had just begun, many times too long.
+                sizes = {id(one): self.slot_samples(one, share_s / max(1, len(running))) for one in running}
             if not running or self._enough(running, timer, taken, clock() - started, share_s):
                 break
         for one in running:
@@ -66,6 +69,7 @@ class Rounds:
         run = state.run_of(timer)
         place = {"session": state.session, "round": round_index, "position": position}
         run.slots.append(reply.slot.model_copy(update=place))
+        state.call_ns = max(1, min(state.call_ns, *reply.slot.samples_ns))
         run.notes, state.counters = reply.notes, reply.counters
         self._driver.progress.slot_done(state.case, round_index)
         self._driver.judge(state, reply)

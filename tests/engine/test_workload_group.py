@@ -179,6 +179,15 @@ def test_long_calls_get_five_single_samples(measure):
     assert [len(slot.samples_ns) for slot in found["a"].timings[0].slots] == [1] * 5
 
 
+def test_turns_are_sized_again_where_the_first_calls_took_too_long(measure):
+    """The first call of a process took 2 s, so that nothing was warmed up; the others take 1 ms."""
+    lab = Lab()
+    lab.script["a", "prepare"] = [Reply(prepared=Prepared(setup_ns={"build": 1}, call_ns=2_000_000_000))]
+    lab.script["a", "warm_up"] = [Reply(warmed_up=WarmedUp(samples_ns=(), settled=False))]
+    found = measure(["a"], lab, recheck=False)
+    assert [len(slot.samples_ns) for slot in found["a"].timings[0].slots][:3] == [1, 10, 10]
+
+
 def test_a_crash_ends_its_case_and_the_others_go_on_in_a_new_session(measure):
     lab = Lab()
     fine = Reply(slot=Slot(samples_ns=(1_000_000,) * 10))
