@@ -41,6 +41,7 @@ BACKENDS = (
         "torch's memory-efficient (cutlass) kernel",
         "dilabench.backends.sdpa.efficient:attend",
         "dilabench.backends.sdpa.efficient:attend_backward",
+        packed_target="dilabench.backends.sdpa.efficient:packed",
         supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, check=_window_looks_ahead),
         requires=("cuda>=sm70",),
         kernels=(r"fmha_cutlass[FB]",),
