@@ -28,11 +28,12 @@ from dilabench.workload.spec import Workload
 from tests.backends import test_foreign_interfaces as foreign
 
 BOUNDS = (0, 13, 14, 47, 96)
-# Bounds of queries, and of keys where these have their own: as many, 7, 4, 0 and 90 more, many for single queries.
+# Bounds of queries, and of keys where these have their own.
 LENGTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "same keys": (BOUNDS, None),
     "more keys": (BOUNDS, (0, 20, 25, 58, 197)),
     "single queries": ((0, 1, 2, 3), (0, 9, 14, 61)),
+    "several tiles": ((0, 130, 131, 500, 757), (0, 200, 201, 570, 1084)),
 }
 
 
@@ -201,6 +202,13 @@ def install_efficient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.ops.aten, "_efficient_attention_backward", backward, raising=False)
 
 
+CLOSE = {
+    torch.bfloat16: {"rtol": 0.02, "atol": 0.03},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float64: {"rtol": 1e-11, "atol": 1e-11},
+}
+
+
 def agrees_with_math(
     kernel: PackedKernel, device: str, dtype: torch.dtype, lengths: str = "same keys", **mask: Any
 ) -> None:
@@ -210,7 +218,7 @@ def agrees_with_math(
     shapes = ((queries, H), (keys, K), (keys, K), (queries, H))
     q, k, v, dout = (torch.randn(bounds[-1], heads, D, device=device).to(dtype) for bounds, heads in shapes)
     options: dict[str, Any] = {**sequences(device, lengths), "causal": False, "scale": 0.3, **mask}
-    close = {"rtol": 0.02, "atol": 0.03} if dtype == torch.bfloat16 else {}
+    close = CLOSE[dtype]
     out, lse = kernel.attend(q, k, v, **options)
     wide = [x.double() for x in (q, k, v)]
     wanted, wanted_lse = MATH.attend(*wide, **options)

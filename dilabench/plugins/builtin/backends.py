@@ -118,6 +118,7 @@ BACKENDS = (
         "torch's FlexAttention, compiled; backward recomputes the forward",
         "dilabench.backends.flex:attend",
         "dilabench.backends.flex:attend_backward",
+        packed_target="dilabench.backends.flex:packed",
         supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, max_head_dim=256),
         requires=("cuda>=sm80", "triton"),
         kernels=(r"flex_attention",),
