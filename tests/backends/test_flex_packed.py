@@ -1,4 +1,4 @@
-"""FlexAttention over packed sequences: its mask and lists of blocks, its numbers in the eager form, what it compiles."""
+"""FlexAttention over packed sequences: its mask and lists of blocks, its eager numbers, and what it compiles."""
 
 from __future__ import annotations
 
