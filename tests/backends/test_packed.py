@@ -17,9 +17,9 @@ from dilabench.backends import flash2, flash3, flash4, math
 from dilabench.backends.adapt import Plain, adapted_packed
 from dilabench.backends.load import load_backend
 from dilabench.backends.sdpa import efficient, flash_cuda
-from dilabench.contracts import BuildContext, PackedKernel
+from dilabench.contracts import BuildContext, PackedKernel, WithNotes
 from dilabench.impls import strided
-from dilabench.impls.packed import OneLaunch, Packed
+from dilabench.impls.packed import InTiles, OneLaunch, Packed
 from dilabench.impls.reference import build as build_reference
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
@@ -335,3 +335,55 @@ def test_one_launch_where_rows_see_whole_stretches(pattern: dict[str, Any], kind
     found, gradients = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(right, oracle, dout)
     for mine, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "kind"),
+    [
+        (DENSE, {"dtype": "bfloat16"}, InTiles),
+        (ONE_BRANCH, {"dtype": "float32"}, InTiles),
+        (TWO_BRANCHES, {"dtype": "bfloat16"}, Packed),
+        (DENSE, {"dtype": "float64"}, Packed),
+        (DENSE, {"dtype": "bfloat16", "head_dim": 512}, Packed),
+    ],
+    ids=["dense", "one branch", "two branches", "float64", "wide heads"],
+)
+def test_own_tiles_take_the_place_of_a_kernel_that_is_missing_and_say_so(
+    pattern: dict[str, Any], changes: dict[str, Any], kind: type
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: own tiles are its kernels")
+    backend = replace(load_backend(discover().catalogue.backends.get("math")), packed=None)
+    context = BuildContext(device=torch.device("cuda"), backend=backend)
+    function = strided.build(workload(pattern).replace(**changes), context)
+    assert type(function) is kind
+    notes = function.notes if isinstance(function, WithNotes) else ()
+    assert [note.code for note in notes] == (["own_tiles"] if kind is InTiles else [])
+    on_a_cpu = BuildContext(device=torch.device("cpu"), backend=backend)
+    assert type(strided.build(workload(pattern), on_a_cpu)) is Packed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("head_dim", [20, 128])
+@pytest.mark.parametrize("bounds", [BOUNDS, (0, 130, 131, 500, 1024)], ids=["ragged", "whole tiles"])
+@pytest.mark.parametrize("mask", [*MASKS, LOOKING_AHEAD])
+def test_own_tiles_on_a_gpu(mask: dict[str, Any], bounds: tuple[int, ...], head_dim: int) -> None:
+    fields = {"cu_seqlens": bounds, "seq_len": bounds[-1], "head_dim": head_dim, "dtype": "bfloat16", "causal": False}
+    wanted = workload(DENSE).replace(**{**fields, **mask})
+    backend = replace(load_backend(discover().catalogue.backends.get("math")), packed=None)
+    function = strided.build(wanted, BuildContext(device=torch.device("cuda"), backend=backend))
+    assert isinstance(function, InTiles)
+    shapes = [(bounds[-1], heads, head_dim) for heads in (4, 2, 2, 4)]
+    q, k, v, dout = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    options = {"cu_seqlens": cu_seqlens, "longest": int(cu_seqlens.diff().max()), "scale": wanted.softmax_scale}
+    options |= {"causal": wanted.causal, "window": wanted.window}
+    wide = [x.double() for x in (q, k, v)]
+    out, lse = function.with_lse(q, k, v)
+    right, right_lse = MATH.attend(*wide, **options)
+    torch.testing.assert_close(out.double(), right, **CLOSE[torch.bfloat16])
+    torch.testing.assert_close(lse.double(), right_lse, **CLOSE[torch.bfloat16])
+    found = function.backward(*(x[None] for x in (dout, q, k, v, out, lse)))
+    gradients = MATH.attend_backward(dout.double(), *wide, right, right_lse, **options)
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine[0].double(), theirs, **CLOSE[torch.bfloat16])
