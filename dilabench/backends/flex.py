@@ -141,7 +141,8 @@ def packed_mask(sequences: Sequences, band: Band, rows: int, keys: int) -> flex.
     return _packed_mask(*bounds, tuple(one._version for one in bounds), band, rows, keys)
 
 
-@functools.lru_cache(maxsize=8)
+# Few, for one takes 16 MiB at 128K tokens and 1 GiB at a million.
+@functools.lru_cache(maxsize=2)
 def _packed_mask(
     cu_seqlens: Tensor, cu_seqlens_k: Tensor, _written: tuple[int, ...], band: Band, rows: int, keys: int
 ) -> flex.BlockMask:
