@@ -19,7 +19,7 @@ from dilabench.backends.load import load_backend
 from dilabench.backends.sdpa import efficient, flash_cuda
 from dilabench.contracts import BuildContext, PackedKernel, WithNotes
 from dilabench.impls import strided
-from dilabench.impls.packed import InTiles, OneLaunch, Packed
+from dilabench.impls.packed import ByBranches, InTiles, OneLaunch, Packed
 from dilabench.impls.reference import build as build_reference
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
@@ -316,23 +316,49 @@ TWO_BRANCHES = {"kind": "dilated", "segment_lengths": (16, 32), "dilation_rates"
 ZERO_KEYS = {**ONE_BRANCH, "padding": "zero_key"}
 
 
-def workload(pattern: dict[str, Any]) -> Workload:
+def workload(pattern: dict[str, Any], **changes: Any) -> Workload:
     fields = {"pattern": pattern, "layout": "packed", "cu_seqlens": BOUNDS, "seq_len": BOUNDS[-1], "batch_size": 1}
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float64", "mode": "both"}
-    return Workload.model_validate({**fields, **shape, "causal": pattern != ZERO_KEYS})
+    return Workload.model_validate({**fields, **shape, "causal": pattern.get("padding") != "zero_key", **changes})
 
 
 @pytest.mark.parametrize(
     ("pattern", "kind"),
-    [(DENSE, OneLaunch), (ONE_BRANCH, OneLaunch), (TWO_BRANCHES, Packed), (ZERO_KEYS, Packed)],
-    ids=["dense", "one branch", "two branches", "zero keys"],
+    [
+        (DENSE, OneLaunch),
+        (ONE_BRANCH, OneLaunch),
+        (TWO_BRANCHES, ByBranches),
+        (ZERO_KEYS, ByBranches),
+        ({**TWO_BRANCHES, "merge_grad": "detached"}, ByBranches),
+        ({**TWO_BRANCHES, "padding": "zero_key", "merge_grad": "detached"}, ByBranches),
+        ({**TWO_BRANCHES, "heads": "grouped"}, ByBranches),
+        ({"kind": "dilated", "segment_lengths": (16, 40), "dilation_rates": (2, 3)}, ByBranches),
+    ],
+    ids=["dense", "one branch", "two branches", "zero keys", "detached", "detached zero keys", "grouped", "odd rates"],
 )
 def test_one_launch_where_rows_see_whole_stretches(pattern: dict[str, Any], kind: type) -> None:
     wanted, device = workload(pattern), torch.device("cpu")
     backend = replace(load_backend(discover().catalogue.backends.get("math")), packed=MATH)
     function = strided.build(wanted, BuildContext(device=device, backend=backend))
     assert type(function) is kind
-    q, k, v, dout = (torch.randn(BOUNDS[-1], heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    is_the_formula(function, wanted)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+@pytest.mark.parametrize("mask", [{"causal": False}, {"window": (9, 0)}, {"causal": False, "window": (7, 5)}])
+@pytest.mark.parametrize("offset_by", ["head", "kv_head"])
+def test_branches_of_heads_that_share_keys(offset_by: str, mask: dict[str, Any], kv_heads: int) -> None:
+    wanted = workload({**TWO_BRANCHES, "offset_by": offset_by}, num_heads=6, num_kv_heads=kv_heads, **mask)
+    backend = replace(load_backend(discover().catalogue.backends.get("math")), packed=MATH)
+    function = strided.build(wanted, BuildContext(device=torch.device("cpu"), backend=backend))
+    assert isinstance(function, ByBranches)
+    is_the_formula(function, wanted)
+
+
+def is_the_formula(function: Callable[..., Tensor], wanted: Workload) -> None:
+    """Forward and gradients of a function in float64."""
+    H, K, device = wanted.num_heads, wanted.num_kv_heads, torch.device("cpu")
+    q, k, v, dout = (torch.randn(BOUNDS[-1], heads, 16, dtype=torch.float64) for heads in (H, K, K, H))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     oracle = [x.clone().requires_grad_() for x in (q, k, v)]
     out, right = function(*leaves), build_reference(wanted, BuildContext(device=device))(*oracle)
@@ -392,3 +418,21 @@ def test_own_tiles_on_a_gpu(mask: dict[str, Any], bounds: tuple[int, ...], head_
     gradients = MATH.attend_backward(dout.double(), *wide, right, right_lse, **options)
     for mine, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine[0].double(), theirs, **CLOSE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("pattern", [TWO_BRANCHES, ZERO_KEYS], ids=["two branches", "zero keys"])
+def test_branches_on_a_gpu(pattern: dict[str, Any]) -> None:
+    wanted, device = workload(pattern, dtype="bfloat16"), torch.device("cuda")
+    backend = load_backend(discover().catalogue.backends.get("sdpa-flash"))
+    function = strided.build(wanted, BuildContext(device=device, backend=backend))
+    assert isinstance(function, ByBranches)
+    q, k, v, dout = (torch.randn(BOUNDS[-1], heads, 16, device=device).bfloat16() for heads in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    oracle = [x.double().requires_grad_() for x in (q, k, v)]
+    out, right = function(*leaves), build_reference(wanted, BuildContext(device=device))(*oracle)
+    torch.testing.assert_close(out.double(), right, **CLOSE[torch.bfloat16])
+    found, gradients = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(right, oracle, dout.double())
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **CLOSE[torch.bfloat16])
