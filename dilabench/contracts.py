@@ -150,7 +150,8 @@ class PackedKernel(NamedTuple):
 class LoadedBackend:
     """A backend ready to be called. `attend_backward` is None where the library has no such entry.
 
-    packed: its kernel for packed sequences, if it has one; without it they are called one by one.
+    packed: its kernel for packed sequences, if it has one. Without it dilabench's own tiles compute them on CUDA, where
+    Triton runs, and elsewhere they are called one by one: on a CPU there is no launch to save.
 
     aligns_ends: under a causal mask it takes fewer queries than keys, the last query seeing the last key.
     places_results: `attend` also takes `out`, and `attend_backward` takes `dq`, with the shape of q, the last dim

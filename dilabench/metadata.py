@@ -74,7 +74,8 @@ class NoteKind:
     """A kind of note; `unit` is that of what was observed and of its threshold.
 
     `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted. `passing`: it is
-    about what else the machine does at the moment, which a run that starts warns of.
+    about what else the machine does at the moment, which a run that starts warns of. `kernels`: regular expressions,
+    one of which a kernel of such a row must match in place of those of the backend that it names.
     """
 
     key: str
@@ -82,6 +83,7 @@ class NoteKind:
     unit: Unit = ""
     disqualifies: bool = False
     passing: bool = False
+    kernels: tuple[str, ...] = ()
 
     def note(
         self, message: str, *, observed: float | None = None, threshold: float | None = None, hint: str | None = None
@@ -158,6 +160,11 @@ BATCHED = NoteKind("batched", "a sample is the mean of so many calls", "count")
 CLOCK = NoteKind("clock", "samples taken again because the host clock did not advance", "count")
 FIRST_CALL = NoteKind("first_call", "the parts of the last first call")
 MESSAGES_BY_KERNELS = NoteKind("messages_by_kernels", "messages between GPUs wait for attention kernels")
+OWN_TILES = NoteKind(
+    "own_tiles",
+    "the backend has no kernel for packed sequences, which dilabench's own tiles computed in its place",
+    kernels=(r"_(block_query|block_key|forward)_kernel",),
+)
 MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case was allowed", "bytes")
 STREAMED = NoteKind("streamed", "pieces, each a sequence of its own; a sample is one piece")
 STREAM_CUT_SHORT = NoteKind("stream_cut_short", "the budget ended a stream; pieces done, pieces wanted", "count")

@@ -6,6 +6,11 @@ keys have in the larger softmax, s = exp(lse_here - lse), the larger out is a su
     d out_here = s · dout        d lse_here = s · rowsum(dout · (out_here - out))
 
 This is exact and costs one more forward than a plain backward.
+
+Packed sequences are a mask of their own: for each query the first key that it sees and the first that it does not. The
+mask function reads both from tensors, so that other bounds, masks and windows over as many tokens compile nothing anew;
+its blocks are found from the bounds on the device, in time linear in tokens. The lists of blocks are as wide as there
+are blocks, since the library reads the number of tokens off them: 16 bytes for each pair of blocks of 128 tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed
 from dilabench.backends.band import Band
+from dilabench.kernels.packed_reach import TileReach, keys_seen, tiles_seen
+
+BLOCK = 128
 
 # torch 2.9 replaced return_lse=True (a tuple with lse) by return_aux (a tuple with a record).
 _ASK_FOR_LSE: dict[str, Any] = (
@@ -58,7 +66,14 @@ def _block_mask(band: Band, length: int, device: torch.device) -> flex.BlockMask
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
     mask = None if band.full else _block_mask(band, q.shape[1], q.device)
-    run = _compiled(q.shape, k.shape, q.dtype, band, q.requires_grad)
+    return _run(q, k, v, mask, scale, band)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: float, kind: object
+) -> tuple[Tensor, Tensor]:
+    """out [B, M, H, D] and lse [B, H, M]; calls over masks of one kind share a compiled function."""
+    run = _compiled(q.shape, k.shape, q.dtype, kind, q.requires_grad)
     out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
     return out.transpose(1, 2), lse if isinstance(lse, Tensor) else lse.lse
 
@@ -66,9 +81,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _differentiated(functools.partial(_forward, band=band, scale=scale), dout, q, k, v, out, lse)
+
+
+def _differentiated(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from a given out [B, M, H, D] and lse [B, H, M]."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out_here, lse_here = _forward(q, k, v, band, scale)
+        out_here, lse_here = forward(q, k, v)
     share = torch.exp(lse_here.detach() - lse)
     dlse_here = share * (dout.float() * (out_here.detach().float() - out.float())).sum(-1).transpose(1, 2)
     dout_here = (dout * share.transpose(1, 2).unsqueeze(-1)).to(dout.dtype)
@@ -76,4 +104,91 @@ def _backward(
     return dq, dk, dv
 
 
-attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, head_dim_multiple=16))
+def _packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    mask = packed_mask(sequences, band, q.shape[0], k.shape[0])
+    out, lse = _run(q[None], k[None], v[None], mask, scale, "packed")
+    return out[0], lse[0]
+
+
+def _packed_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    scale: float,
+    sequences: Sequences,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = packed_mask(sequences, band, q.shape[0], k.shape[0])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _run(q, k, v, mask, scale, "packed")
+
+    dq, dk, dv = _differentiated(forward, *(x[None] for x in (dout, q, k, v, out, lse)))
+    return dq[0], dk[0], dv[0]
+
+
+def packed_mask(sequences: Sequences, band: Band, rows: int, keys: int) -> flex.BlockMask:
+    """The mask of packed sequences over so many queries and keys, kept for as long as the same bounds come again."""
+    bounds = sequences.cu_seqlens, sequences.cu_seqlens_k
+    if any(one.is_inference() for one in bounds):
+        # Such tensors do not count what is written to them.
+        return _packed_mask.__wrapped__(*bounds, (), band, rows, keys)
+    return _packed_mask(*bounds, tuple(one._version for one in bounds), band, rows, keys)
+
+
+# Few, for one takes 16 MiB at 128K tokens and 1 GiB at a million.
+@functools.lru_cache(maxsize=2)
+def _packed_mask(
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor, _written: tuple[int, ...], band: Band, rows: int, keys: int
+) -> flex.BlockMask:
+    """Tensors are keys by what they are, not by what they hold; `_written`: how often that was changed."""
+    seen = keys_seen(cu_seqlens, cu_seqlens_k, rows, band.left, band.right)
+    seeing = keys_seen(cu_seqlens_k, cu_seqlens, keys, band.right, band.left)
+    first, stop = (x.to(torch.int32) for x in seen)
+
+    def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= first[i]) & (j < stop[i])
+
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = _lists(tiles_seen(seen, BLOCK, BLOCK), keys)
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = _lists(tiles_seen(seeing, BLOCK, BLOCK), rows)
+    return flex.BlockMask(
+        seq_lengths=(rows, keys),
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
+    )
+
+
+def _lists(tiles: TileReach, others: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How many and which blocks are seen in part, then how many and which in full: int32 [1, 1, blocks] and
+    [1, 1, blocks, blocks of others], which may end in anything."""
+    blocks = -(-others // BLOCK)
+    place = torch.arange(blocks, device=tiles.first.device)
+    full = tiles.full_stop - tiles.full_first
+    before = (tiles.full_first - tiles.first).unsqueeze(1)
+    # Those seen in part stand before and behind those seen in full.
+    partly = tiles.first.unsqueeze(1) + place + torch.where(place < before, 0, full.unsqueeze(1))
+    lists = partly, tiles.full_first.unsqueeze(1) + place
+    counts = tiles.stop - tiles.first - full, full
+    (some, wholes), (some_count, whole_count) = (
+        [x.clamp(max=blocks - 1).to(torch.int32)[None, None] for x in lists],
+        [x.to(torch.int32)[None, None] for x in counts],
+    )
+    return some_count, some, whole_count, wholes
+
+
+PLAIN = replace(CUDA_KERNEL, head_dim_multiple=16)
+attend, attend_backward = adapted(_forward, _backward, PLAIN)
+packed = adapted_packed(_packed_forward, _packed_backward, replace(PLAIN, aligns_ends=True))

@@ -6,7 +6,7 @@ from statistics import median
 
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.warmup import lower_quartile
-from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, COPY_KEY, INTERFERENCE, matmul_key
+from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, COPY_KEY, INTERFERENCE, NOTES, matmul_key
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot
 
@@ -54,14 +54,19 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
             )
 
 
-def unproven_backend(backend: Backend, kernels: Iterable[KernelUse]) -> str | None:
-    """Why the kernels that ran do not show this backend at work; None when one does, or when it names no kernels."""
+def unproven_backend(backend: Backend, kernels: Iterable[KernelUse], notes: Iterable[Note] = ()) -> str | None:
+    """Why the kernels that ran do not show this backend at work; None when one does, or when it names no kernels.
+
+    Where a note of the row says that others compute in its place, it is these that must show.
+    """
     names = [use.name for use in kernels]
-    if not backend.kernels or any(re.search(pattern, name) for pattern in backend.kernels for name in names):
+    instead = [kind for note in notes if (kind := NOTES.get(note.code)) is not None and kind.kernels]
+    patterns = instead[0].kernels if instead else backend.kernels
+    if not patterns or any(re.search(pattern, name) for pattern in patterns for name in names):
         return None
-    wanted = " or ".join(backend.kernels)
-    ran = ", ".join(names[:SHOWN]) or "none"
-    return f"claims {backend.name} but no such kernel ran: expected a match of {wanted}; ran: {ran}"
+    wanted, ran = " or ".join(patterns), ", ".join(names[:SHOWN]) or "none"
+    claimed = instead[0].key if instead else backend.name
+    return f"claims {claimed} but no such kernel ran: expected a match of {wanted}; ran: {ran}"
 
 
 def interference(together_ns: Sequence[float], isolated: Sequence[Slot]) -> Note | None:

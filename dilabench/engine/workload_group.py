@@ -121,7 +121,7 @@ class WorkloadGroupRun:
             hint = "CUPTI is missing, not permitted, or in use by another profiler"
             state.notes.append(NO_LEDGER.note(message, hint=hint))
             return True
-        why = unproven_backend(self._driver.catalogue.backends.get(state.case.backend), reply.kernels)
+        why = unproven_backend(self._driver.catalogue.backends.get(state.case.backend), reply.kernels, state.notes)
         if why is not None:
             self._reject(state, "backend_not_proven", why, state.verification)
         return why is None

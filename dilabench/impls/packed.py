@@ -1,25 +1,38 @@
 """Packed sequences: segments and zero keys begin anew in every one.
 
-All in one launch where rows see whole stretches of tokens and the backend has a kernel for that; else each by
-the computation for its own length.
+All in one launch where rows see whole stretches of tokens: by the backend's kernel for that, or on CUDA by our own
+tiles where it has none. Other strided branches take a launch each, or few, over that kernel. Else each sequence goes by
+the computation for its own length; on a CPU there is no launch to save.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilabench.contracts import BuildContext, PackedKernel
+from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
+from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
-from dilabench.impls.union.branches import branches_of
+from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.merging import has_kernel
+from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
+from dilabench.kernels.block_sparse.sequences import SequencePlan, sequence_plan
+from dilabench.metadata import OWN_TILES
+from dilabench.record import Note
 from dilabench.workload.spec import Window, Workload
+
+# Of the block-sparse kernels.
+LARGEST_HEAD_DIM = 256
+# A CUDA grid's second and third axes end there, and kernels have sequences on one of them.
+MOST_SEQUENCES = 65535
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -121,12 +134,9 @@ def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None
     kernel = context.require_backend().packed
     if kernel is None or context.device.type not in kernel.devices:
         return None
-    branch, *others = branches_of(workload)
-    whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
-    if not whole or log_zero_keys(workload, context.device) is not None:
+    bounds = _whole_stretches(workload, context)
+    if bounds is None:
         return None
-    starts = [at for start, stop in workload.sequences for at in range(start, stop, branch.segment_length)]
-    bounds = [*starts, workload.seq_len]
     return OneLaunch(
         kernel,
         torch.tensor(bounds, dtype=torch.int32).to(context.device),
@@ -135,3 +145,114 @@ def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None
         workload.window,
         workload.softmax_scale,
     )
+
+
+def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | None:
+    """Where the stretches of tokens begin that rows see, and the end; None where they see others."""
+    branch, *others = branches_of(workload)
+    whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
+    if not whole or log_zero_keys(workload, context.device) is not None:
+        return None
+    starts = [at for start, stop in workload.sequences for at in range(start, stop, branch.segment_length)]
+    return [*starts, workload.seq_len]
+
+
+@dataclass(frozen=True, slots=True)
+class InTiles(_OverTokens):
+    """All sequences at once by the block-sparse kernels. `notes`: that they take the backend's place."""
+
+    plan: SequencePlan
+    scale: float
+    notes: tuple[Note, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tiles_forward(q, k, v, self.plan, scale=self.scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return tiles_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale)
+
+
+def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
+    """The same by our own tiles, where the backend has no kernel for packed sequences and Triton runs."""
+    backend = context.require_backend()
+    if backend.packed is not None or not _tiles_run(workload, context):
+        return None
+    bounds = _whole_stretches(workload, context)
+    if bounds is None:
+        return None
+    message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
+    note = OWN_TILES.note(message, hint="choose a backend that has one")
+    plan = sequence_plan(bounds, workload.causal, workload.window)
+    return InTiles(plan, workload.softmax_scale, (note,))
+
+
+@dataclass(frozen=True, slots=True)
+class ByBranches(_OverTokens):
+    """All sequences at once, branch by branch."""
+
+    union: PackedUnion
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, _ = self.union.forward(q, k, v)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.union.backward(dout, q, k, v, out, lse)
+
+
+def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
+    """A packed workload of strided branches in one launch for each, or few; None where there is no kernel for that."""
+    backend = context.require_backend()
+    kernel = backend.packed
+    if kernel is None or context.device.type not in kernel.devices:
+        return None
+
+    def rows(device: torch.device) -> tuple[PackedRows | AllTokens, ...]:
+        return context.patterns.get(("packed rows", workload, device), lambda: _told(workload, context))
+
+    if any(len(one.bounds) > MOST_SEQUENCES for one in rows(context.device)):
+        return None
+    calls = partial(_as_batch, kernel.attend), partial(_as_batch, kernel.attend_backward)
+    union = PackedUnion(
+        backend=LoadedBackend(backend.name, *calls),
+        rows=rows,
+        covered=covers_every_row(branches_of(workload)),
+        causal=workload.causal,
+        window=workload.window,
+        scale=workload.softmax_scale,
+        detached=workload.pattern.is_detached,
+        zero_keys=log_zero_keys(workload, context.device, apart=workload.pattern.is_detached),
+    )
+    return ByBranches(union)
+
+
+def _told(workload: Workload, context: BuildContext) -> tuple[PackedRows | AllTokens, ...]:
+    """The rows of every call, each with what a kernel for packed sequences is told."""
+
+    def options(rows: PackedRows | AllTokens) -> dict[str, Any]:
+        left, right = (side if side < 0 else side // rows.rate for side in workload.window)
+        return {
+            "cu_seqlens": torch.tensor(rows.bounds, dtype=torch.int32).to(context.device),
+            "longest": max(stop - start for start, stop in pairwise(rows.bounds)),
+            "causal": workload.causal,
+            "window": (left, right),
+            "scale": workload.softmax_scale,
+        }
+
+    every = packed_rows(workload, context.device, context.buffers)
+    return tuple(replace(rows, options=options(rows)) for rows in every)
+
+
+def _as_batch(call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor, **options: Any) -> tuple[Any, ...]:
+    """A call on tokens, of tensors with a batch axis of one."""
+    return tuple(x[None] for x in call(*(x[0] for x in tensors), **options))
+
+
+def _tiles_run(workload: Workload, context: BuildContext) -> bool:
+    """Whether our Triton kernels take these tensors."""
+    dtype = getattr(torch, workload.dtype)
+    return has_kernel(context.device, dtype) and workload.head_dim <= LARGEST_HEAD_DIM

@@ -9,18 +9,28 @@ from __future__ import annotations
 import torch
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.packed import OneLaunch, Packed, build_packed, in_one_launch
+from dilabench.impls.packed import (
+    ByBranches,
+    InTiles,
+    OneLaunch,
+    Packed,
+    build_packed,
+    by_branches,
+    in_one_launch,
+    in_tiles,
+)
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.workload.spec import Workload
 
 
-def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | Packed:
+def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTiles | ByBranches | Packed:
     """Tensors that are contiguous in [B, N, H, D], or slices of a packed projection, are read in place."""
     if workload.layout == "padded":
         return padded(workload, context)
-    return in_one_launch(workload, context) or build_packed(padded, workload, context)
+    together = in_one_launch(workload, context) or by_branches(workload, context) or in_tiles(workload, context)
+    return together or build_packed(padded, workload, context)
 
 
 def padded(workload: Workload, context: BuildContext) -> Union:

@@ -179,7 +179,8 @@ class Backend:
 
     `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
-    `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch.
+    `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch; where it has none, our
+    own tiles take its place on CUDA and the row says so (note `own_tiles`), and a CPU calls sequences one by one.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
     that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `install`:
     the command that installs it. `family`: the name that generations of one kernel share; the suite `backends` sets

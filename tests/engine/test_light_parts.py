@@ -11,7 +11,7 @@ from dilabench.engine.plausibility import interference, suspicions, unproven_bac
 from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
 from dilabench.engine.worker.protocol import case_spec, worker_key
-from dilabench.metadata import COPY_KEY, matmul_key
+from dilabench.metadata import COPY_KEY, LAUNCH_BOUND, OWN_TILES, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification
@@ -115,6 +115,13 @@ def test_a_claim_is_proven_by_any_matching_kernel(patterns, names, proven):
     uses = [KernelUse(name=name, count=1, duration_ns=1) for name in names]
     why = unproven_backend(Backend("flashy", "", "m:a", kernels=patterns), uses)
     assert (why is None) == proven
+
+
+@pytest.mark.parametrize(("name", "proven"), [("_block_forward_kernel", True), ("flash_fwd", False)])
+def test_what_computes_in_place_of_a_backend_has_to_show_itself(name, proven):
+    backend, uses = Backend("flashy", "", "m:a", kernels=("flash_fwd",)), [KernelUse(name=name, count=1, duration_ns=1)]
+    assert (unproven_backend(backend, uses, [OWN_TILES.note("because")]) is None) == proven
+    assert (unproven_backend(backend, uses, [LAUNCH_BOUND.note("because")]) is None) != proven
 
 
 @pytest.mark.parametrize(

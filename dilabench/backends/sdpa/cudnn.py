@@ -6,6 +6,11 @@ otherwise q, out and dout are all passed as contiguous copies, which is again on
 cuDNN refuses one query with one key; such a call gets a second query of zeros, whose gradient is zero.
 Its backward fails from element 2^31 on: dq and dk were wrong there on an H200 (cuDNN 9.19), without an error.
 Its forward is right there, and at 2^34.
+
+There is no packed kernel here. torch's operators `_cudnn_attention_forward` and `_backward` do take bounds of sequences
+and give cuDNN ragged layouts, but in torch 2.11 to 2.13 they look for their execution plan in a cache that nothing puts
+it into, so that every call builds it anew: 42 ms, whatever the work (pytorch/pytorch#191576, which mends it in later
+versions). torch's own `varlen_attn` does not use them either. Ragged offsets are int32 in elements there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Windows only where they look back from a causal mask. K/V heads are repeated for grouped queries. Strides are 32-bit
 in the kernel; torch refuses a tensor that needs more.
+Of packed sequences the kernel keeps lse in rows as long as the longest one: 4 bytes for each sequence, head and place
+in it, which is much where one sequence is far longer than many others.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 # The kernel writes and reads lse rows in aligned groups of this many queries; an infinite lse gives weight 0.
 LSE_ALIGNMENT = 32
-NO_MASK, CAUSAL_FROM_TOP_LEFT = 0, 1
+NO_MASK, CAUSAL_FROM_TOP_LEFT, CAUSAL_FROM_BOTTOM_RIGHT = 0, 1, 2
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
@@ -66,9 +68,86 @@ def _window_size(band: Band) -> int | None:
     return band.left + 1 if band.windowed else None
 
 
-attend, attend_backward = adapted(
-    _forward,
-    _backward,
-    # Right past 2^32 elements on an H200.
-    replace(CUDA_KERNEL, grouped_heads=False, forward_span=None, backward_span=None),
-)
+def _packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    band = _packed_band(band, sequences)
+    out, padded_lse, *_ = torch.ops.aten._efficient_attention_forward(
+        q[None],
+        k[None],
+        v[None],
+        None,
+        sequences.cu_seqlens,
+        sequences.cu_seqlens_k,
+        sequences.longest,
+        sequences.longest_k,
+        0.0,
+        _packed_mask(band),
+        True,
+        scale=scale,
+        window_size=_window_size(band),
+    )
+    sequence, place = _places(sequences.cu_seqlens, q.shape[0])
+    return out[0], padded_lse[sequence, :, place].T.contiguous()
+
+
+def _packed_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    scale: float,
+    sequences: Sequences,
+) -> tuple[Tensor, Tensor, Tensor]:
+    band = _packed_band(band, sequences)
+    rows = sequences.longest + -sequences.longest % LSE_ALIGNMENT
+    padded_lse = lse.new_full((len(sequences.cu_seqlens) - 1, lse.shape[0], rows), float("inf"))
+    sequence, place = _places(sequences.cu_seqlens, q.shape[0])
+    padded_lse[sequence, :, place] = lse.T
+    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+        dout[None],
+        q[None],
+        k[None],
+        v[None],
+        None,
+        out.contiguous()[None],
+        sequences.cu_seqlens,
+        sequences.cu_seqlens_k,
+        sequences.longest,
+        sequences.longest_k,
+        padded_lse,
+        0.0,
+        unread,
+        unread,
+        _packed_mask(band),
+        False,
+        scale=scale,
+        window_size=_window_size(band),
+    )
+    return dq[0], dk[0], dv[0]
+
+
+def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each token, and its place in it; the host waits for nothing."""
+    token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    sequence = torch.bucketize(token, cu_seqlens[1:], right=True)
+    return sequence, token - cu_seqlens[sequence]
+
+
+def _packed_mask(band: Band) -> int:
+    return CAUSAL_FROM_BOTTOM_RIGHT if band.causal else NO_MASK
+
+
+def _packed_band(band: Band, sequences: Sequences) -> Band:
+    """Single queries stand at their last key, so that a causal mask, which the kernel's window needs, hides nothing."""
+    return Band(band.left, 0) if sequences.longest == 1 else band
+
+
+# Right past 2^32 elements on an H200.
+PLAIN = replace(CUDA_KERNEL, grouped_heads=False, forward_span=None, backward_span=None)
+attend, attend_backward = adapted(_forward, _backward, PLAIN)
+packed = adapted_packed(_packed_forward, _packed_backward, replace(PLAIN, aligns_ends=True))

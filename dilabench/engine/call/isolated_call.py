@@ -49,7 +49,7 @@ def measure_isolated(
         why="" if verification.passed else summary(verification),
         memory=memory,
         slot=Slot(samples_ns=samples.samples_ns),
-        notes=timer.notes(),
+        notes=(*timer.notes(), *call.notes),
         setup_ns=call.setup_ns,
         counters=call.counters(),
     )

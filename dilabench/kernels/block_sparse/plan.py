@@ -160,8 +160,54 @@ class Plan(ABC):
         return self.keep(("bounds", device), make)
 
 
+class ListedPlan(Plan):
+    """A plan whose lists are made on the host, once per tile shape, and kept with their tables on the device."""
+
+    @abstractmethod
+    def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """The tile lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows."""
+
+    @property
+    def every_row_has_work(self) -> bool:
+        """By the lists of the largest tiles that fit."""
+        tile = largest_tile(self.block_size)
+
+        def found() -> bool:
+            return bool((self.lists(tile, tile, by_key=False).spans[..., 1:].sum(-1) > 0).all())
+
+        return self.keep("every row has work", found)
+
+    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """The same, made once."""
+        return self.keep(("lists", block_m, block_n, by_key), lambda: self.make_lists(block_m, block_n, by_key))
+
+    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(spans, entries, order) of `TileLists` on the device."""
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            lists = self.lists(config.block_m, config.block_n, by_key)
+            spans, entries, order = (torch.from_numpy(x).to(device) for x in (lists.spans, lists.entries, lists.order))
+            return spans, entries, order
+
+        return self.keep(("tables", config.block_m, config.block_n, by_key, device), make)
+
+    def key_items(self, config: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyItems:
+        """Tiles with long lists in several items."""
+        from dilabench.kernels.block_sparse.key_items import balanced_items
+
+        def make() -> KeyItems:
+            counts = self.lists(config.block_m, config.block_n, by_key=True).spans[..., 1:].sum(-1)
+            if self.mask_heads > 1:
+                # Of heads that share keys and have masks of their own, the longest list.
+                counts = counts.repeat(num_heads // self.mask_heads, 0)
+                counts = counts.reshape(kv_heads, num_heads // kv_heads, -1).max(1)
+            return balanced_items(counts, num_heads // kv_heads, kv_heads, device)
+
+        return self.keep(("items", config.block_m, config.block_n, num_heads, kv_heads, device), make)
+
+
 @dataclass(frozen=True)
-class BlockPlan(Plan):
+class BlockPlan(ListedPlan):
     """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
 
     Successive query heads share a head of the mask: 1 for all, or one for each key/value head. With ``key_rows`` the
@@ -191,50 +237,13 @@ class BlockPlan(Plan):
         """Heads in the mask: 1 when all query heads share one."""
         return int(self.mask.shape[0])
 
-    @property
-    def every_row_has_work(self) -> bool:
-        """By the lists of the largest tiles that fit."""
-        tile = largest_tile(self.block_size)
-
-        def found() -> bool:
-            return bool((self.lists(tile, tile, by_key=False).spans[..., 1:].sum(-1) > 0).all())
-
-        return self.keep("every row has work", found)
-
     def seen_blocks(self, mask_head: int, block: int) -> npt.NDArray[np.int64]:
         """A row of the mask."""
         return np.flatnonzero(self.mask[mask_head, block])
 
-    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
-        """The tile lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows."""
-        return self.keep(
-            ("lists", block_m, block_n, by_key),
-            lambda: tile_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key),
-        )
-
-    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(spans, entries, order) of `TileLists` on the device."""
-
-        def make() -> tuple[Tensor, Tensor, Tensor]:
-            lists = self.lists(config.block_m, config.block_n, by_key)
-            spans, entries, order = (torch.from_numpy(x).to(device) for x in (lists.spans, lists.entries, lists.order))
-            return spans, entries, order
-
-        return self.keep(("tables", config.block_m, config.block_n, by_key, device), make)
-
-    def key_items(self, config: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyItems:
-        """Tiles with long lists in several items."""
-        from dilabench.kernels.block_sparse.key_items import balanced_items
-
-        def make() -> KeyItems:
-            counts = self.lists(config.block_m, config.block_n, by_key=True).spans[..., 1:].sum(-1)
-            if self.mask_heads > 1:
-                # Of heads that share keys and have masks of their own, the longest list.
-                counts = counts.repeat(num_heads // self.mask_heads, 0)
-                counts = counts.reshape(kv_heads, num_heads // kv_heads, -1).max(1)
-            return balanced_items(counts, num_heads // kv_heads, kv_heads, device)
-
-        return self.keep(("items", config.block_m, config.block_n, num_heads, kv_heads, device), make)
+    def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """Of the blocks in the mask."""
+        return tile_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key)
 
 
 def _of_kv_heads(order: Tensor, kv_heads: int) -> Tensor:
