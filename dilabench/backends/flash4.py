@@ -1,17 +1,22 @@
 """FlashAttention 4 (flash_attn.cute, CuTe DSL): float16 and bfloat16 on Hopper and newer, head dim up to 256.
 
-The first call of each class of shapes compiles for some seconds. K, V, out and dout are read through any outer strides;
-tensors past 2^32 elements came out right on an H200.
+The first call of each class of shapes compiles for some 10 s, once on a machine: the library keeps what it compiled on
+disk if it is told so before it is imported, as here (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0 keeps nothing;
+FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says where). K, V, out and dout are read through any outer strides; tensors past 2^32
+elements came out right on an H200.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from torch import Tensor
 
 from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed, varlen_arguments
 from dilabench.backends.band import Band
+
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def _forward(

@@ -8,11 +8,12 @@ Results computed this way are wrong on purpose; only their times are used.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.workload.spec import UNBOUNDED, Window
 
@@ -60,4 +61,18 @@ def idle(backend: LoadedBackend) -> LoadedBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(q) if dq is None else dq, torch.empty_like(k), torch.empty_like(v)
 
-    return replace(backend, attend=attend, attend_backward=attend_backward)
+    packed = None if backend.packed is None else _idle_packed(backend.packed)
+    return replace(backend, attend=attend, attend_backward=attend_backward, packed=packed)
+
+
+def _idle_packed(kernel: PackedKernel) -> PackedKernel:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+
+    def attend_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    return kernel._replace(attend=attend, attend_backward=attend_backward)

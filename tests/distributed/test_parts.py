@@ -12,12 +12,16 @@ pytestmark = pytest.mark.distributed
 ALONE = ["ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "balanced-allgather", "ulysses"]
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_part_alone_does_that_part_and_nothing_else(name, launch):
+PACKED = ["zigzag-allgather", "balanced-allgather", "ulysses"]
+
+
+@pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in ALONE), *((name, True) for name in PACKED)])
+def test_a_part_alone_does_that_part_and_nothing_else(name, packed, launch):
     import part_cases
     import ring_cases
 
-    for whole, computation, communication in launch(part_cases.ablated, 2, [name, ring_cases.workload()]):
+    one = ring_cases.packed(0, 1, 3, 290, 700) if packed else ring_cases.workload()
+    for whole, computation, communication in launch(part_cases.ablated, 2, [name, one]):
         assert whole[0] > 0
         assert whole[1] > 0
         assert computation == (whole[0], 0)

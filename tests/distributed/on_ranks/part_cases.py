@@ -19,12 +19,16 @@ def ablated(world, name, one):
     context = ring_cases.context(world)
     backend = context.require_backend()
     calls = {"attend": spy(backend.attend), "attend_backward": spy(backend.attend_backward)}
+    if one.layout == "packed":
+        kernel = ring_cases.packed_kernel()
+        calls["packed"] = kernel._replace(attend=spy(kernel.attend), attend_backward=spy(kernel.attend_backward))
     backend = replace(backend, **calls, aligns_ends=True, places_results=True)
     context = replace(context, backend=backend)
     found = []
     for change in (lambda same: same, computation_only, communication_only):
         function = ring_cases.BUILDS[name](one, change(context))
-        q, k, v, dout = (function.shards.take(x, world.rank) for x in ring_cases.random_inputs(one))
+        tokens = 0 if one.layout == "packed" else 1
+        q, k, v, dout = (function.shards.take(x, world.rank, tokens) for x in ring_cases.random_inputs(one))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         world.traffic.clear()
         called.clear()

@@ -158,9 +158,8 @@ def with_aligned_ends(world, names, places):
     return exact(world, names)
 
 
-def with_packed_kernel(world, names, more=None):
-    """What `exact` finds over a backend that takes all packed sequences in one call."""
-    global BACKEND
+def packed_kernel():
+    """All packed sequences in one call, by `math`."""
 
     def one_by_one(call, keys):
         def packed(*tensors, cu_seqlens, longest, cu_seqlens_k=None, longest_k=None, **options):
@@ -181,8 +180,13 @@ def with_packed_kernel(world, names, more=None):
         return packed
 
     attend, attend_backward = one_by_one(math.attend, {1, 2}), one_by_one(math.attend_backward, {2, 3})
-    kernel = PackedKernel(attend, attend_backward, frozenset({"cpu"}), aligns_ends=True)
-    BACKEND = replace(BACKEND, packed=kernel)
+    return PackedKernel(attend, attend_backward, frozenset({"cpu"}), aligns_ends=True)
+
+
+def with_packed_kernel(world, names, more=None):
+    """What `exact` finds over a backend that takes all packed sequences in one call."""
+    global BACKEND
+    BACKEND = replace(BACKEND, packed=packed_kernel())
     one = packed(0, 1, 3, 30, 41, num_heads=6, num_kv_heads=3)
     pieces = packed(0, 1, 3, 290, 300, 700, 701, 1024, num_heads=2, num_kv_heads=1)
     windowed = pieces.replace(window=(40, 0))
