@@ -5,6 +5,7 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 """
 
 import importlib
+from collections import Counter
 from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -365,6 +366,11 @@ class RunRecord(RunHeader):
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
         found: pandas.DataFrame = _rendering("tidy").frame(self, samples)
         return found
+
+    def __repr__(self) -> str:
+        ended = Counter(row.outcome.status for row in self.rows)
+        rows = ", ".join(f"{count} {status}" for status, count in ended.items())
+        return f"<RunRecord {self.run_id}: {self.suite} on {self.device}, {self.status}, {rows or 'no rows'}>"
 
     def _repr_html_(self) -> str:
         """What notebooks show."""

@@ -9,8 +9,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dilabench.cli.arguments import INSTEAD, renamed
-from dilabench.cli.defaults import defaults_of
+from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.guard import guarded, require_working_folder, stopped
+from dilabench.cli.terminal import note
 from dilabench.errors import DilabenchError, ExitCode
 
 
@@ -29,7 +30,32 @@ class Answering(TyperCommand):
                 raise stopped(
                     f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
                 ) from None
+            _tell_defaults(context)
             raise
+
+    def invoke(self, context: Any) -> Any:
+        """As any command's."""
+        try:
+            return super().invoke(context)
+        except typer.Exit as end:
+            if end.exit_code == ExitCode.BAD_REQUEST:
+                _tell_defaults(context)
+            raise
+
+
+def _tell_defaults(context: Any) -> None:
+    """Say which options a file of defaults has set: what was refused may be one that was not on the command line."""
+    values = context.default_map or {}
+    used = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name)
+        # By name, for typer may bring a click of its own.
+        if source is not None and source.name == "DEFAULT_MAP":
+            option = next(one for one in parameter.opts if one.startswith("--"))
+            used[option.lstrip("-")] = values[parameter.name]
+    if used:
+        told = ", ".join(f"{name} = {value!r}" for name, value in used.items())
+        note(f"defaults from {str(defaults_file())!r}: {told}")
 
 
 @dataclass(frozen=True, slots=True)

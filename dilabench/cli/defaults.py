@@ -37,6 +37,12 @@ def defaults_of(name: str, command: Any, commands: Callable[[], Mapping[str, Any
         raise ConfigError(f"defaults in {str(path)!r}: {error}") from None
 
 
+def defaults_file() -> Path | None:
+    """The file that counts here, if there is one. Raises ConfigError when it cannot be read."""
+    found = _file(Path.cwd())
+    return None if found is None else found[0]
+
+
 def _of_command(
     name: str, command: Any, settings: Mapping[str, Any], commands: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The result of a comparison: verdicts on pairs, and by name every row without a verdict."""
 
+import importlib
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -46,7 +48,7 @@ class Uncompared:
     regressed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """All verdicts of one comparison, corrected together, and the warnings that belong to them."""
 
@@ -58,6 +60,16 @@ class Comparison:
     def flagged(self) -> tuple[Case, ...]:
         """Candidates that look slower or faster and are to be measured once more."""
         return tuple(pair.candidate for pair in self.pairs if pair.verdict.flagged)
+
+    def __repr__(self) -> str:
+        codes = Counter(pair.verdict.code.value for pair in self.pairs)
+        found = ", ".join(f"{count} {code}" for code, count in codes.items())
+        return f"<Comparison: {found or 'no pair'}, {len(self.uncompared)} not compared>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        # As with records: the renderings lie above.
+        return str(importlib.import_module("dilabench.report.html.comparison").notebook(self))
 
     def updated(self, later: "Comparison", judged: Collection[str]) -> "Comparison":
         """With what a later comparison found on the cases with these ids in place of what is here, in this order."""

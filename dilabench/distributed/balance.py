@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dilabench.patterns.dense import windowed_pairs
+from dilabench.patterns.counting import windowed_pairs
 from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 

@@ -56,10 +56,12 @@ def choose_method(
     *,
     warmup_runs: int | None = None,
     timing_runs: int | None = None,
+    sampling_s: float | None = None,
 ) -> Method:
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
 
     `warmup_runs`: exactly so many calls before the first sample; `timing_runs`: exactly so many samples, one a round.
+    `sampling_s`: what a suite is content with, where that is less than the device's own.
 
     Raises ConfigError for an unknown name or a timer that this device does not have.
     """
@@ -73,6 +75,8 @@ def choose_method(
             f"timer {name!r} works on {', '.join(sorted(timer.devices))}, not on {device}; use --timing warmup"
         )
     method = _method_of(timing, timer, timer is default, device, catalogue)
+    if sampling_s is not None:
+        method = method.model_copy(update={"sampling_s": min(sampling_s, method.sampling_s)})
     if warmup_runs is not None:
         limits = method.warm_up.model_copy(update={"runs": warmup_runs})
         method = method.model_copy(update={"warm_up": limits})

@@ -81,6 +81,7 @@ def run(
         catalogue,
         warmup_runs=request.warmup_runs,
         timing_runs=request.timing_runs,
+        sampling_s=catalogue.suites.get(request.suite).sampling_s if request.suite in catalogue.suites else None,
     )
     waiting = _waiting(planned, completed)
     driver = Driver(

@@ -39,7 +39,10 @@ def warm_up(
     limits: WarmUpLimits,
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmUpResult:
-    """Take windows of samples until their lower quartile changed by less than 1 % twice in a row, within the limits."""
+    """Take windows of samples until their lower quartile changed by less than 1 % twice in a row, within the limits.
+
+    A window that would end beyond the longest time, going by the one before, is not begun.
+    """
     if limits.runs is not None:
         return WarmUpResult(tuple(take(limits.runs)) if limits.runs else (), settled=True)
     window = max(MIN_WINDOW, min(MAX_WINDOW, WINDOW_NS // max(1, call_ns)))
@@ -55,7 +58,8 @@ def warm_up(
         previous = current
         spent = max(0.0, clock() - started)
         settled = calm >= SETTLED_WINDOWS
-        if (settled and spent >= limits.min_s) or spent >= limits.max_s:
+        next_s = sum(taken) * 1e-9
+        if (settled and spent >= limits.min_s) or spent + next_s >= limits.max_s:
             return WarmUpResult(tuple(samples[-KEPT_SAMPLES:]), settled)
 
 

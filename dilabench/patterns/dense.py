@@ -47,8 +47,7 @@ class DensePattern(Pattern):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """In closed form."""
-        pairs = shape.num_heads * windowed_pairs(shape.length, shape.causal, *shape.window)
-        return Pairs(pairs, pairs)
+        return Pairs(shape.visible_pairs, shape.visible_pairs)
 
     def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:
         """All of them."""
@@ -63,16 +62,3 @@ class DensePattern(Pattern):
 
 
 DENSE = DensePattern()
-
-
-def windowed_pairs(rows: int, causal: bool, left: int, right: int) -> int:
-    """Visible pairs among `rows` consecutive rows under a causal mask and a window (-1: unbounded)."""
-    right = 0 if causal else right
-    reach_left = rows - 1 if left < 0 else min(left, rows - 1)
-    reach_right = rows - 1 if right < 0 else min(right, rows - 1)
-    if rows <= 0:
-        return 0
-    # Sum over distances d of (rows - d), on both sides of the diagonal.
-    below = reach_left * rows - reach_left * (reach_left + 1) // 2
-    above = reach_right * rows - reach_right * (reach_right + 1) // 2
-    return rows + below + above

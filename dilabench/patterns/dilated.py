@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from dilabench.patterns.dense import windowed_pairs
-from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, SequenceShape, StridedSegments, ZeroKeys, group_rows
+from dilabench.patterns.counting import windowed_pairs
+from dilabench.patterns.pattern import (
+    KeyGroup,
+    Pairs,
+    Pattern,
+    SequenceShape,
+    StridedSegments,
+    ZeroKeys,
+    group_rows,
+)
 from dilabench.units import format_count
 from dilabench.validation import Model, read_counts, validated
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel
 
+from dilabench.patterns.counting import MAX_PICTURED_LENGTH, counted_pairs, counted_shares, keys_between, windowed_pairs
 from dilabench.units import format_count
 from dilabench.validation import Model, validated
 
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     Positions = NDArray[np.int64]
 else:
     Positions = Any
-
-# Beyond this a picture drawn from `counts` would take longer than it is worth.
-MAX_PICTURED_LENGTH = 2**17
-ROWS_PER_LINE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +50,11 @@ class SequenceShape:
         """How many positions back and ahead a row sees under window and causal mask; None is unbounded."""
         left, right = (None if side < 0 else side for side in self.window)
         return left, 0 if self.causal else right
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs under causal mask and window, over all query heads: those of full attention."""
+        return self.num_heads * windowed_pairs(self.length, self.causal, *self.window)
 
     def bounds(self, rows: Positions) -> tuple[Positions, Positions]:
         """The first key and one past the last key that the window and the causal mask let each row see."""
@@ -248,12 +248,19 @@ class Pattern(Model, ABC):
         seen = np.zeros(shape.length, dtype=bool)
         for group in self.counts(shape, head, np.arange(shape.length)):
             first, stop = shape.bounds(group.rows)
-            seen[group.rows] = sum(_between(part, first, stop) for part in group.parts) > 0
+            seen[group.rows] = sum(keys_between(part, first, stop) for part in group.parts) > 0
         return seen
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """How many pairs are attended, under causal mask and window."""
-        return _counted_pairs(self, shape)
+        return Pairs(*counted_pairs(self, shape))
+
+    def density_of(self, shapes: Sequence[SequenceShape]) -> float:
+        """What is computed over what full attention computes under the same mask and window: by default, of pairs.
+
+        Pairs count as often as they are attended, so that parts which overlap may come to more than 1.
+        """
+        return sum(self.pairs(shape).attended for shape in shapes) / sum(shape.visible_pairs for shape in shapes)
 
     def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:  # noqa: ARG002
         """A lower bound of the rows of q, over query heads, and of k, over key/value heads, that belong to any pair.
@@ -366,7 +373,7 @@ class Pattern(Model, ABC):
 
         Of several rows in a line some are looked at. None where there is nothing to see or too much to count.
         """
-        return _shares(self, shape, lines, columns) if shape.length <= MAX_PICTURED_LENGTH else None
+        return counted_shares(self, shape, lines, columns) if shape.length <= MAX_PICTURED_LENGTH else None
 
     def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
         """Pictures for a report, of at most `cells` a side. Raises ConfigError when a file does not fit any more."""
@@ -401,50 +408,3 @@ def _holds(part: range | Positions, key: int) -> bool:
         return key in part
     at = int(part.searchsorted(key))
     return at < len(part) and int(part[at]) == key
-
-
-def _between(part: range | Positions, first: Positions, stop: Positions) -> Positions:
-    """How many positions of the part lie in [first, stop), for each pair of bounds."""
-    import numpy as np
-
-    if isinstance(part, range):
-        below = [np.clip(-(-(edge - part.start) // part.step), 0, len(part)) for edge in (first, stop)]
-    else:
-        below = [np.searchsorted(part, edge) for edge in (first, stop)]
-    counted: Positions = np.maximum(below[1] - below[0], 0)
-    return counted
-
-
-@lru_cache(maxsize=4096)
-def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:
-    import numpy as np
-
-    alike: dict[Hashable, list[int]] = {}
-    for head in range(shape.num_heads):
-        alike.setdefault(pattern.head_key(shape, head), []).append(head)
-    attended = least = 0
-    for heads in alike.values():
-        for group in pattern.counts(shape, heads[0], np.arange(shape.length)):
-            first, stop = shape.bounds(group.rows)
-            counted = [int(_between(part, first, stop).sum()) for part in group.parts]
-            attended += len(heads) * sum(counted)
-            least += len(heads) * (int(_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted))
-    return Pairs(attended, least)
-
-
-def _shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
-    import numpy as np
-
-    line_edges, key_edges = (
-        np.arange(min(shape.length, size) + 1) * shape.length // min(shape.length, size) for size in (lines, columns)
-    )
-    shares = np.zeros((len(line_edges) - 1, len(key_edges) - 1))
-    for line, (start, end) in enumerate(pairwise(line_edges.tolist())):
-        rows = np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
-        for group in pattern.counts(shape, 0, rows):
-            keys = group.keys()
-            for first, stop in zip(*shape.bounds(group.rows), strict=True):
-                seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
-                shares[line] += np.diff(np.searchsorted(seen, key_edges))
-        shares[line] /= len(rows) * np.diff(key_edges)
-    return shares

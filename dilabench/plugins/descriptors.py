@@ -223,7 +223,8 @@ class Suite:
     `follow_up` (optional) is `follow_up(rows, request, planner) -> Sequence[PlannedCase]`: called when all cases have
     ended, it may ask for more, as a bisection does; an empty answer ends the run.
     `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
-    cases are timed when the user does not say.
+    cases are timed when the user does not say; `sampling_s` the longest time in samples per case, where the device's
+    own (2 s on a CPU, 3 s on a GPU, once the least number of samples is taken) is more than the question needs.
     `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): what the reporters
     print beside the table, derived from the raw samples whenever the record is looked at. With `reads_catalogue` it is
     called as `analyse(record, catalogue)`.
@@ -242,6 +243,7 @@ class Suite:
     projections: str | None = None
     budget_s: float | None = 120.0
     timing: str = "warmup"
+    sampling_s: float | None = None
     aliases: tuple[str, ...] = ()
     reads_catalogue: bool = False
     options: tuple[str, ...] | None = None

@@ -14,7 +14,7 @@ from dilabench.workload.work import flops
 # Rates that good attention kernels reach in half precision, by compute capability; per core in float32 on a CPU.
 HALF_FLOPS_PER_S = {90: 350e12, 80: 150e12, 70: 50e12}
 OLDER_FLOPS_PER_S = 5e12
-CORE_FLOPS_PER_S = 20e9
+CORE_FLOPS_PER_S = 40e9
 SLOWDOWN = {"float64": 16.0, "float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
 # Starting a worker, building, verifying: what a case takes before its first sample.
 OVERHEAD_S = 5.0

@@ -15,11 +15,6 @@ def attended_pairs(workload: Workload) -> int:
     return workload.batch_size * sum(workload.pattern.pairs(shape).attended for shape in workload.shapes)
 
 
-def share_of_pairs(workload: Workload) -> float:
-    """Attended pairs over those of full attention under the same causal mask and window."""
-    return attended_pairs(workload) / attended_pairs(workload.as_dense())
-
-
 def least_pairs(workload: Workload) -> int:
     """A lower bound of the pairs that differ, which no implementation can avoid."""
     return workload.batch_size * sum(workload.pattern.pairs(shape).least for shape in workload.shapes)

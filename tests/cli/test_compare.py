@@ -163,6 +163,7 @@ def test_the_golden_record_compares(cli):
     both = cli("compare", str(GOLDEN), str(GOLDEN))
     assert both.exit_code == 5
     assert "stands on both sides" in both.stdout
+    assert both.stdout.count("both sides failed at verify") == 1, "what ended alike is said once"
 
 
 def test_torch_is_not_loaded(fresh):

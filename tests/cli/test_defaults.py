@@ -38,6 +38,8 @@ def test_the_table_of_a_project_file_counts_as_well(cli):
         ("[run]\nbudge = 1", "unknown option of run 'budge'; did you mean budget?"),
         ("[run", "cannot be read"),
         ('[run]\nsessions = "many"', "'--sessions'"),
+        ('[run]\nsessions = "many"', "dilabench.toml': sessions = 'many'"),
+        ('seed = 3\njson = true\n[run]\nbudget = "abc"', "dilabench.toml': budget = 'abc', seed = 3, json = True"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_refused(cli, text, message):
@@ -45,6 +47,13 @@ def test_what_is_wrong_in_a_file_is_refused(cli, text, message):
     result = cli("run", "quick", "--dry-run")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_mistake_on_the_command_line_is_not_laid_at_the_file(cli):
+    Path("dilabench.toml").write_text('[run]\nbudget = "60s"\n')
+    result = cli("run", "quick", "--dry-run", "--budget", "abc")
+    assert result.exit_code == 2
+    assert "dilabench.toml" not in result.stderr
 
 
 def test_a_run_that_goes_on_does_so_as_it_was_asked_for(cli):

@@ -33,8 +33,12 @@ def test_everything_is_listed(cli):
 
 
 def test_what_cannot_be_used_says_why(cli):
-    line = next(line for line in cli("list", "backends").stdout.splitlines() if line.startswith("sdpa-cudnn"))
-    assert "no: needs cuda, have cpu (no NVIDIA GPU is visible)" in line
+    lines = cli("list", "backends").stdout.splitlines()
+    line = next(line for line in lines if line.startswith("sdpa-cudnn"))
+    assert line.split()[1] == "no"
+    # Those that lack the same are told together.
+    (told,) = [one for one in lines if one.startswith("not usable, sdpa-efficient, sdpa-cudnn, flex: ")]
+    assert told.endswith("needs cuda, have cpu (no NVIDIA GPU is visible)")
 
 
 def test_why_adds_the_limits(cli):

@@ -45,7 +45,7 @@ def test_plan_says_what_fits_and_how_long_it_could_get(cli):
     (small,) = [line for line in lines if line[4:5] == ["4K"]]
     (large,) = [line for line in lines if line[4:5] == ["1M"]]
     assert (small[-1], large[-1]) == ("yes", "NO")
-    assert "Into 1.0 GiB" in result.stdout
+    assert "The longest sequence that fits into 1.0 GiB" in result.stdout
     assert "not measured" in result.stdout
 
 
@@ -65,7 +65,7 @@ def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
         assert row["inputs_bytes"] * 4 == alone["inputs_bytes"]
         assert alone["predicted_peak_bytes"] / 4 < row["predicted_peak_bytes"] < alone["predicted_peak_bytes"]
     result = cli("plan", "--nproc", "4", "-i", "ring", "--lengths", "64K", "--memory", "8G", "--device", "cpu")
-    assert "Into 8.0 GiB on each of 4 ranks" in result.stdout
+    assert "The longest sequence that fits into 8.0 GiB on each of 4 ranks" in result.stdout
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.cli.run.progress_bar import CheckedLines, ProgressLines, Standing, progress_shown
+from dilabench.cli.run.progress_bar import CheckedLines, ProgressDisplay, ProgressLines, Standing, progress_shown
 from dilabench.cli.terminal import print_table
 from dilabench.record import Case, Failed, Measured, PlannedCase, Row, Skipped, Verification
 from dilabench.workload.spec import WorkloadRequest
@@ -95,6 +95,31 @@ def test_a_run_in_a_pipe_says_now_and_then_how_far_it_is(capsys):
         "3 of 10 rows; about 42 s left, 48 s of the budget left; now: time gather, 32x512 H8 D64 fp32 causal",
         "3 of 10 rows; budget used up; now: memory gather, 32x512 H8 D64 fp32 causal",
     ]
+
+
+def test_a_notebook_has_one_bar_that_is_drawn_anew_for_rows_and_now_and_then():
+    class Shown:
+        def __init__(self):
+            self.drawn = []
+
+        def update(self, data, raw):
+            assert raw
+            self.drawn.append(data)
+
+    clock, shown = Clock(), Shown()
+    bar = ProgressDisplay(Standing(60.0, clock), lambda data, raw, display_id: shown, clock)
+    bar.run_started(1)
+    row = row_of("measured")
+    for _ in range(20):
+        clock.now += 0.1
+        bar.stage_started(row.case, "<time>")
+    bar.row_done(row)
+    texts = [one["text/plain"] for one in shown.drawn]
+    assert len(texts) <= 4
+    assert texts[0].startswith("0 of 1 rows; 60 s of the budget left · starting")
+    assert "&lt;time&gt;" in shown.drawn[1]["text/html"]
+    assert texts[-1] == "1 of 1 rows"
+    assert shown.drawn[-1]["text/html"].startswith('<progress value="1" max="1">')
 
 
 def test_verify_speaks_up_only_where_its_table_is_silent(capsys):

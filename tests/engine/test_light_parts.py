@@ -49,7 +49,7 @@ def test_warm_up_that_never_settles_ends_with_its_limit():
     machine = Machine(int(1e7 * 1.02**i) for i in range(10**6))
     result = warm_up(machine.take, 10_000_000, LIMITS, machine.clock)
     assert not result.settled
-    assert 5.0 <= machine.clock() < 20.0
+    assert machine.clock() <= 5.0
 
 
 def test_warm_up_lasts_at_least_its_minimum():

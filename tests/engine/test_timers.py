@@ -113,6 +113,8 @@ def test_methods_name_their_timers(catalogue):
     assert choose_method("hot", "cuda", catalogue).graph_timer is None
     assert choose_method("profiler", "cpu", catalogue).trace
     assert choose_method("simple", "cpu", catalogue).max_rounds == 1
+    assert choose_method("warmup", "cpu", catalogue, sampling_s=0.5).sampling_s == 0.5
+    assert choose_method("warmup", "cpu", catalogue, sampling_s=60.0).sampling_s == 2.0, "never more than its own"
     with pytest.raises(ConfigError):
         choose_method("hot", "cpu", catalogue)
 

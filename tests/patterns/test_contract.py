@@ -49,6 +49,14 @@ def test_the_derived_answers_hold_as_well(pattern: Pattern, shape: SequenceShape
             assert derived.tolist() == pattern.rows_seeing(shape, head, key).tolist()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [(-1, -1), (7, 5)])
+def test_full_attention_has_density_one(causal: bool, window: tuple[int, int]) -> None:
+    shapes = [SequenceShape(length, 4, 2, causal, window) for length in (61, 5)]
+    assert DENSE.density_of(shapes) == 1
+    assert [shape.visible_pairs for shape in shapes] == [Pattern.pairs(DENSE, shape).attended for shape in shapes]
+
+
 @pytest.mark.parametrize("pattern", EXAMPLES, ids=lambda one: one.label())
 def test_pictures_show_the_share_of_pairs(pattern: Pattern) -> None:
     shape = SHAPE

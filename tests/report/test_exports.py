@@ -5,11 +5,13 @@ import json
 
 import pytest
 
+from dilabench.compare.across import compare_across
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Skipped, Slot, Timing
 from dilabench.report import services, tabular, tidy
 from dilabench.report.html.page import notebook
 from dilabench.report.rows import location
+from dilabench.stats.decisions.policy import Policy
 
 pandas = pytest.importorskip("pandas", reason="pandas is part of the data extra")
 
@@ -113,3 +115,15 @@ def test_a_notebook_shows_the_result_and_escapes_it(make_row, make_record):
     assert "<b>" not in text
     many = make_record([make_row(seq_len=64 + index, rounds=1, samples=1) for index in range(25)])
     assert "and 5 more workloads" in notebook(many)
+    assert repr(many) == f"<RunRecord {many.run_id}: {many.suite} on {many.device}, complete, 25 measured>"
+
+
+def test_a_notebook_shows_a_comparison_and_escapes_it(make_row, make_record):
+    records = [make_record([make_row("<b>x"), *more]) for more in ([], [make_row("new")])]
+    comparison = compare_across(records[:1], records[1:], policy=Policy())
+    text = comparison._repr_html_()
+    assert "<table>" in text
+    assert "INCONCLUSIVE" in text
+    assert "new: new" in text
+    assert "<b>" not in text
+    assert repr(comparison) == "<Comparison: 1 INCONCLUSIVE, 1 not compared>"

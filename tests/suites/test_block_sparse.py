@@ -217,3 +217,14 @@ def test_selecting_planning_and_attending_are_told_apart(catalogue):
     pairs = planned[1].case.workload.pattern.pairs(planned[1].case.workload.shapes[0]).attended
     assert section.rows[0][3] == f"{pairs / (1024 * 1025):.1%}"
     assert steps_of(found)[0].who == "block-sparse"
+
+
+def test_a_density_above_all_says_what_is_counted(catalogue):
+    few, many = (
+        {"pattern": "native_sparse", "top_k": 2, "window_size": size, "seq_len": 512, "num_heads": 2}
+        for size in (64, 512)
+    )
+    for asked, more in ((few, False), (many, True)):
+        planned = plan(catalogue, workload=asked, implementations=["dense", "native-sparse"])
+        (section,) = analyse(record(planned, [10.0] * len(planned)))
+        assert ("more pairs are computed than in full attention" in section.sentence) == more

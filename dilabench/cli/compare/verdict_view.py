@@ -16,7 +16,7 @@ from dilabench.store.calibrations import Calibration
 from dilabench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dilabench.compare.comparison import ComparedPair, Comparison
+    from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared
 
 # Left out first where the terminal is narrow.
 SPARE = ("A12", "MDE")
@@ -54,8 +54,8 @@ def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | No
         say()
     for text in _reasons(comparison.pairs):
         say_folded(text, INDENT)
-    for one in comparison.uncompared:
-        say_folded(f"{one.lack}: {name(one.case)}: baseline {one.baseline}; candidate {one.candidate}", INDENT)
+    for text in _uncompared(comparison.uncompared):
+        say_folded(text, INDENT)
     say_folded(final_line(comparison, code), INDENT)
 
 
@@ -80,6 +80,17 @@ def _reasons(pairs: Sequence["ComparedPair"]) -> Iterator[str]:
     for text, noted in notes.items():
         more = f" and {len(noted) - 1} more" if len(noted) > 1 else ""
         yield f"note: {text} ({_place(noted[0])}{more})"
+
+
+def _uncompared(cases: Sequence["Uncompared"]) -> Iterator[str]:
+    """Cases without a verdict, those that ended alike together; what both sides have in common is said once."""
+    alike: dict[tuple[str, str, str], list[Uncompared]] = {}
+    for one in cases:
+        alike.setdefault((one.lack, one.baseline, one.candidate), []).append(one)
+    for (lack, baseline, candidate), members in alike.items():
+        names = "; ".join(name(one.case) for one in members)
+        ended = f"both sides {baseline}" if baseline == candidate else f"baseline {baseline}; candidate {candidate}"
+        yield f"{lack}: {names}: {ended}"
 
 
 def _reason(pair: "ComparedPair", word: str, reason: str, hint: str) -> str:

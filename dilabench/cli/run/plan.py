@@ -218,7 +218,9 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
     longest = {key: f"{length:,}".replace(",", "_") for key, length in found_lengths if length is not None}
     say()
     ranks = max(one.case.world_size for one in planned)
-    title = f"Into {format_bytes(capacity)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+    title = f"The longest sequence that fits into {format_bytes(capacity)}" + (
+        f" on each of {ranks} ranks" if ranks > 1 else ""
+    )
     print_table(title, LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
     say_folded("Traced without data, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 

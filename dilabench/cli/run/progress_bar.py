@@ -1,9 +1,11 @@
-"""The progress of a run: a bar on a terminal, a line now and then in a pipe or a log."""
+"""The progress of a run: a bar on a terminal or in a notebook, a line now and then in a pipe or a log."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import console, say
 from dilabench.engine.progress import Progress, Silent
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 # Between two lines of a log.
 EVERY_S = 10.0
+# Between two pictures of a notebook's bar while no row ends.
+REDRAWN_EVERY_S = 1.0
 
 
 class Standing:
@@ -112,6 +116,40 @@ class ProgressBar(Told):
         self._bar.console.print(printable(text))
 
 
+class ProgressDisplay(Told):
+    """One bar in the output of a notebook's cell, drawn anew in place, between measurements and not all the time."""
+
+    def __init__(
+        self, standing: Standing, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(standing)
+        self._clock = clock
+        self._now, self._drawn, self._drawn_at = "", -1, clock()
+        self._shown = display({"text/plain": "starting"}, raw=True, display_id=True)
+
+    def waiting(self, why: str) -> None:
+        """Show why nothing is measured, in place of what is."""
+        self._draw(f"WAITING: {why}")
+
+    def _tell(self, now: str | None) -> None:
+        standing, self._now = self._standing, now or self._now
+        if standing.done == self._drawn and self._clock() - self._drawn_at < REDRAWN_EVERY_S:
+            return
+        ended = standing.done == standing.total
+        self._draw("" if ended else " · ".join(filter(None, (standing.left, self._now))))
+
+    def _draw(self, text: str) -> None:
+        done, total = self._standing.done, self._standing.total
+        self._drawn, self._drawn_at = done, self._clock()
+        rows = f"{done} of {total} rows" if total is not None else ""
+        text = printable("; ".join(filter(None, (rows, text))))
+        bar = f'<progress value="{done}" max="{total or 1}"></progress> {escape(text)}'
+        self._shown.update({"text/plain": text, "text/html": bar}, raw=True)
+
+    def _say(self, text: str) -> None:
+        say(text, err=True)
+
+
 class ProgressLines(Told):
     """A line at the start and then every ten seconds at most; each reason for waiting once."""
 
@@ -161,7 +199,10 @@ class CheckedLines:
 
 @contextmanager
 def progress_shown(budget_s: float | None = None) -> Iterator[Progress]:
-    """A progress bar on stderr when that is a terminal, else a line now and then."""
+    """A progress bar on stderr when that is a terminal, or in a notebook's cell; else a line now and then."""
+    if (display := _notebook_display()) is not None:
+        yield ProgressDisplay(Standing(budget_s), display)
+        return
     screen, standing = console(to_stderr=True), Standing(budget_s)
     if not screen.is_terminal:
         yield ProgressLines(standing)
@@ -171,3 +212,11 @@ def progress_shown(budget_s: float | None = None) -> Iterator[Progress]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
         yield ProgressBar(standing, bar)
+
+
+def _notebook_display() -> Callable[..., Any] | None:
+    """What shows something below the cell that runs; None outside of a notebook."""
+    # A program that IPython has not started has not loaded it.
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return module.display.display if module is not None and hasattr(shell, "kernel") else None

@@ -8,7 +8,7 @@ import typer
 
 from dilabench.cli.options import AsJson
 from dilabench.cli.show.availability import limits_of, reasons_against
-from dilabench.cli.terminal import print_table, say
+from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.machine import Machine, detect
 from dilabench.plugins.descriptors import Backend, Implementation, WorkloadPreset
 from dilabench.plugins.manager import Found, discover
@@ -98,13 +98,19 @@ def _print(name: str, entries: list[dict[str, Any]], why: bool) -> None:
         rows = [[*row[:1], *row[2:]] for row in rows]
         columns.remove("usable")
     print_table(name, columns, rows)
+    reasons: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry["usable"]:
+            reasons.setdefault("; ".join(entry["reasons"]), []).append(entry["name"])
+    for reason, names in reasons.items():
+        say_folded(f"not usable, {', '.join(names)}: {reason}", "  ")
 
 
 def _cell(entry: dict[str, Any], column: str) -> str:
     if column == "name":
         return " = ".join([entry["name"], *entry.get("aliases", ())])
     if column == "usable":
-        return "yes" if entry["usable"] else "no: " + "; ".join(entry["reasons"])
+        return "yes" if entry["usable"] else "no"
     if column == "limits":
         return "; ".join(entry["limits"]) or "none"
     if column == "distribution":

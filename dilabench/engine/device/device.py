@@ -1,5 +1,6 @@
 """The device of a worker: torch names, synchronisation, cache size."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -38,6 +39,8 @@ def describe_torch(device: torch.device) -> dict[str, str]:
         "cuda": torch.version.cuda,
         "cudnn": cudnn,
         "threads": torch.get_num_threads(),
+        "openmp_turns": os.environ.get("GOMP_SPINCOUNT"),
+        "openmp_wait": os.environ.get("OMP_WAIT_POLICY"),
         "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "deterministic": torch.are_deterministic_algorithms_enabled(),

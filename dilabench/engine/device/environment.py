@@ -67,6 +67,8 @@ def _fingerprinted(environment: Environment, machine: Machine) -> Environment:
         "torch": facts.get("version"),
         "triton": environment.packages.get("triton"),
         "cudnn": facts.get("cudnn"),
+        "openmp_turns": facts.get("openmp_turns"),
+        "openmp_wait": facts.get("openmp_wait"),
         "governor": environment.cpu.governor,
         "container": environment.container,
     }

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedPair
+from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
 from dilabench.report import figures
@@ -55,6 +55,16 @@ def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str) -> str:
         warnings=matrix.warnings,
         differences=_differences(records),
         commands=[(record.run_id, reproduce_command(record)) for record in records],
+    )
+
+
+def notebook(comparison: Comparison) -> str:
+    """What a notebook shows of a comparison: a line per pair with its reason, and what was not compared."""
+    return page(
+        "notebook_comparison.html.j2",
+        pairs=[(case_name(pair.candidate), workload_title(pair.candidate), _entry(pair)) for pair in comparison.pairs],
+        uncompared=[(one, case_name(one.case), workload_title(one.case)) for one in comparison.uncompared],
+        warnings=comparison.warnings,
     )
 
 

@@ -14,7 +14,7 @@ from dilabench.report.rows import location
 from dilabench.stats.samples.derive import tflops_per_second
 from dilabench.units import format_bytes
 from dilabench.workload.spec import Workload
-from dilabench.workload.work import flops, share_of_pairs
+from dilabench.workload.work import flops
 
 COLUMNS = ("implementation", "block", "asked", "density", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
 
@@ -87,18 +87,10 @@ def steps_of(record: RunRecord) -> tuple[Step, ...]:
             continue
         if workload not in densities:
             # A mask is made, or read from its file, once.
-            densities[workload] = _density(workload)
+            densities[workload] = workload.pattern.density_of(workload.shapes)
         dense_ns = dense.get(_shape(row))
         steps.append(Step(row=row, density=densities[workload], median_ns=found.median_ns, dense_ns=dense_ns))
     return tuple(steps)
-
-
-def _density(workload: Workload) -> float:
-    """The share of visible blocks that a block mask computes; of other patterns, that of pairs."""
-    masked = BlockSparsePattern.match(workload.pattern)
-    if masked is not None:
-        return masked.density_of(workload.shapes)
-    return share_of_pairs(workload)
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
@@ -128,7 +120,13 @@ def _section(steps: Sequence[Step]) -> Section:
         curves.setdefault(step.name, []).append(step)
     return Section(
         title=f"{kind.capitalize()} {workload.mode}, {workload.label()}",
-        sentence=" ".join([*(_verdict(name, members) for name, members in curves.items()), *_steps_of_calls(steps)]),
+        sentence=" ".join(
+            [
+                *(_verdict(name, members) for name, members in curves.items()),
+                *_steps_of_calls(steps),
+                *_what_counts(steps),
+            ]
+        ),
         columns=COLUMNS,
         rows=tuple(_figures(step) for step in steps),
         numeric=frozenset(COLUMNS[1:]),
@@ -147,6 +145,15 @@ def _verdict(name: str, steps: Sequence[Step]) -> str:
     if speedup >= 1:
         return f"{name} beats dense attention at every density measured, up to {densest:.0%}."
     return f"{name} is slower than dense attention at every density measured, down to {min(points)[0]:.0%}."
+
+
+def _what_counts(steps: Sequence[Step]) -> Iterable[str]:
+    """How a density can be more than all."""
+    if any(step.density > 1 for step in steps):
+        yield (
+            "Density counts a pair in each part of the pattern that attends to it: "
+            "over 100 %, more pairs are computed than in full attention."
+        )
 
 
 def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from dilabench.engine.worker.client import WorkerFailure, WorkerPool
+from dilabench.engine.worker.process import _short_waits
 from dilabench.engine.worker.protocol import WorkerSettings
 
 SETTINGS = WorkerSettings(device="cpu")
@@ -26,6 +27,20 @@ def test_a_worker_says_who_it_is(pool):
     assert worker.hello.torch["threads"].isdigit()
     assert pool.resident("x") is worker
     assert pool.resident("y") is not worker
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_threads_of_workers_wait_briefly_unless_the_environment_says(given, seen, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with _short_waits():
+        assert os.environ.get("GOMP_SPINCOUNT") == seen
+    assert os.environ.get("GOMP_SPINCOUNT") == given.get("GOMP_SPINCOUNT")
 
 
 def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
