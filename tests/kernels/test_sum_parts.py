@@ -17,7 +17,7 @@ ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
 
 @pytest.fixture(scope="module")
 def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    return interpreted("interpreted_part_cases.py")
+    return interpreted("kernels/interpreted_part_cases.py")
 
 
 @pytest.mark.parametrize("count", range(1, 7))
