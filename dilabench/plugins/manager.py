@@ -222,7 +222,8 @@ def _refuse_impossible(hook: str, descriptor: Any, reserved: frozenset[str]) -> 
 
 
 def _refuse_wrong_types(where: str, descriptor: Any) -> None:
-    for name, annotation in _annotations(type(descriptor)).items():
+    kind: Any = type(descriptor)
+    for name, annotation in _annotations(kind).items():
         value = getattr(descriptor, name)
         try:
             _adapter(annotation).validate_python(value, strict=True)
