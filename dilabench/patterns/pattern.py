@@ -432,6 +432,8 @@ def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:
     return Pairs(attended, least)
 
 
+# One picture is up to half a mebibyte.
+@lru_cache(maxsize=32)
 def _shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
     import numpy as np
 
@@ -447,4 +449,5 @@ def _shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) ->
                 seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
                 shares[line] += np.diff(np.searchsorted(seen, key_edges))
         shares[line] /= len(rows) * np.diff(key_edges)
+    shares.flags.writeable = False
     return shares
