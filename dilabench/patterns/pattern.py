@@ -366,7 +366,7 @@ class Pattern(Model, ABC):
 
         Of several rows in a line some are looked at. None where there is nothing to see or too much to count.
         """
-        return _shares(self, shape, lines, columns) if shape.length <= MAX_PICTURED_LENGTH else None
+        return _shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
 
     def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
         """Pictures for a report, of at most `cells` a side. Raises ConfigError when a file does not fit any more."""
@@ -432,14 +432,12 @@ def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:
     return Pairs(attended, least)
 
 
-# One picture is up to half a mebibyte.
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # A picture is up to half a mebibyte.
 def _shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
     import numpy as np
 
-    line_edges, key_edges = (
-        np.arange(min(shape.length, size) + 1) * shape.length // min(shape.length, size) for size in (lines, columns)
-    )
+    sizes = [min(shape.length, size) for size in (lines, columns)]
+    line_edges, key_edges = (np.arange(size + 1) * shape.length // size for size in sizes)
     shares = np.zeros((len(line_edges) - 1, len(key_edges) - 1))
     for line, (start, end) in enumerate(pairwise(line_edges.tolist())):
         rows = np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
@@ -449,5 +447,4 @@ def _shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) ->
                 seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
                 shares[line] += np.diff(np.searchsorted(seen, key_edges))
         shares[line] /= len(rows) * np.diff(key_edges)
-    shares.flags.writeable = False
     return shares
