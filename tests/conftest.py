@@ -78,6 +78,27 @@ def launch(monkeypatch, warm_server):
     return on_ranks
 
 
+@pytest.fixture(scope="session")
+def interpreted():
+    """Runs a script of cases in Triton's interpreter, with options for Python, and gives what it prints last.
+
+    In a process of its own: the interpreter is switched on before Triton is imported.
+    """
+    import json
+    import subprocess
+    import sys
+
+    def run(script, *options):
+        here = Path(__file__).resolve().parent
+        environment = os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *options, str(here / "kernels" / "interpreter.py"), str(here / script)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
 def role_of(name):
     """What a row of that name is in records made by hand."""
     return "plain" if name.startswith("gather") else "method"

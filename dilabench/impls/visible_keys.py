@@ -66,11 +66,11 @@ def key_groups(
 def _together(groups: Sequence[tuple[int, PatternGroup]], device: torch.device) -> KeyGroup:
     """Groups of few rows each as one, since each would cost a round of small operations: their keys' union."""
     parts = [np.asarray(group.parts[0], dtype=np.int64) + start for start, group in groups]
-    keys = np.unique(np.concatenate(parts))
+    keys, place = np.unique(np.concatenate(parts), return_inverse=True)
     rows = np.concatenate([group.rows + start for start, group in groups])
-    own = np.concatenate(
-        [np.tile(np.isin(keys, part), (len(group.rows), 1)) for part, (_, group) in zip(parts, groups, strict=True)]
-    )
+    has_key = np.zeros((len(parts), len(keys)), dtype=bool)
+    has_key[np.repeat(np.arange(len(parts)), [len(part) for part in parts]), place] = True
+    own = has_key.repeat([len(group.rows) for _, group in groups], axis=0)
     order = np.argsort(rows)
     counts = torch.ones(1, len(keys), dtype=torch.int64, device=device)
     has = torch.from_numpy(own[order]).to(device)

@@ -63,6 +63,7 @@ def counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
     return attended, least
 
 
+@lru_cache(maxsize=32)  # A picture is up to half a mebibyte.
 def counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
     """[lines, columns] of a picture of head 0: the share of pairs in each cell that is computed, of a few rows each."""
     import numpy as np

@@ -373,7 +373,7 @@ class Pattern(Model, ABC):
 
         Of several rows in a line some are looked at. None where there is nothing to see or too much to count.
         """
-        return counted_shares(self, shape, lines, columns) if shape.length <= MAX_PICTURED_LENGTH else None
+        return counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
 
     def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
         """Pictures for a report, of at most `cells` a side. Raises ConfigError when a file does not fit any more."""

@@ -222,7 +222,8 @@ def _refuse_impossible(hook: str, descriptor: Any, reserved: frozenset[str]) -> 
 
 
 def _refuse_wrong_types(where: str, descriptor: Any) -> None:
-    for name, annotation in get_type_hints(type(descriptor)).items():
+    kind: Any = type(descriptor)
+    for name, annotation in _annotations(kind).items():
         value = getattr(descriptor, name)
         try:
             _adapter(annotation).validate_python(value, strict=True)
@@ -236,6 +237,11 @@ def _refuse_wrong_types(where: str, descriptor: Any) -> None:
             raise PluginError(f"{where}: {name} {value} must be at least {LEAST[name]}")
         if isinstance(value, Capabilities):
             _refuse_wrong_types(f"{where}: {name}", value)
+
+
+@functools.cache
+def _annotations(descriptor: type) -> dict[str, Any]:
+    return get_type_hints(descriptor)
 
 
 @functools.cache

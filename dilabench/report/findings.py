@@ -7,7 +7,7 @@ is rendered, works on the raw samples, and its result is not stored.
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +197,22 @@ def _checked(target: str, sections: Any) -> tuple[Section, ...]:
         if not isinstance(one, Section):
             raise PluginError(f"{target} returned {shown(one)}, which is no Section")
         try:
-            _adapter().validate_python(asdict(one))
+            _adapter().validate_python(_opened(one))
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
             raise PluginError(f"{target}: section {shown(one.title)}: {place}: {error.errors()[0]['msg']}") from None
         if any(len(row) != len(one.columns) for row in one.rows):
             raise PluginError(f"{target}: section {one.title!r} needs a text per column in every row")
     return checked
+
+
+def _opened(value: Any) -> Any:
+    """A dataclass as a dictionary, and so on inside; `dataclasses.asdict` would copy each of a picture's cells."""
+    if is_dataclass(value):
+        return {field.name: _opened(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, list | tuple) and any(map(is_dataclass, value)):
+        return [_opened(one) for one in value] if isinstance(value, list) else tuple(map(_opened, value))
+    return value
 
 
 @functools.cache

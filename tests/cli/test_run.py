@@ -1,4 +1,4 @@
-"""Whole runs in fresh processes: files, reports, exit codes, interruption, resumption."""
+"""Whole runs, in fresh processes and in this one: files, reports, exit codes, interruption, resumption."""
 
 import json
 import os
@@ -55,6 +55,16 @@ def _own_lock(tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
 
 
+@pytest.fixture
+def run_here(cli, warm_server):
+    """`dilabench run` in this process: what is asked is the code, the words and the files, not what a start loads."""
+
+    def call(*arguments):
+        return cli("run", *arguments)
+
+    return call
+
+
 def run_folder(base):
     (folder,) = Path(base).glob("*-quick-*")
     return folder
@@ -83,18 +93,18 @@ def test_a_run_leaves_its_files_and_ends_with_a_verdict(fresh):
     assert record.config["overrides"] == {"seq_len": 96, "segment_lengths": [40, 96]}
 
 
-def test_a_wrong_output_is_exit_5_and_carries_no_time(fresh, with_plugin):
-    result = fresh("-m", "dilabench", "run", "quick", "-i", "zeros", "-i", "gather", *SMALL)
-    assert result.returncode == 5, result.stdout + result.stderr
+def test_a_wrong_output_is_exit_5_and_carries_no_time(run_here, with_plugin):
+    result = run_here("quick", "-i", "zeros", "-i", "gather", *SMALL)
+    assert result.exit_code == 5, result.output
     assert "verdict: WRONG OUTPUT (1 measured, 0 skipped, 1 failed; exit code 5)" in result.stdout
     wrong, right = read_record(run_folder("benchmark_results")).rows
     assert (wrong.outcome.status, wrong.outcome.stage, right.outcome.status) == ("failed", "verify", "measured")
     assert not hasattr(wrong.outcome, "timings")
 
 
-def test_a_case_that_raises_is_exit_4_and_the_others_go_on(fresh, with_plugin):
-    result = fresh("-m", "dilabench", "run", "quick", "-i", "raising,gather", *SMALL)
-    assert result.returncode == 4, result.stdout + result.stderr
+def test_a_case_that_raises_is_exit_4_and_the_others_go_on(run_here, with_plugin):
+    result = run_here("quick", "-i", "raising,gather", *SMALL)
+    assert result.exit_code == 4, result.output
     assert "no luck today" in result.stdout
     assert [row.outcome.status for row in read_record(run_folder("benchmark_results")).rows] == ["failed", "measured"]
 
@@ -154,17 +164,16 @@ def test_a_suite_whose_every_part_fails_keeps_its_run(fresh, with_plugin, tmp_pa
     assert "error: plug-in 'gone'" in strict.stderr
 
 
-def test_nothing_measured_is_exit_8(fresh, with_plugin):
-    result = fresh("-m", "dilabench", "run", "quick", "-i", "nowhere", *SMALL)
-    assert result.returncode == 8, result.stdout + result.stderr
+def test_nothing_measured_is_exit_8(run_here, with_plugin):
+    result = run_here("quick", "-i", "nowhere", *SMALL)
+    assert result.exit_code == 8, result.output
     assert "module no_such_module_at_all is not installed" in result.stdout
     assert "verdict: NOTHING MEASURED (0 measured, 1 skipped, 0 failed; exit code 8)" in result.stdout
 
 
-def test_a_dtype_that_the_backend_lacks_is_a_skip_with_its_reason(fresh):
+def test_a_dtype_that_the_backend_lacks_is_a_skip_with_its_reason(run_here):
     asked = ("-i", "gather", "-b", "sdpa-cudnn", "--dtype", "float64", "-o", "elsewhere")
-    result = fresh("-m", "dilabench", "run", "quick", *asked, *SMALL)
-    assert result.returncode == 8
+    assert run_here("quick", *asked, *SMALL).exit_code == 8
     (row,) = read_record(run_folder("elsewhere")).rows
     assert "backend sdpa-cudnn: dtype float64 is not supported (has bfloat16, float16)" in row.outcome.why
 

@@ -105,7 +105,7 @@ def test_an_honest_one_has_calls_of_the_timed_sequence_checked(outcome):
 
 
 def test_a_verification_that_hangs_has_its_own_code(outcome):
-    found = outcome("hangs_when_verified", patience_s=6.0)
+    found = outcome("hangs_when_verified", patience_s=3.0)
     assert isinstance(found, Failed)
     assert (found.stage, found.code) == ("verify", "verification_timeout")
     assert "neither right nor wrong" in found.why

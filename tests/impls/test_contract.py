@@ -1,7 +1,7 @@
 """Every implementation, over every backend that it can use here, in every dtype, passes `verify` on odd shapes."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -201,7 +201,18 @@ CATALOGUE = discover().catalogue
 HERE = detect("auto")
 
 
-@pytest.mark.parametrize("case", list(usable(CATALOGUE, detect("cpu"))), ids=name)
+def on_a_cpu(cases: Iterable[Case]) -> Iterator[Case]:
+    """float16 takes the branches of bfloat16 there: of each implementation and backend one case."""
+    tried: set[tuple[str, str | None]] = set()
+    for case in cases:
+        pair = (case.implementation, case.backend)
+        if case.workload.dtype != "float16" or pair not in tried:
+            yield case
+        if case.workload.dtype == "float16":
+            tried.add(pair)
+
+
+@pytest.mark.parametrize("case", list(on_a_cpu(usable(CATALOGUE, detect("cpu")))), ids=name)
 def test_passes_verify(case: Case) -> None:
     check(CATALOGUE, case, "cpu")
 

@@ -1,16 +1,9 @@
 """`fused` against the oracle, through Triton's interpreter: planned branches, branches on their own, and both."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
 
-HERE = Path(__file__).resolve().parent
 PER_BRANCH = {
     "planned": False,
     "gqa causal": False,
@@ -29,12 +22,8 @@ PER_BRANCH = {
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, dict[str, float]]:
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    script = [sys.executable, "-W", "ignore", str(HERE / "fused_cases.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def errors(interpreted) -> dict[str, dict[str, float]]:
+    return interpreted("impls/fused_cases.py", "-W", "ignore")
 
 
 @pytest.mark.slow

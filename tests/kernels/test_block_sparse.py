@@ -51,7 +51,7 @@ SEQUENCES = [
 @pytest.fixture(scope="module")
 def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
-    return interpreted("interpreted_block_cases.py", "-W", "ignore::RuntimeWarning")
+    return interpreted("kernels/interpreted_block_cases.py", "-W", "ignore::RuntimeWarning")
 
 
 @pytest.mark.parametrize("case", CASES)

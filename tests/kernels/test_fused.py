@@ -29,7 +29,7 @@ FUSED = [
 
 @pytest.fixture(scope="module")
 def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    return interpreted("interpreted_cases.py")
+    return interpreted("kernels/interpreted_cases.py")
 
 
 @pytest.mark.parametrize("case", FUSED)

@@ -101,7 +101,7 @@ CASES = (
 @pytest.fixture(scope="module")
 def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
-    return interpreted("interpreted_ragged_cases.py")
+    return interpreted("kernels/interpreted_ragged_cases.py")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from dilabench.patterns.selectors import SELECTORS, Blocks, select, stand_ins
 
 def test_the_lists_are_those_of_the_mask(interpreted: Callable[..., dict[str, list[str]]]) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
-    found = interpreted("interpreted_selections.py")
+    found = interpreted("kernels/interpreted_selections.py")
     assert found.pop("compared") == [str(seed) for seed in range(8)]
     assert found == {}
 

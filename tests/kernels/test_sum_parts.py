@@ -17,11 +17,17 @@ ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
 
 @pytest.fixture(scope="module")
 def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    return interpreted("interpreted_part_cases.py")
+    return interpreted("kernels/interpreted_part_cases.py")
 
 
-@pytest.mark.parametrize("count", range(1, 7))
-@pytest.mark.parametrize("dtype", ROUNDED)
+CASES = [
+    *(("float32", count) for count in range(1, 7)),
+    *(("float16", count) for count in (1, 2, 4)),
+    *(("bfloat16", count) for count in (1, 3, 6)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "count"), CASES)
 def test_kernels_equal_their_plain_form(errors: dict[str, dict[str, float]], dtype: str, count: int) -> None:
     found = errors[f"{dtype}, {count} parts"]
     assert found["empty rows"] > 0, "the case must hold rows that are empty in all parts"

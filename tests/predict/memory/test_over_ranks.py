@@ -34,8 +34,10 @@ def check(peaks):
     return checked
 
 
-@BOTH_MODES
-@pytest.mark.parametrize("shape", SHAPES)
+# What key heads, batch and dtype change, they change in the backward pass, too; a causal mask decides what is sent.
+@pytest.mark.parametrize(
+    ("shape", "mode"), [("causal", "forward"), ("full", "forward"), *((shape, "both") for shape in SHAPES)]
+)
 @pytest.mark.parametrize("implementation", [*OVER_RANKS, "zigzag-ring", "zigzag-allgather"])
 def test_dense_attention(implementation, shape, mode, peaks, check):
     check(implementation, 4, pattern=peaks.DENSE, mode=mode, **SHAPES[shape])

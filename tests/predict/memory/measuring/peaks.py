@@ -38,13 +38,18 @@ def case_of(implementation, backend=None, pattern=BRANCHES, **fields):
     return Case(implementation=implementation, backend=backend, workload=workload_of(pattern, **fields))
 
 
+def forget_earlier_tests():
+    """What they left must not be freed while memory is measured; what stays need not be looked at the next time."""
+    gc.collect()
+    gc.freeze()
+
+
 def peak_of(case):
     """Bytes at the fullest moment of a case on one device, with everything that was there before."""
     implementation = catalogue().implementations.get(case.implementation)
     context = BuildContext(device=CPU, backend=loaded(case))
     inputs = make_inputs(case.workload, implementation.takes, 0, CPU)
-    # What earlier tests left must not be freed while this is measured.
-    gc.collect()
+    forget_earlier_tests()
     return _peak(lambda: _built(case, implementation, context), list(inputs.distinct), case.workload.mode)
 
 
@@ -67,7 +72,7 @@ def rank_peak(case, world):
 def fullest_rank_peak(case):
     """The largest of the first, a middle and the last rank, each of them alone."""
     ranks = sorted({0, case.world_size // 2, case.world_size - 1})
-    gc.collect()
+    forget_earlier_tests()
     return max(rank_peak(case, SingleRank.of(rank, case.world_size)) for rank in ranks)
 
 
