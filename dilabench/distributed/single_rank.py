@@ -37,9 +37,15 @@ class SingleRank(World):
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Pending:
-        """Send nothing; one without the others keeps what it would send until it is waited for."""
-        kept = () if self.group else [tensor.contiguous() for tensors in sends.values() for tensor in tensors]
-        return Pending((), kept)
+        """Send nothing; one without the others keeps what a real one keeps until it is waited for.
+
+        Copy engines, which carry messages between GPUs (`meta` in a trace), lay what is sent into memory of their own.
+        """
+        if self.group:
+            return Pending(())
+        if self.device.type != "cpu":
+            return Pending((), [tensor for tensors in receives.values() for tensor in tensors])
+        return Pending((), [tensor.contiguous() for tensors in sends.values() for tensor in tensors])
 
     def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
         """A buffer of the size that would arrive."""

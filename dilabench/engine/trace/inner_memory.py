@@ -48,13 +48,13 @@ def _accumulators(q: Tensor, *, grouped: Tensor | None = None, viewed: tuple[Ten
     """A float32 sum for each element of q and a number per row; dk and dv per query head; copies of views."""
     nbytes = q.numel() * FLOAT32_BYTES + q.numel() // q.shape[-1] * FLOAT32_BYTES
     if grouped is not None:
-        nbytes += 2 * grouped.nbytes * (q.numel() // q.shape[1]) // (grouped.numel() // grouped.shape[1])
+        nbytes += 2 * grouped.nbytes * q.shape[-2] // grouped.shape[-2]
     return nbytes + sum(x.nbytes for x in viewed if not x.is_contiguous())
 
 
 def _flash(args: tuple[Any, ...], _device: str) -> int:
     dout, q, k, _, out = args[:5]
-    return _accumulators(q, grouped=k if k.shape[2] != q.shape[2] else None, viewed=(dout, out))
+    return _accumulators(q, grouped=k if k.shape[-2] != q.shape[-2] else None, viewed=(dout, out))
 
 
 def _efficient(args: tuple[Any, ...], _device: str) -> int:

@@ -97,15 +97,14 @@ def _result(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _accumulate(q: Tensor, stats: int) -> list[Tensor]:
     """The float32 sum of dq and numbers per row that a backward pass holds."""
-    B, M, H, _ = q.shape
-    return [q.new_empty(q.shape, dtype=torch.float32), q.new_empty((stats, B, H, M), dtype=torch.float32)]
+    return [q.new_empty(q.shape, dtype=torch.float32), q.new_empty((stats, *q.shape[:-1]), dtype=torch.float32)]
 
 
 def _per_query_head(q: Tensor, k: Tensor) -> list[Tensor]:
     """dk and dv before they are summed over the query heads of a group."""
-    if q.shape[2] == k.shape[2]:
+    if q.shape[-2] == k.shape[-2]:
         return []
-    return [k.new_empty((*k.shape[:2], q.shape[2], k.shape[3])) for _ in range(2)]
+    return [k.new_empty((*k.shape[:-2], *q.shape[-2:])) for _ in range(2)]
 
 
 def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, **_options: Any) -> tuple[Tensor, Tensor, None, None]:
@@ -131,13 +130,16 @@ def _flash4_forward(
 
 
 def _lse(q: Tensor) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
 
 
 def _flash4_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dq: Tensor | None = None, **_options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     held = _accumulate(q, 2)
+    if q.shape[-2] != k.shape[-2]:
+        # Query heads of a group add to float32 sums of dk and dv.
+        held += [torch.empty_like(x, dtype=torch.float32) for x in (k, v)]
     gradients = torch.empty_like(q) if dq is None else dq, torch.empty_like(k), torch.empty_like(v)
     del held
     return gradients
@@ -241,6 +243,8 @@ def _libraries() -> dict[str, ModuleType]:
             "flash_attn.flash_attn_interface",
             _flash_attn_forward=_flash2_forward,
             _flash_attn_backward=_flash2_backward,
+            _flash_attn_varlen_forward=_flash2_forward,
+            _flash_attn_varlen_backward=_flash2_backward,
         ),
         _module(
             "flash_attn_interface",
