@@ -9,6 +9,7 @@ from dilabench.engine.driver import Driver
 from dilabench.engine.method import MIN_TURNS
 from dilabench.engine.plausibility import ISOLATED_SLOTS, interference, unproven_backend
 from dilabench.engine.rounds import Rounds
+from dilabench.engine.second_implementation import BUILTIN
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import case_spec, worker_key
 from dilabench.metadata import (
@@ -121,7 +122,11 @@ class WorkloadGroupRun:
             hint = "CUPTI is missing, not permitted, or in use by another profiler"
             state.notes.append(NO_LEDGER.note(message, hint=hint))
             return True
-        why = unproven_backend(self._driver.catalogue.backends.get(state.case.backend), reply.kernels, state.notes)
+        catalogue = self._driver.catalogue
+        # That other kernels take a backend's place is for ours to say: a plug-in could claim any backend so.
+        ours = catalogue.implementations.origin(state.case.implementation) == BUILTIN
+        backend = catalogue.backends.get(state.case.backend)
+        why = unproven_backend(backend, reply.kernels, state.notes if ours else ())
         if why is not None:
             self._reject(state, "backend_not_proven", why, state.verification)
         return why is None

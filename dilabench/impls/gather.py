@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.packed import ByBranches, Packed, build_packed, by_branches
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.gathered_rows import GatheredRows, row_indices
 from dilabench.impls.union.union import Union, union_of
 from dilabench.workload.spec import Workload
 
 
-def build(workload: Workload, context: BuildContext) -> Union:
+def build(workload: Workload, context: BuildContext) -> Union | ByBranches | Packed:
     """Copies of rows live in the context's buffers, indices in its pattern cache."""
+    if workload.layout == "padded":
+        return padded(workload, context)
+    return by_branches(workload, context) or build_packed(padded, workload, context)
+
+
+def padded(workload: Workload, context: BuildContext) -> Union:
+    """One or several sequences of equal length."""
 
     def rows(device: torch.device) -> list[GatheredRows]:
         indices = context.patterns.get(("row indices", workload, device), lambda: row_indices(workload, device))

@@ -15,6 +15,7 @@ from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
+from dilabench.metadata import OWN_TILES
 from dilabench.plugins import builtin
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
@@ -351,6 +352,17 @@ def test_a_claimed_backend_without_its_kernel_is_never_timed(measure):
     assert found["a"].stage == "verify"
     assert "claims flashy but no such kernel ran" in found["a"].why
     assert slots_in_order(lab) == []
+
+
+@pytest.mark.parametrize(("name", "measured"), [("a", True), ("foreign", False)])
+def test_only_ours_may_say_that_other_kernels_take_a_backends_place(measure, name, measured):
+    lab = Lab()
+    lab.script[name, "prepare"] = [
+        Reply(prepared=Prepared(setup_ns={"build": 1}, call_ns=lab.call_ns), notes=(OWN_TILES.note("in its place"),))
+    ]
+    lab.script[name, "kernels"] = [Reply(kernels=(KernelUse(name="my_forward_kernel", count=1, duration_ns=1),))]
+    found = measure([name], lab, Backend("flashy", "", "m:a", supports=DENSE, kernels=("flash_fwd",)))
+    assert isinstance(found[name], Measured) == measured
 
 
 def test_one_that_is_slower_alone_is_noted(measure):

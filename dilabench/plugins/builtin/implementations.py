@@ -163,7 +163,7 @@ IMPLEMENTATIONS = (
         "gather",
         "per branch: index rows, dense backend, merge by lse (the plain method)",
         "dilabench.impls.gather:build",
-        supports=Capabilities(patterns=DILATED, merge_grads=BOTH_MERGES, zero_keys=True),
+        supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
         aliases=("dilated",),
         uses_backend=True,
         role="plain",
