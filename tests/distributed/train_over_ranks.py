@@ -37,11 +37,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model, shards = Model().double(), sequence_shards(LENGTH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+def train(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    shards = sequence_shards(LENGTH)
     for _ in range(STEPS):
         half = torch.randint(VOCABULARY, (8, LENGTH // 2))
         whole = torch.cat([half, half], 1)
@@ -57,8 +54,13 @@ def main() -> None:
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             print(f"{total:.12f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    copier = Model().double()
+    # What optimizers import keeps a process group that is there already, and with it threads that outlive its end.
+    adam = torch.optim.AdamW(copier.parameters(), lr=3e-3)
+    dist.init_process_group("gloo")
+    train(copier, adam)
+    dist.destroy_process_group()
