@@ -7,6 +7,7 @@ rows. What is counted here is a function of the mask alone: the closed form of w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,18 +88,16 @@ def received_bytes(workload: Workload, ranks: int) -> int:
     Forward: K and V of needed blocks, 2·B·K·D·rows. Backward: dK and dV of what it has sent, in the dtype of K; the
     blocks themselves are kept from the forward pass.
     """
-    import numpy as np
-
     deal = BlockDeal.of(workload, ranks)
-    moved = np.array([[deal.rows_of(deal.sent(holder, reader)) for reader in range(ranks)] for holder in range(ranks)])
-    return busiest_bytes(workload, moved)
+    return busiest_bytes(workload, ranks, lambda holder, reader: deal.rows_of(deal.sent(holder, reader)))
 
 
-def busiest_bytes(workload: Workload, moved: NDArray[np.int64]) -> int:
-    """The same from the rows that each holder sends each reader, [ranks, ranks]."""
+def busiest_bytes(workload: Workload, ranks: int, rows_moved: Callable[[int, int], int]) -> int:
+    """The same from the rows that a holder sends a reader: `rows_moved(holder, reader)`."""
     import numpy as np
 
-    moved = moved * (1 - np.eye(len(moved), dtype=np.int64))
+    everyone = range(ranks)
+    moved = np.array([[rows_moved(a, b) if a != b else 0 for b in everyone] for a in everyone], dtype=np.int64)
     keys, gradients = moved.sum(0), moved.sum(1)
     rows = int((keys * (workload.mode != "backward") + gradients * (workload.mode != "forward")).max())
     vector = workload.num_kv_heads * workload.head_dim * DTYPE_BYTES[workload.dtype]

@@ -78,12 +78,8 @@ def _held(hidden: HiddenRows, shape: SequenceShape, ranks: int) -> tuple[tuple[r
 
 def received_bytes(workload: Workload, ranks: int) -> int:
     """Bytes that one call in the workload's mode brings the rank with most, as `block_deal.received_bytes`."""
-    import numpy as np
-
     deal = ColumnDeal.of(workload, ranks)
-    return busiest_bytes(
-        workload, np.array([[len(deal.sent(holder, reader)) for reader in range(ranks)] for holder in range(ranks)])
-    )
+    return busiest_bytes(workload, ranks, lambda holder, reader: len(deal.sent(holder, reader)))
 
 
 def hop_pairs(workload: Workload, ranks: int) -> tuple[tuple[float, ...], ...] | None:

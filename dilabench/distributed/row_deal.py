@@ -208,9 +208,4 @@ def hop_pairs(workload: Workload, ranks: int) -> HopPairs:
 
 def received_bytes(workload: Workload, deal: RowDeal) -> int:
     """Bytes that one call in the workload's mode brings the rank with most, as `block_deal.received_bytes`."""
-    import numpy as np
-
-    ranks = len(deal.held)
-    return busiest_bytes(
-        workload, np.array([[deal.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)])
-    )
+    return busiest_bytes(workload, len(deal.held), deal.moved)

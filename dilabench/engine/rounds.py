@@ -34,7 +34,7 @@ class Rounds:
         running = [one for one in self._states if self._driver.warm_up(one, timer)]
         started = clock()
         share_s = min(max(0.0, deadline - started), method.sampling_s * len(running))
-        sizes = {id(one): self.slot_samples(one, share_s / max(1, len(running))) for one in running}
+        sizes = self._sizes(running, share_s)
         for taken in range(1, (max_rounds or method.max_rounds) + 1):
             for position, one in enumerate(self._order.sample(running, len(running))):
                 self._turn(one, timer, sizes[id(one)], self._driver.next_round, position)
@@ -42,12 +42,16 @@ class Rounds:
             running = [one for one in running if one.running]
             if taken == 1:
                 # A first estimate may be of a call in a process that had just begun, many times too long.
-                sizes = {id(one): self.slot_samples(one, share_s / max(1, len(running))) for one in running}
+                sizes = self._sizes(running, share_s)
             if not running or self._enough(running, timer, taken, clock() - started, share_s):
                 break
         for one in running:
             if one.run_of(timer).slots:
                 self._driver.confirm(one, timer)
+
+    def _sizes(self, running: Sequence[CaseState], share_s: float) -> dict[int, int]:
+        """Samples per turn of each case, which share the time."""
+        return {id(one): self.slot_samples(one, share_s / len(running)) for one in running}
 
     def slot_samples(self, state: CaseState, share_s: float) -> int:
         """Samples per turn: about 10 ms of them, 5 to 20; fewer where `min_rounds` of such turns exceed the share."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.row_deal import RowDeal
-from dilabench.distributed.sharding import Shards, Span, zigzag
+from dilabench.distributed.row_deal import RowDeal, united
+from dilabench.distributed.sharding import Shards, Span, shards_of, zigzag
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.calls import Calls
@@ -185,14 +185,7 @@ def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
 
 def _united(pieces: Sequence[Piece]) -> tuple[Span, ...]:
     """The positions of all keys, in successive rows."""
-    united: list[tuple[int, int]] = []
-    for start, stop in sorted((piece.key, piece.key + piece.keys) for piece in pieces):
-        if united and start <= united[-1][1]:
-            united[-1] = united[-1][0], max(united[-1][1], stop)
-        else:
-            united.append((start, stop))
-    rows = accumulate((stop - start for start, stop in united), initial=0)
-    return tuple(Span(start, stop, 1, row) for (start, stop), row in zip(united, rows, strict=False))
+    return shards_of([united([range(piece.key, piece.key + piece.keys) for piece in pieces])]).parts[0]
 
 
 def _stretches(shard: Sequence[Span], gathered: Sequence[Span]) -> tuple[Stretch, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext, PackedKernel
 from dilabench.distributed.row_deal import RowDeal, overlap, overlapping
+from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.function import Algorithm
 from dilabench.impls.ring.schedule.row_exchange import RowExchange, apart, together
@@ -118,17 +119,17 @@ def _on_device(bounds: Sequence[int], device: torch.device) -> Tensor:
 
 def _exchange(deal: RowDeal, world: World) -> RowExchange:
     rank, others = world.rank, [other for other in range(world.size) if other != world.rank]
+    spans = shards_of(deal.held).parts[rank]
     gives: dict[int, Tensor | None] = {}
     for reader in others:
-        first, rows = 0, []
-        seen = deal.seen(reader)
-        for own in deal.held[rank]:
+        rows, seen = [], deal.seen(reader)
+        for span in spans:
+            own = range(span.start, span.stop)
             for shared in (overlap(own, one) for one in overlapping(seen, own)):
-                rows.append(torch.arange(first + shared.start - own.start, first + shared.stop - own.start))
-            first += len(own)
+                rows.append(torch.arange(len(shared)) + span.row + shared.start - span.start)
         if rows:
             index = torch.cat(rows)
-            gives[reader] = None if len(index) == first else index.to(world.device)
+            gives[reader] = None if len(index) == sum(span.length for span in spans) else index.to(world.device)
     needs = {holder: moved for holder in others if (moved := deal.moved(holder, rank))}
     return RowExchange(world, needs, gives)
 
@@ -152,10 +153,8 @@ def _runs(deal: RowDeal, rank: int) -> tuple[Run, ...]:
 
 def _places(deal: RowDeal, rank: int) -> dict[range, Run]:
     """Where the keys that a rank has in a call lie, by positions: its own, and what comes, holder by holder."""
-    places, first = {}, 0
-    for own in deal.held[rank]:
-        places[own] = Run(True, first, len(own))
-        first += len(own)
+    spans = shards_of(deal.held).parts[rank]
+    places = {range(span.start, span.stop): Run(True, span.row, span.length) for span in spans}
     came, seen = 0, deal.seen(rank)
     for holder in (other for other in range(len(deal.held)) if other != rank):
         for held in deal.held[holder]:
