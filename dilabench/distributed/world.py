@@ -77,7 +77,7 @@ class Pending:
         for work in self._works:
             work.wait()
         for alias in self._aliases:
-            alias.set_()
+            alias.set_(torch.UntypedStorage(0))
         self._works, self._kept, self._aliases = (), (), ()
 
 
@@ -208,8 +208,7 @@ class World:
         )
         if self.copies is not None:
             return received, self._copied(flat.split(list(give)), received.split(list(take)))
-        # No views: these would hold on to their base.
-        aliases = [x.new_empty(0).set_(x) for x in (received, flat)] if self.device.type == "cpu" else []
+        aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
         into, from_ = aliases or (received, flat)
         work = dist.all_to_all_single(into, from_, list(take), list(give), group=self.group, async_op=True)
         return received, Pending([work], [flat], aliases)
@@ -329,6 +328,11 @@ def _prompt_nccl(timeout: timedelta) -> Any:
     options.is_high_priority_stream = True
     options._timeout = timeout
     return options
+
+
+def _alias(x: Tensor) -> Tensor:
+    """The same memory by a tensor of its own; a view would hold on to its base."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def _nbytes(tensors: Mapping[int, Sequence[Tensor]]) -> int:

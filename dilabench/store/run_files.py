@@ -175,8 +175,8 @@ def read_record(run: Path) -> RunRecord:
         raise ConfigError(f"{str(path)!r} is not a run record, or was cut: {error}; {way_out}") from None
     if not isinstance(document, dict) or not document.keys() & MARKS:
         raise ConfigError(
-            f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench wrote "
-            f"it; name a run's folder or its {RECORD_NAME}"
+            f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
+            f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
     return _validated(RunRecord, migrated(document, path), path)
 
