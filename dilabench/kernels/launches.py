@@ -74,7 +74,8 @@ class Launches:
         return True
 
     def keep(self, name: Hashable, launched: Launched, tensors: Mapping[str, Tensor]) -> None:
-        """Remember a launch; `tensors` are those that are others the next time: its arguments x_ptr or x_desc of x."""
+        """Remember a launch; `tensors` are those that are others the next time: its arguments x_ptr, x_desc
+        or x_tail_desc of x."""
         if isinstance(launched.compiled, CompiledKernel):
             self._known[name] = _Repeated(launched, tensors)
 
@@ -89,7 +90,8 @@ class _Repeated:
         self._descriptors: list[tuple[int, str, Any]] = []
         for place, argument in enumerate(launched.kernel.arg_names):
             name, _, form = argument.rpartition("_")
-            if name not in tensors:
+            name = name.removesuffix("_tail")
+            if name not in tensors or self._values[place] is None:
                 continue
             if form == "ptr":
                 self._tensors.append((place, name))

@@ -65,12 +65,16 @@ _SM90_CUT: dict[tuple[int, bool, Direction], TileConfig] = {
 }
 
 
-# The warp-specialised forward against the plain kernel, effective TFLOP/s measured side by side: 840 to 637 not causal,
-# 540 to 469 causal. At D64 three resident programs of the plain kernel win (571 to 535, causal 437 to 377).
-_SPECIALIZED: dict[tuple[int, bool], TileConfig] = {
-    (128, False): TileConfig(128, 128, 4, 2, specialized=True),
-    (128, True): TileConfig(128, 128, 4, 2, specialized=True),
+# The warp-specialised forward by the largest head dim, causal or not. Against the plain kernel on one H200, effective
+# TFLOP/s side by side: 65536 tokens, w 1024 5792 32768 65536, r 1 2 4 8: D80 467 to 312, D96 526 to 373 (two stages 505),
+# D128 642 to 500, D192 609 to 211 (three stages 603), D256 742 to 278; causal, nested: D128 557 to 434, D256 628 to 222. At
+# D64 three resident programs of the plain kernel are as fast or faster (451 to 454, 534 to 512, causal 414 to 361).
+_SPECIALIZED: dict[int, TileConfig] = {
+    96: TileConfig(128, 128, 4, 3, specialized=True),
+    128: TileConfig(128, 128, 4, 2, specialized=True),
+    256: TileConfig(128, 64, 4, 2, specialized=True),
 }
+_SMALLEST_SPECIALIZED = 65
 
 
 # float32, (largest head dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal: milliseconds,
@@ -99,10 +103,21 @@ def shipped(cut: bool = False) -> tuple[tuple[int, bool, Direction, TileConfig],
     return tuple((*key, config) for key, config in ({**_SM90, **_SM90_CUT} if cut else _SM90).items())
 
 
-def specialized_config(head_dim: int, causal: bool, largest_tile: int) -> TileConfig | None:
-    """Configuration of the warp-specialised forward where it wins and its tiles fit, else None."""
-    config = _SPECIALIZED.get((head_dim, causal))
-    return config if config and max(config.block_m, config.block_n) <= largest_tile else None
+def tail_of(head_dim: int) -> int:
+    """Columns of a head dim beyond its largest power of two. Tiles have powers of two: these are a tile apart."""
+    return head_dim - (1 << head_dim.bit_length() - 1)
+
+
+def specialized_config(head_dim: int, largest_tile: int) -> TileConfig | None:
+    """Configuration of the warp-specialised forward where it wins and its tiles fit, else None.
+
+    Its tiles are two powers of two side by side at most, of 16 columns at least.
+    """
+    tail = tail_of(head_dim)
+    if head_dim < _SMALLEST_SPECIALIZED or tail % 16 or tail & tail - 1:
+        return None
+    config = next((config for largest, config in _SPECIALIZED.items() if head_dim <= largest), None)
+    return config if config and config.longest <= largest_tile else None
 
 
 def tile_config(

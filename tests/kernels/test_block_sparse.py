@@ -179,11 +179,12 @@ def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from dilabench.kernels.block_sparse.forward_sm90 import work_lists
     from dilabench.kernels.block_sparse.plan import BlockPlan
+    from dilabench.kernels.tuning import TileConfig
 
     mask = np.random.default_rng(2).random((3, 5, 5)) < 0.5
     mask[1, 2] = False
     plan = BlockPlan(mask, 256, 1280, causal=True)
-    items, entries = (part.numpy() for part in work_lists(plan, torch.device("cpu")))
+    items, entries = (part.numpy() for part in work_lists(plan, TileConfig(128, 128, 4, 2), torch.device("cpu")))
     assert not plan.every_row_has_work
     assert items.shape == (1, 3, 10, 5)
     for head in range(3):
@@ -201,11 +202,12 @@ def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from dilabench.kernels.block_sparse.forward_sm90 import work_lists
     from dilabench.kernels.block_sparse.plan import BlockPlan
+    from dilabench.kernels.tuning import TileConfig
 
     mask = np.random.default_rng(2).random((2, 3, 7)) < 0.5
     mask[1, 2] = False
     plan = BlockPlan(mask, 128, 384, causal=False, key_rows=896)
-    items, entries = (part.numpy() for part in work_lists(plan, torch.device("cpu")))
+    items, entries = (part.numpy() for part in work_lists(plan, TileConfig(128, 128, 4, 2), torch.device("cpu")))
     assert not plan.every_row_has_work
     for head in range(2):
         for residue, tile, first, full, partly in items[0, head]:

@@ -35,7 +35,7 @@ from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launches
-from dilabench.kernels.tuning import TileConfig, shipped, specialized_config
+from dilabench.kernels.tuning import TileConfig, shipped, specialized_config, tail_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels are interpreted, not compiled"
@@ -176,6 +176,7 @@ def loops_with_products(cubin: bytes, folder: Path) -> list[str]:
     return bodies
 
 
+MASKS = [(False, False), (False, True), (True, False)]
 # These have code of their own for a sequence that ends inside a tile.
 CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] and shape[2] != "backward_key"]
 
@@ -226,28 +227,25 @@ def test_block_sparse_configurations(
     assert kernel.metadata.shared <= 227 * 1024
 
 
-# Null mass is of dilated attention, ranges of rows that keys are hidden from are of block-sparse attention.
-@pytest.mark.parametrize(("null_mass", "ranges"), [(False, 0), (True, 0), (False, 1), (False, 2)])
-@pytest.mark.parametrize(("causal", "cut"), [(False, False), (False, True), (True, False)])
-def test_specialised_forward(causal: bool, cut: bool, null_mass: bool, ranges: int) -> None:
-    config = specialized_config(128, causal, 128)
+def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int, merge: bool):
+    """The Hopper kernel as its launchers ask for it."""
+    config = specialized_config(dim, 128)
     assert config is not None
-    kernel = fused_forward_sm90._forward_kernel
-    constants = {"DIM": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
-    constants |= {"STAGES": config.num_stages, "PERSISTENT": not (causal or cut or ranges), "RAGGED": cut}
-    constants["RANGES"] = ranges
-    if not null_mass:
-        constants["mass_ptr"] = None
-    if not ranges:
-        constants["bounds_ptr"] = None
+    kernel, tail = fused_forward_sm90._forward_kernel, tail_of(dim)
+    constants = {"DIM": dim, "TAIL": tail, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
+    constants |= {"STAGES": config.num_stages, "RAGGED": cut, "RANGES": ranges, "MERGE": merge}
+    constants["PERSISTENT"] = fused_forward_sm90.stays(dim) and not (causal or cut or ranges or merge)
+    missing = [("mass_ptr", null_mass), ("bounds_ptr", ranges), *((f"{x}_tail_desc", tail) for x in "qkv")]
+    constants |= {name: None for name, there in missing if not there}
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[(place,)] = "constexpr", constants[name]
         elif name.endswith("_desc"):
-            rows = config.block_m // 2 if name == "q_desc" else config.block_n
-            layout = NVMMASharedLayout.get_default_for([rows, 128], bfloat16)
-            signature[name] = f"tensordesc<bf16[{rows},128],{layout!r}>"
+            rows = config.block_m // 2 if name.startswith("q") else config.block_n
+            columns = tail if "tail" in name else dim - tail
+            layout = NVMMASharedLayout.get_default_for([rows, columns], bfloat16)
+            signature[name] = f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
         elif name.endswith("_ptr"):
             signature[name] = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "mass_ptr": "*fp32"}.get(name, "*i32")
             attributes[(place,)] = [["tt.divisibility", 16]]
@@ -255,14 +253,37 @@ def test_specialised_forward(causal: bool, cut: bool, null_mass: bool, ranges: i
             signature[name] = "fp32" if name == "scale_log2" else "i32"
             if name not in NOT_ALIGNED:
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(kernel, signature, values, attributes)
-    built, report = assembled(source, {"num_warps": config.num_warps})
+    return assembled(GluonASTSource(kernel, signature, values, attributes), {"num_warps": config.num_warps})
+
+
+# Null mass and merging are of dilated attention, ranges of rows that keys are hidden from are of block-sparse attention.
+SPECIALISED = [
+    *((128, *mask, *more) for mask in MASKS for more in ((False, 0), (True, 0), (False, 1), (False, 2))),
+    *((dim, *mask, False, 0) for dim in (80, 96, 192, 256) for mask in MASKS[1:]),
+    (192, True, False, False, 2),
+]
+# Bytes parked while two ranges of rows hide keys besides the causal edge (6.3 against 7.8 ms of the kernel without
+# roles), and while results are merged, behind the last product.
+SPECIALISED_PARKED = {(128, True, 2): 8, "merging": 12}
+
+
+@pytest.mark.parametrize(("dim", "causal", "cut", "null_mass", "ranges"), SPECIALISED)
+def test_specialised_forward(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int) -> None:
+    built, report = specialised(dim, causal, cut, null_mass, ranges, merge=False)
     ptx = built.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert "setmaxnreg" in ptx, "the producer warp must give its registers to the consumers"
-    # Parked while two ranges of rows hide keys besides the causal edge: 6.3 against 7.8 ms of the kernel without roles.
-    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= (8 if causal and ranges > 1 else 0), report
+    parked = SPECIALISED_PARKED.get((dim, causal, ranges), 0)
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked, report
+    assert "serialized" not in report, report
+    assert built.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("dim", [96, 128, 192, 256])
+def test_specialised_forward_that_merges(dim: int) -> None:
+    built, report = specialised(dim, causal=False, cut=True, null_mass=False, ranges=0, merge=True)
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= SPECIALISED_PARKED["merging"], report
     assert "serialized" not in report, report
     assert built.metadata.shared <= 227 * 1024
 
@@ -285,9 +306,9 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     q = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
-    config = specialized_config(128, False, 128)
+    config = specialized_config(128, 128)
     lse = torch.zeros(1, 2, 256)
-    fused_forward_sm90.run_group(q, q, q, q.clone(), lse, None, plan.groups[0], False, 0.1, config)
+    fused_forward_sm90.run_group(q, q, q, q.clone(), lse, None, plan.groups[0], False, 0.1, config, merge=False)
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
     block_sparse_forward_sm90(q, q, q, mask, scale=0.1, known=Launches())
     assert given == [wanted] * 3

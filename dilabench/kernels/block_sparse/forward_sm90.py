@@ -13,27 +13,29 @@ from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper
 from dilabench.kernels.launches import Launches, run
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import TileConfig, specialized_config
 
-TILES = TileConfig(128, 128, 4, 2, specialized=True)
 _LOG2E = 1.4426950408889634
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
-    """Whether the kernel serves it: half precision, head dim 128, whole tiles of 128 rows, no window, regular strides,
-    on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries' rows.
+    """Whether the kernel serves it: half precision, a head dim that it is faster for, whole tiles, no window, regular
+    strides, on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries'
+    rows.
     """
-    size = TILES.block_m
-    whole = all(rows % size == 0 for rows in (plan.block_size, plan.rows, plan.keys))
-    fits = whole and plan.keys // size <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
+    tiles = specialized_config(q.shape[-1], plan.block_size)
+    if tiles is None:
+        return False
+    whole = all(rows % tiles.longest == 0 for rows in (plan.block_size, plan.rows, plan.keys))
+    fits = whole and plan.keys // tiles.block_n <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
     unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
     regular = all(is_row_addressable(x) for x in (q, k, v))
-    return q.shape[-1] == 128 and q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
+    return q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
 
 
-def work_lists(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+def work_lists(plan: Plan, tiles: TileConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """int32 (items [1, mask heads, tiles, 5], packed entries) on the device, as in `TileTables`."""
-    spans, entries, order = plan.tables(TILES, by_key=False, device=device)
+    spans, entries, order = plan.tables(tiles, by_key=False, device=device)
     spans = spans.gather(1, order.long()[..., None].expand_as(spans))
     items = torch.cat((torch.zeros_like(order)[..., None], order[..., None], spans), -1)
     return items[None], entries | 1 << (TILE_BITS + CLASS_BITS)
@@ -44,7 +46,7 @@ def block_sparse_forward_sm90(
 ) -> tuple[Tensor, Tensor]:
     """As `block_sparse_forward`, for what `can_run` admits. known: launches of this pass for tensors of this layout."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.forward_sm90 import _forward_kernel, _tile_descriptor
+    from dilabench.kernels.fused.forward_sm90 import _forward_kernel, stays, tile_descriptors
 
     batch, rows, num_heads, dim = q.shape
     empty = torch.empty if known.once("whole", lambda: plan.every_row_has_work) else torch.zeros
@@ -53,23 +55,23 @@ def block_sparse_forward_sm90(
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if known.repeat("forward", tensors):
         return out, lse
-    items, entries, heads = _device_lists(plan, num_heads, q.device)
+    tiles = specialized_config(dim, plan.block_size)
+    assert tiles is not None, "asked of `can_run`"
+    items, entries, heads = _device_lists(plan, tiles, num_heads, q.device)
     bounds = plan.bounds(q.device)
     n_items = items.shape[2]
     n_work = n_items * batch * num_heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     # Programs that stay on their multiprocessor and walk over many tiles: measured to lose under a causal mask, and
     # with bounds of columns they spill registers.
-    persistent = not plan.causal and not len(bounds)
+    persistent = not plan.causal and not len(bounds) and stays(dim)
     strides = {
         f"{name}_{axis}": x.stride(place)
         for name, x in (("q", q), ("k", k), ("v", v))
         for place, axis in ((1, "token"), (2, "head"))
     }
     arguments = {
-        "q_desc": _tile_descriptor(q, 1, TILES.block_m // 2),
-        "k_desc": _tile_descriptor(k, 1, TILES.block_n),
-        "v_desc": _tile_descriptor(v, 1, TILES.block_n),
+        **tile_descriptors(q, k, v, 1, tiles),
         "out_ptr": out,
         "lse_ptr": lse,
         "mass_ptr": None,
@@ -94,25 +96,26 @@ def block_sparse_forward_sm90(
         **strides,
         "R": 1,
         "DIM": dim,
-        "BLOCK_M": TILES.block_m,
-        "BLOCK_N": TILES.block_n,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
         "CAUSAL": plan.causal,
         "RAGGED": False,
         "RANGES": len(bounds),
-        "STAGES": TILES.num_stages,
+        "MERGE": False,
+        "STAGES": tiles.num_stages,
         "PERSISTENT": persistent,
-        "num_warps": TILES.num_warps,
+        "num_warps": tiles.num_warps,
     }
     grid = (min(processors, n_work) if persistent else n_work,)
     known.keep("forward", run(_forward_kernel, grid, arguments), tensors)
     return out, lse
 
 
-def _device_lists(plan: Plan, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _device_lists(plan: Plan, tiles: TileConfig, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Work lists on the device, and for each head its (mask head, class shift)."""
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
         heads = torch.arange(num_heads, dtype=torch.int32, device=device) * plan.mask_heads // num_heads
-        return *work_lists(plan, device), torch.stack((heads, torch.zeros_like(heads)), 1)
+        return *work_lists(plan, tiles, device), torch.stack((heads, torch.zeros_like(heads)), 1)
 
-    return plan.keep(("sm90", num_heads, device), make)
+    return plan.keep(("sm90", tiles, num_heads, device), make)

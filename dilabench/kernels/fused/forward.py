@@ -201,12 +201,12 @@ def fused_forward(
     for index, group in enumerate(plan.groups):
         if known.repeat(index, tensors):
             continue
-        specialized = None if config or index else _specialized(q, group, plan.causal)
+        specialized = None if config else _specialized(q, group)
         mass = None if index else tensors.get("mass")
         if specialized:
             from dilabench.kernels.fused.forward_sm90 import run_group
 
-            launched = run_group(q, k, v, out, lse, mass, group, plan.causal, scale, specialized)
+            launched = run_group(q, k, v, out, lse, mass, group, plan.causal, scale, specialized, merge=index > 0)
         else:
             launched = _run_group(q, k, v, out, lse, mass, group, plan.causal, scale, config, merge=index > 0)
         known.keep(index, launched, tensors)
@@ -221,11 +221,11 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | 
     return check_scale(scale, q.shape[-1]), all(is_whole(x, plan.modulus) for x in (q, k, v))
 
 
-def _specialized(q: Tensor, group: BranchGroup, causal: bool) -> TileConfig | None:
-    """The configuration of the Hopper kernel where it can run and wins; it writes results and does not merge."""
+def _specialized(q: Tensor, group: BranchGroup) -> TileConfig | None:
+    """The configuration of the Hopper kernel where it can run and wins."""
     if q.element_size() != 2 or not on_hopper(q.device):
         return None
-    return specialized_config(q.shape[-1], causal, group.largest_tile)
+    return specialized_config(q.shape[-1], group.largest_tile)
 
 
 def _run_group(
