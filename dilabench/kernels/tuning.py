@@ -37,8 +37,8 @@ class TileConfig:
         return replace(self, block_m=block_m, block_n=block_n, num_warps=warps)
 
 
-# (head_dim, causal, direction), bf16 and fp16 on sm_90. Chosen on one H200 (torch 2.11, Triton 3.6) among 5 to 11
-# shapes each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and milliseconds of
+# (most columns of a tile, causal, direction), bf16 and fp16 on sm_90. Chosen on one H200 (torch 2.11, Triton 3.6)
+# among 5 to 11 shapes each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and milliseconds of
 # the kernel backward. Two to four resident programs of 4 warps per multiprocessor beat larger programs of 8 warps
 # everywhere, and beat a loop that issues the next q.k product before the softmax of the present one (518 against 596
 # at D64, 593 against 693 at D128).
@@ -55,6 +55,19 @@ _SM90: dict[tuple[int, bool, Direction], TileConfig] = {
     (64, True, "backward_key"): TileConfig(64, 64, 4, 2, max_registers=168),  # 3.83; without the limit 15 % more
     (128, False, "backward_key"): TileConfig(64, 64, 4, 2),  # 10.9; 64x128 with 8 warps 11.9
     (128, True, "backward_key"): TileConfig(64, 64, 4, 2),  # 6.70; 64x128 with 8 warps 7.45
+    # Head dims 192 and 256 at 1x32768, H8: milliseconds of both backward kernels, the other one with 64x64 and 8 warps.
+    (192, False, "forward"): TileConfig(64, 64, 8, 2),
+    (192, True, "forward"): TileConfig(64, 64, 8, 2),
+    (256, False, "forward"): TileConfig(64, 64, 8, 2),
+    (256, True, "forward"): TileConfig(64, 64, 8, 2),
+    (192, False, "backward_query"): TileConfig(128, 64, 8, 2),  # 9.39; 64x64 with 8 warps 12.55, with 4 warps 10.33
+    (192, True, "backward_query"): TileConfig(128, 64, 8, 2),  # 4.07; 64x64 with 8 warps 5.21, with 4 warps 4.28
+    (256, False, "backward_query"): TileConfig(128, 32, 8, 2),  # 11.9; 128x64 in one stage 12.0; 64x64 14.5
+    (256, True, "backward_query"): TileConfig(128, 32, 8, 2),  # 4.96; 128x64 in one stage 5.18; 64x64 5.82
+    (192, False, "backward_key"): TileConfig(32, 128, 8, 2),  # 10.5; 64x64 12.5; three stages 12.9
+    (192, True, "backward_key"): TileConfig(64, 64, 8, 2),  # 5.22; 32x128 5.13, but it spills in both loops
+    (256, False, "backward_key"): TileConfig(64, 64, 8, 2),  # 14.5; in one stage 16.8; 32x64 18.1
+    (256, True, "backward_key"): TileConfig(64, 64, 8, 2),  # 5.82; in one stage 6.49
 }
 
 
@@ -66,9 +79,10 @@ _SM90_CUT: dict[tuple[int, bool, Direction], TileConfig] = {
 
 
 # The warp-specialised forward by the largest head dim, causal or not. Against the plain kernel on one H200, effective
-# TFLOP/s side by side: 65536 tokens, w 1024 5792 32768 65536, r 1 2 4 8: D80 467 to 312, D96 526 to 373 (two stages 505),
-# D128 642 to 500, D192 609 to 211 (three stages 603), D256 742 to 278; causal, nested: D128 557 to 434, D256 628 to 222. At
-# D64 three resident programs of the plain kernel are as fast or faster (451 to 454, 534 to 512, causal 414 to 361).
+# TFLOP/s side by side: 65536 tokens, w 1024 5792 32768 65536, r 1 2 4 8: D80 467 to 312, D96 526 to 373 (two stages
+# 505), D128 642 to 500, D192 609 to 211 (three stages 603), D256 742 to 278; causal, nested: D128 557 to 434, D256 628
+# to 222. At D64 three resident programs of the plain kernel are as fast (451 to 454, nested 534 to 512, causal 414 to
+# 361).
 _SPECIALIZED: dict[int, TileConfig] = {
     96: TileConfig(128, 128, 4, 3, specialized=True),
     128: TileConfig(128, 128, 4, 2, specialized=True),
@@ -129,9 +143,7 @@ def tile_config(
     """
     if itemsize > 2:
         return float32_config(head_dim, direction).fitted(largest_tile)
-    key = (head_dim, causal, direction)
-    known = _SM90_CUT.get(key) if cut else None
-    known = known or _SM90.get(key)
-    if known is None:
-        known = _SM90[(64, causal, direction)] if head_dim < 64 else TileConfig(64, 64, 8 if head_dim > 128 else 4, 2)
+    largest = next(most for most in (64, 128, 192, 256) if head_dim <= most)
+    known = _SM90_CUT.get((largest, causal, direction)) if cut else None
+    known = known or _SM90[largest, causal, direction]
     return known.fitted(largest_tile)

@@ -133,6 +133,21 @@ CASES = {
         ((0, 1, 2),),
         torch.float32,
     ),
+    "two tiles of columns": (
+        1,
+        192,
+        2,
+        1,
+        72,
+        (64, 192),
+        (1, 2),
+        True,
+        "modulo",
+        "head",
+        (16, 16),
+        ((0,), (1,)),
+        torch.float32,
+    ),
     "half": (1, 128, 2, 2, 32, (64, 128), (1, 2), True, "modulo", "head", (32, 32), ((0, 1),), torch.float16),
 }
 

@@ -24,6 +24,7 @@ FUSED = [
     "gqa blocked",
     "gqa blocked kv",
     "equal segments",
+    "two tiles of columns",
 ]
 
 

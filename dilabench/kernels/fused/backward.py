@@ -21,22 +21,24 @@ from dilabench.kernels.fused.row_layout import (
     check_scale,
     is_whole,
     launch_arguments,
-    padded_dim,
+    tile_columns,
     whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
+    add_weighted,
     end_of,
     load_tile,
     place_of,
     query_item,
+    scores,
     seen_keys,
     split_block,
     split_program,
-    tile_mask,
-    tile_offsets,
+    store_tile,
     turned,
     unpack,
+    zero_tail,
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout, run
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
@@ -51,6 +53,10 @@ def _query_kernel(
     k_desc,
     v_desc,
     dout_desc,
+    q_tail_desc,
+    k_tail_desc,
+    v_tail_desc,
+    dout_tail_desc,
     dq_ptr,
     stats_ptr,
     items_ptr,
@@ -73,7 +79,8 @@ def _query_kernel(
     item_major,
     R,
     HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -97,14 +104,15 @@ def _query_kernel(
     base_row = super_index * super_rows
     row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
-    q = load_tile(q_desc, batch, row, residue, head)
-    dout = load_tile(dout_desc, batch, row, residue, head)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, residue, head, HEAD, TAIL)
+    dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, row, residue, head, HEAD, TAIL)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
     stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
     stats = stats_ptr + stats_at + stats_places(query_row)
     log2_lse, delta = tl.load(stats), tl.load(stats + _STATS_BLOCK)
-    dq = tl.zeros([BLOCK_M, DIM], tl.float32)
+    dq = tl.zeros([BLOCK_M, HEAD], tl.float32)
+    dq_tail = zero_tail(BLOCK_M, TAIL)
 
     entry_ptr = entries_ptr + first
     for _ in tl.range(0, n_full, num_stages=STAGES):
@@ -112,13 +120,13 @@ def _query_kernel(
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
-        k = load_tile(k_desc, batch, key_row, partner, kv_head)
-        v = load_tile(v_desc, batch, key_row, partner, kv_head)
-        logits = tl.dot(q, k.T, input_precision=PRECISION)
-        dp = tl.dot(dout, v.T, input_precision=PRECISION)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+        logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
+        dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
         p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
 
     rows_left = whole_rows - base_row
     if CAUSAL or RAGGED:
@@ -127,25 +135,20 @@ def _query_kernel(
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k = load_tile(k_desc, batch, key_row, partner, kv_head)
-            v = load_tile(v_desc, batch, key_row, partner, kv_head)
-            logits = tl.dot(q, k.T, input_precision=PRECISION)
-            dp = tl.dot(dout, v.T, input_precision=PRECISION)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+            logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
+            dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
             seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
 
-    dq = dq * scale
     dq_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
-    offsets = tile_offsets(n_heads, R, BLOCK_M, HEAD_DIM, DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
-    there = tile_mask(rows, BLOCK_M, HEAD_DIM, DIM)
-    if ADD:
-        dq += tl.load(dq_ptr + offsets, there, 0.0).to(tl.float32)
-    tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), there)
+    store_tile(dq * scale, dq_tail * scale, dq_ptr, rows, 1.0, n_heads, R, ADD, BLOCK_M, HEAD_DIM, HEAD, TAIL)
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -154,6 +157,10 @@ def _key_kernel(
     k_desc,
     v_desc,
     dout_desc,
+    q_tail_desc,
+    k_tail_desc,
+    v_tail_desc,
+    dout_tail_desc,
     dk_ptr,
     dv_ptr,
     stats_ptr,
@@ -180,7 +187,8 @@ def _key_kernel(
     R,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -204,11 +212,13 @@ def _key_kernel(
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
     row = base_row + tile * BLOCK_N
     rows_left = whole_rows - base_row
-    k = load_tile(k_desc, batch, row, residue, kv_head)
-    v = load_tile(v_desc, batch, row, residue, kv_head)
+    k, k_tail = load_tile(k_desc, k_tail_desc, batch, row, residue, kv_head, HEAD, TAIL)
+    v, v_tail = load_tile(v_desc, v_tail_desc, batch, row, residue, kv_head, HEAD, TAIL)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    dk = tl.zeros([BLOCK_N, DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, DIM], tl.float32)
+    dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
+    dk_tail = zero_tail(BLOCK_N, TAIL)
+    dv = tl.zeros([BLOCK_N, HEAD], tl.float32)
+    dv_tail = zero_tail(BLOCK_N, TAIL)
 
     for member in range(GROUP):
         head = kv_head * GROUP + member
@@ -229,17 +239,19 @@ def _key_kernel(
             entry_ptr += 1
             query_tile, partner, bias = unpack(entry, shift, R)
             query_tile *= BLOCK_M
-            q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
+            q, q_tail = load_tile(q_desc, q_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL)
             stats = stats_at + (partner * class_stats + query_tile * 2)
             log2_lse = tl.load(stats) - bias
-            logits = tl.dot(k, q.T, input_precision=PRECISION)
-            dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
+            logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
+            dout, dout_tail = load_tile(
+                dout_desc, dout_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL
+            )
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
             delta = tl.load(stats + _STATS_BLOCK)
-            dp = tl.dot(v, dout.T, input_precision=PRECISION)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
+            dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
             ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
         if CAUSAL:
             # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
             for _ in tl.range(0, n_masked, num_stages=1):
@@ -247,33 +259,30 @@ def _key_kernel(
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
-                q = load_tile(q_desc, batch, base_row + query_tile, partner, head)
+                q, q_tail = load_tile(q_desc, q_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL)
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
-                logits = tl.dot(k, q.T, input_precision=PRECISION)
-                dout = load_tile(dout_desc, batch, base_row + query_tile, partner, head)
+                logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
+                dout, dout_tail = load_tile(
+                    dout_desc, dout_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL
+                )
                 query_row = query_tile + tl.arange(0, BLOCK_M)
                 last_row = query_row - (residue > partner).to(tl.int32)
                 seen = key_row[:, None] <= last_row[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
-                dp = tl.dot(v, dout.T, input_precision=PRECISION)
-                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
+                dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
                 ds = p * (dp - delta[None, :])
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
 
-    dk = dk * scale
     place = place_of(row, residue, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
-    offsets = tile_offsets(n_kv_heads, R, BLOCK_N, HEAD_DIM, DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
-    there = tile_mask(rows, BLOCK_N, HEAD_DIM, DIM)
-    if ADD:
-        dk += tl.load(dk_ptr + place + offsets, there, 0.0).to(tl.float32)
-    tl.store(dk_ptr + place + offsets, dk.to(dk_ptr.dtype.element_ty), there)
-    if ADD:
-        dv += tl.load(dv_ptr + place + offsets, there, 0.0).to(tl.float32)
-    tl.store(dv_ptr + place + offsets, dv.to(dv_ptr.dtype.element_ty), there)
+    store_tile(
+        dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
+    )
+    store_tile(dv, dv_tail, dv_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL)
 
 
 def fused_backward(
@@ -324,7 +333,7 @@ def _checked(
     """The scale, whether kernels can read all operands as they are, and what is computed group by group."""
     q = given["q"]
     check_operands(q, given["k"], given["v"], plan)
-    steps, dim = [], padded_dim(q.shape[-1])
+    steps, dim = [], sum(tile_columns(q.shape[-1]))
     for group in plan.groups:
         fit = (group.largest_tile, q.element_size())
         query_tiles = tiles[0] or tile_config(dim, plan.causal, "backward_query", *fit)

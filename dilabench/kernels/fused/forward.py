@@ -18,22 +18,25 @@ from dilabench.kernels.fused.row_layout import (
     is_whole,
     launch_arguments,
     on_hopper,
-    padded_dim,
+    tile_columns,
     whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
+    add_weighted,
     end_of,
     load_tile,
     place_of,
     query_item,
+    scaled,
+    scores,
     seen_keys,
     split_block,
     split_program,
-    tile_mask,
-    tile_offsets,
+    store_tile,
     turned,
     unpack,
+    zero_tail,
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
@@ -45,6 +48,9 @@ def _forward_kernel(
     q_desc,
     k_desc,
     v_desc,
+    q_tail_desc,
+    k_tail_desc,
+    v_tail_desc,
     out_ptr,
     lse_ptr,
     mass_ptr,
@@ -66,7 +72,8 @@ def _forward_kernel(
     item_major,
     R,
     HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -90,10 +97,11 @@ def _forward_kernel(
     residue = turned(u, shift, R)
     base_row = super_index * super_rows
     kv_head = head // heads_per_kv
-    q = load_tile(q_desc, batch, base_row + tile * BLOCK_M, residue, head)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, base_row + tile * BLOCK_M, residue, head, HEAD, TAIL)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
+    acc_tail = zero_tail(BLOCK_M, TAIL)
 
     entry_ptr = entries_ptr + first
     for _ in tl.range(0, n_full, num_stages=STAGES):
@@ -101,15 +109,15 @@ def _forward_kernel(
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
-        k = load_tile(k_desc, batch, key_row, partner, kv_head)
-        logits = tl.dot(q, k.T, input_precision=PRECISION)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+        logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
         p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
         decay = tl.math.exp2(top - new_top)
         total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None]
-        v = load_tile(v_desc, batch, key_row, partner, kv_head)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+        acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
         top = new_top
 
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -120,8 +128,8 @@ def _forward_kernel(
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k = load_tile(k_desc, batch, key_row, partner, kv_head)
-            logits = tl.dot(q, k.T, input_precision=PRECISION)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+            logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
             seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
@@ -131,38 +139,38 @@ def _forward_kernel(
             p = tl.math.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
-            acc = acc * decay[:, None]
-            v = load_tile(v_desc, batch, key_row, partner, kv_head)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+            acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
             top = new_top
 
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
     row = base_row + tile * BLOCK_M
     inside = tl.arange(0, BLOCK_M) < rows
     token = row.to(tl.int64) * R + residue + tl.arange(0, BLOCK_M) * R
+    mine = tl.full([BLOCK_M], 1.0, tl.float32)
     if mass_ptr is not None:
         mass = tl.load(mass_ptr + head.to(tl.int64) * length + token, inside, float("-inf")) * 1.4426950408889634
         higher = tl.maximum(top, mass)
-        decay = tl.math.exp2(top - higher)
-        total = total * decay + tl.math.exp2(mass - higher)
-        acc = acc * decay[:, None]
+        mine = tl.math.exp2(top - higher)
+        total = total * mine + tl.math.exp2(mass - higher)
         top = higher
-    acc = acc / total[:, None]
+    mine = mine / total
+    theirs = mine
     lse = (top + tl.log2(total)) * 0.6931471805599453
     lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * length + token
-    out_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
-    offsets = tile_offsets(n_heads, R, BLOCK_M, HEAD_DIM, DIM)
-    there = tile_mask(rows, BLOCK_M, HEAD_DIM, DIM)
     if MERGE:
         old_lse = tl.load(lse_at, inside, float("-inf"))
         higher = tl.maximum(old_lse, lse)
-        mine = tl.exp(lse - higher)
+        ours = tl.exp(lse - higher)
         theirs = tl.exp(old_lse - higher)
-        share = 1.0 / (mine + theirs)
-        old = tl.load(out_ptr + offsets, there, 0.0).to(tl.float32)
-        acc = acc * (mine * share)[:, None] + old * (theirs * share)[:, None]
-        lse = higher + tl.log(mine + theirs)
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), there)
+        both = ours + theirs
+        mine = mine * (ours / both)
+        theirs = theirs / both
+        lse = higher + tl.log(both)
+    acc, acc_tail = scaled(acc, acc_tail, mine, TAIL)
+    out_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
+    store_tile(acc, acc_tail, out_ptr, rows, theirs[:, None], n_heads, R, MERGE, BLOCK_M, HEAD_DIM, HEAD, TAIL)
     tl.store(lse_at, lse, inside)
 
 
@@ -241,7 +249,7 @@ def _run_group(
     config: TileConfig | None,
     merge: bool,
 ) -> Launched:
-    dim, size = padded_dim(q.shape[-1]), q.element_size()
+    dim, size = sum(tile_columns(q.shape[-1])), q.element_size()
 
     def arguments(ragged: bool) -> Arguments:
         chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, cut=ragged)

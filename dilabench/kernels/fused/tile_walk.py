@@ -46,9 +46,52 @@ def query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kin
 
 
 @triton.jit
-def load_tile(desc, batch, row, residue, head):
-    """[rows, D] of a descriptor over [B, R, H, rows of a class, D]; beyond the sequence and the head dim are zeros."""
-    return desc.load([batch, residue, head, row, 0]).reshape([desc.block_shape[3], desc.block_shape[4]])
+def load_tile(desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """[rows, HEAD] of a descriptor over [B, R, H, rows of a class, D], and the TAIL columns behind them (where there
+    are none, the same again, for nobody to use); beyond the sequence and the head dim are zeros.
+    """
+    tile = desc.load([batch, residue, head, row, 0]).reshape([desc.block_shape[3], HEAD])
+    tail = tile
+    if TAIL:
+        tail = tail_desc.load([batch, residue, head, row, HEAD]).reshape([desc.block_shape[3], TAIL])
+    return tile, tail
+
+
+@triton.jit
+def scores(a, a_tail, b, b_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
+    """a . b^T over all columns."""
+    products = tl.dot(a, b.T, input_precision=PRECISION)
+    if TAIL:
+        products = tl.dot(a_tail, b_tail.T, products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def add_weighted(acc, acc_tail, weights, x, x_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + weights . x for both parts of the columns."""
+    weights = weights.to(x.dtype)
+    acc = tl.dot(weights, x, acc, input_precision=PRECISION)
+    if TAIL:
+        acc_tail = tl.dot(weights, x_tail, acc_tail, input_precision=PRECISION)
+    return acc, acc_tail
+
+
+@triton.jit
+def scaled(x, tail, by, TAIL: tl.constexpr):
+    """Both parts of the columns, row by row times ``by``."""
+    x = x * by[:, None]
+    if TAIL:
+        tail = tail * by[:, None]
+    return x, tail
+
+
+@triton.jit
+def zero_tail(ROWS: tl.constexpr, TAIL: tl.constexpr):
+    """An accumulator of TAIL columns; of none, a number."""
+    tail = 0.0
+    if TAIL:
+        tail = tl.zeros([ROWS, TAIL], tl.float32)
+    return tail
 
 
 @triton.jit
@@ -59,15 +102,49 @@ def place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM: tl.constex
 
 
 @triton.jit
-def tile_offsets(n_heads, R, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Where a tile's numbers lie from its first one on, [rows, D]."""
-    return tl.arange(0, ROWS)[:, None] * (n_heads * R * HEAD_DIM) + tl.arange(0, DIM)[None, :]
+def store_tile(
+    x,
+    tail,
+    ptr,
+    rows,
+    kept,
+    n_heads,
+    R,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Write both parts of the columns of the first ``rows`` rows of a class, from ``ptr`` on; ADD: to
+    what is there times ``kept``.
+    """
+    store_columns(x, ptr, rows, kept, n_heads, R, ADD, ROWS, HEAD_DIM, 0, HEAD)
+    if TAIL:
+        store_columns(tail, ptr, rows, kept, n_heads, R, ADD, ROWS, HEAD_DIM, HEAD, TAIL)
 
 
 @triton.jit
-def tile_mask(rows, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """The first ``rows`` of a tile, and the columns that there are."""
-    return (tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
+def store_columns(
+    x,
+    ptr,
+    rows,
+    kept,
+    n_heads,
+    R,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write columns FIRST, FIRST + 1, ... of rows of a class; ADD: to what is there times ``kept``."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    at = ptr + tl.arange(0, ROWS)[:, None] * (n_heads * R * HEAD_DIM) + column[None, :]
+    there = (tl.arange(0, ROWS) < rows)[:, None] & (column < HEAD_DIM)[None, :]
+    if ADD:
+        x += tl.load(at, there, 0.0).to(tl.float32) * kept
+    tl.store(at, x.to(ptr.dtype.element_ty), there)
 
 
 @triton.jit
