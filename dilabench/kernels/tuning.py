@@ -38,10 +38,10 @@ class TileConfig:
 
 
 # (most columns of a tile, causal, direction), bf16 and fp16 on sm_90. Chosen on one H200 (torch 2.11, Triton 3.6)
-# among 5 to 11 shapes each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and milliseconds of
-# the kernel backward. Two to four resident programs of 4 warps per multiprocessor beat larger programs of 8 warps
-# everywhere, and beat a loop that issues the next q.k product before the softmax of the present one (518 against 596
-# at D64, 593 against 693 at D128).
+# among 5 to 11 shapes each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and
+# milliseconds of the kernel backward. Two to four resident programs of 4 warps per multiprocessor beat larger programs
+# of 8 warps everywhere, and beat a loop that issues the next q.k product before the softmax of the present one (518
+# against 596 at D64, 593 against 693 at D128).
 _SM90: dict[tuple[int, bool, Direction], TileConfig] = {
     (64, False, "forward"): TileConfig(64, 128, 4, 2),  # 593; 64x64 526; 128x128 with 8 warps 389
     (64, True, "forward"): TileConfig(64, 64, 4, 2),  # 438; 64x128 422; 128x64 353
@@ -79,10 +79,10 @@ _SM90_CUT: dict[tuple[int, bool, Direction], TileConfig] = {
 
 
 # The warp-specialised forward by the largest head dim, causal or not. Against the plain kernel on one H200, effective
-# TFLOP/s side by side: 65536 tokens, w 1024 5792 32768 65536, r 1 2 4 8: D80 467 to 312, D96 526 to 373 (two stages
+# TFLOP/s side by side: 65536 tokens, w 1024 5792 32768 65536, r 1 2 4 8: D80 500 to 312, D96 582 to 373 (two stages
 # 505), D128 642 to 500, D192 609 to 211 (three stages 603), D256 742 to 278; causal, nested: D128 557 to 434, D256 628
-# to 222. At D64 three resident programs of the plain kernel are as fast (451 to 454, nested 534 to 512, causal 414 to
-# 361).
+# to 222. Up to D64 three resident programs of the plain kernel are as fast (D48 319 to 325, D64 451 to 454, nested 539
+# to 554, causal 440 to 360).
 _SPECIALIZED: dict[int, TileConfig] = {
     96: TileConfig(128, 128, 4, 3, specialized=True),
     128: TileConfig(128, 128, 4, 2, specialized=True),

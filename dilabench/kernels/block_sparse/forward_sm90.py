@@ -46,7 +46,7 @@ def block_sparse_forward_sm90(
 ) -> tuple[Tensor, Tensor]:
     """As `block_sparse_forward`, for what `can_run` admits. known: launches of this pass for tensors of this layout."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.forward_sm90 import _forward_kernel, stays, tile_descriptors
+    from dilabench.kernels.fused.forward_sm90 import _forward_kernel, stays, tile_arguments
 
     batch, rows, num_heads, dim = q.shape
     empty = torch.empty if known.once("whole", lambda: plan.every_row_has_work) else torch.zeros
@@ -62,16 +62,14 @@ def block_sparse_forward_sm90(
     n_items = items.shape[2]
     n_work = n_items * batch * num_heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    # Programs that stay on their multiprocessor and walk over many tiles: measured to lose under a causal mask, and
-    # with bounds of columns they spill registers.
-    persistent = not plan.causal and not len(bounds) and stays(dim)
+    persistent = stays(dim, plan.causal, len(bounds) > 0)
     strides = {
         f"{name}_{axis}": x.stride(place)
         for name, x in (("q", q), ("k", k), ("v", v))
         for place, axis in ((1, "token"), (2, "head"))
     }
     arguments = {
-        **tile_descriptors(q, k, v, 1, tiles),
+        **tile_arguments(q, k, v, 1, tiles),
         "out_ptr": out,
         "lse_ptr": lse,
         "mass_ptr": None,
@@ -95,7 +93,6 @@ def block_sparse_forward_sm90(
         "key_rows": plan.keys,
         **strides,
         "R": 1,
-        "DIM": dim,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "CAUSAL": plan.causal,
