@@ -1,7 +1,8 @@
 """Tile shapes of the fused kernels as text, to be tried: 'forward=64x128x4x2', and those worth trying by default.
 
 What stands after a kernel's name is query rows x key rows x warps x stages, and registers per thread where they are
-limited. A backward pass has two kernels, parted by a comma.
+limited. A backward pass has two kernels, parted by a comma. A forward pass with a shape of its own goes through the
+kernel without roles: the warp-specialised one (`fused_forward_sm90`) has no others to try yet.
 """
 
 from __future__ import annotations
