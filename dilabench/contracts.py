@@ -277,13 +277,17 @@ class NoPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What `build` may use: device, backend, ranks, pattern cache and buffer pool."""
+    """What `build` may use: device, backend, ranks, pattern cache and buffer pool.
+
+    `tiles`: shapes for its kernels instead of its own, in its own words (`Implementation.tiles`); empty for its own.
+    """
 
     device: torch.device
     backend: LoadedBackend | None = None
     world: "World | None" = None
     patterns: PatternCache = field(default_factory=PatternCache)
     buffers: BufferPool = field(default_factory=NoPool)
+    tiles: str = ""
 
     def require_backend(self) -> LoadedBackend:
         """The backend; raises ValueError for an implementation that needs one and was given none."""

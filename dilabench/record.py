@@ -54,7 +54,8 @@ class Optimizations(Model):
     `query_chunk`: tokens of a sequence that are processed at a time. `offload_inputs`: inputs and results stay in host
     memory, a chunk at a time on the device. `stream_tokens`: so many tokens in all pass through in pieces of the
     workload, one after another; each piece is a sequence of its own. `sharding_inside`: over ranks, each call begins
-    and ends with whole tensors on every rank; otherwise with shards.
+    and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's kernels
+    instead of its own, in its own words; empty for those it has.
     """
 
     pattern_cache_entries: int = Field(default=64, ge=0)
@@ -66,6 +67,7 @@ class Optimizations(Model):
     offload_inputs: bool = False
     stream_tokens: int = Field(default=0, ge=0)
     sharding_inside: bool = False
+    tiles: str = ""
 
 
 class Case(Model):

@@ -26,6 +26,7 @@ from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
 from dilabench.impls.one_operator import outside_compilers
 from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.patterns.counting import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
@@ -112,8 +113,7 @@ def sequence_shards(
 
 def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
     if order == "balanced":
-        left = None if window[0] < 0 else window[0]
-        return shards_of(RowDeal.over(sequences, (left, 0), size).held)
+        return shards_of(RowDeal.over(sequences, reach_of(window, causal=True), size).held)
     return (zigzag if order == "zigzag" else contiguous)(sequences, size)
 
 

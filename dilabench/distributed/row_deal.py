@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from dilabench.distributed.balance import HopPairs, Interval, parts
 from dilabench.distributed.block_deal import busiest_bytes
+from dilabench.patterns.counting import Reach, visible_pairs
 from dilabench.workload.spec import Workload
 
 # More chunks balance better, but cut documents into more calls: as few as bring λ this near to 1, of no fewer rows
@@ -23,7 +24,6 @@ from dilabench.workload.spec import Workload
 ENOUGH, FEWEST_ROWS, MOST_PER_RANK = 0.99, 128, 64
 
 Runs = tuple[range, ...]
-Reach = tuple[int | None, int | None]
 
 
 def balanced(length: int, ranks: int, work_of: Callable[[Sequence[int]], Sequence[float]]) -> tuple[Runs, ...]:
@@ -176,25 +176,6 @@ def united(runs: Sequence[range]) -> Runs:
         else:
             found.append(run)
     return tuple(found)
-
-
-def visible_pairs(rows: range, keys: range, reach: Reach) -> int:
-    """Pairs of a row t and a key u with t - left <= u <= t + right (None: no bound)."""
-    left, right = reach
-    until = len(rows) * len(keys) if right is None else _up_to(rows, keys, right)
-    return until - (0 if left is None else _up_to(rows, keys, -left - 1))
-
-
-def _up_to(rows: range, keys: range, ahead: int) -> int:
-    """Pairs with u <= t + ahead: the sum over rows of t + ahead + 1 - keys.start, held between 0 and their number."""
-    shift = ahead + 1 - keys.start
-    return _ramp(rows.stop + shift, len(keys)) - _ramp(rows.start + shift, len(keys))
-
-
-def _ramp(stop: int, top: int) -> int:
-    """The sum of min(t, top) over 0 <= t < stop."""
-    rising = min(stop, top + 1)
-    return max(0, rising * (rising - 1) // 2) + max(0, stop - top - 1) * top if stop > 0 else 0
 
 
 def hop_pairs(workload: Workload, ranks: int) -> HopPairs:

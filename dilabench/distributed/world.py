@@ -61,17 +61,24 @@ class Traffic:
 
 
 class Pending:
-    """Messages on their way. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived."""
+    """Messages on their way. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
 
-    def __init__(self, works: Sequence[Any], kept: Sequence[Tensor] = ()) -> None:
+    aliases: what gloo was given instead of the tensors themselves. Its own thread lets go of them when it gets to it,
+    at once or steps later, and the memory would stay that long: emptied, they hold on to nothing.
+    """
+
+    def __init__(self, works: Sequence[Any], kept: Sequence[Tensor] = (), aliases: Sequence[Tensor] = ()) -> None:
         self._works = works
         self._kept = kept
+        self._aliases = aliases
 
     def wait(self) -> None:
         """Return when the received tensors may be used. Raises RuntimeError when a peer is gone or too slow."""
         for work in self._works:
             work.wait()
-        self._works, self._kept = (), ()
+        for alias in self._aliases:
+            alias.set_(torch.UntypedStorage(0))
+        self._works, self._kept, self._aliases = (), (), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +208,10 @@ class World:
         )
         if self.copies is not None:
             return received, self._copied(flat.split(list(give)), received.split(list(take)))
-        work = dist.all_to_all_single(received, flat, list(take), list(give), group=self.group, async_op=True)
-        return received, Pending([work], [flat])
+        aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
+        into, from_ = aliases or (received, flat)
+        work = dist.all_to_all_single(into, from_, list(take), list(give), group=self.group, async_op=True)
+        return received, Pending([work], [flat], aliases)
 
     def all_gather(self, shard: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Every rank's tensor, of the given shapes, on every rank."""
@@ -319,6 +328,11 @@ def _prompt_nccl(timeout: timedelta) -> Any:
     options.is_high_priority_stream = True
     options._timeout = timeout
     return options
+
+
+def _alias(x: Tensor) -> Tensor:
+    """The same memory by a tensor of its own; a view would hold on to its base."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def _nbytes(tensors: Mapping[int, Sequence[Tensor]]) -> int:

@@ -7,7 +7,7 @@ every branch is a kernel by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,8 @@ from dilabench.kernels import dense_tiles
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
+from dilabench.kernels.tile_candidates import read_tiles
+from dilabench.kernels.tuning import Direction, TileConfig
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import UNBOUNDED, Workload
 
@@ -54,8 +56,11 @@ def _single_branches(workload: Workload) -> Iterator[Workload]:
 def _whole(workload: Workload, context: BuildContext) -> Fused:
     plan = _plan(workload)
     rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
+    if context.tiles and plan is None:
+        raise ValueError(f"tiles {context.tiles!r}: no branch of this workload goes through the fused kernels")
     zero_keys = log_zero_keys(workload, context.device)
-    return Fused(plan, _per_branch(workload, context, list(rest)), workload.softmax_scale, zero_keys)
+    per_branch = _per_branch(workload, context, list(rest))
+    return Fused(plan, per_branch, workload.softmax_scale, zero_keys, read_tiles(context.tiles))
 
 
 def _plan(workload: Workload) -> ResiduePlan | None:
@@ -95,13 +100,15 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
 class Fused:
     """The planned branches in one kernel, and the rest merged onto them. At least one of the two is there.
 
-    `zero_keys`: as `null_mass.log_zero_keys` gives them, added to the result of all branches.
+    `zero_keys`: as `null_mass.log_zero_keys` gives them, added to the result of all branches. `tiles`: shapes of the
+    kernels by their names, where not their own.
     """
 
     plan: ResiduePlan | None
     rest: Union | None
     scale: float
     zero_keys: Tensor | None = field(default=None, repr=False, compare=False)
+    tiles: Mapping[Direction, TileConfig] = field(default_factory=dict, repr=False, compare=False)
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,14 +130,19 @@ class Fused:
             if self.zero_keys is not None:
                 add_null_mass_(out, lse, self.zero_keys)
             return out, lse
-        planned = fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=self.zero_keys)
+        config = self.tiles.get("forward")
+        planned = fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=self.zero_keys, config=config)
         return planned if self.rest is None else self.rest.forward(q, k, v, onto=planned)[:2]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the merged out and lse."""
-        planned = fused_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale) if self.plan else None
+        planned = None
+        if self.plan is not None:
+            by_query, by_key = self.tiles.get("backward_query"), self.tiles.get("backward_key")
+            configs = {"query_config": by_query, "key_config": by_key}
+            planned = fused_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale, **configs)
         if self.rest is None:
             assert planned is not None
             return planned

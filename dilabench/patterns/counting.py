@@ -17,18 +17,39 @@ if TYPE_CHECKING:
 MAX_PICTURED_LENGTH = 2**17
 ROWS_PER_LINE = 16
 
+# Back and ahead; None is unbounded.
+Reach = tuple[int | None, int | None]
+
+
+def reach_of(window: tuple[int, int], causal: bool) -> Reach:
+    """How many positions back and ahead a row sees under a window (-1: unbounded) and a causal mask."""
+    left, right = (None if side < 0 else side for side in window)
+    return left, 0 if causal else right
+
 
 def windowed_pairs(rows: int, causal: bool, left: int, right: int) -> int:
     """Visible pairs among `rows` consecutive rows under a causal mask and a window (-1: unbounded)."""
-    right = 0 if causal else right
-    reach_left = rows - 1 if left < 0 else min(left, rows - 1)
-    reach_right = rows - 1 if right < 0 else min(right, rows - 1)
-    if rows <= 0:
-        return 0
-    # Sum over distances d of (rows - d), on both sides of the diagonal.
-    below = reach_left * rows - reach_left * (reach_left + 1) // 2
-    above = reach_right * rows - reach_right * (reach_right + 1) // 2
-    return rows + below + above
+    positions = range(rows)
+    return visible_pairs(positions, positions, reach_of((left, right), causal))
+
+
+def visible_pairs(rows: range, keys: range, reach: Reach) -> int:
+    """Pairs of a row t and a key u with t - left <= u <= t + right (None: no bound)."""
+    left, right = reach
+    until = len(rows) * len(keys) if right is None else _up_to(rows, keys, right)
+    return until - (0 if left is None else _up_to(rows, keys, -left - 1))
+
+
+def _up_to(rows: range, keys: range, ahead: int) -> int:
+    """Pairs with u <= t + ahead: the sum over rows of t + ahead + 1 - keys.start, held between 0 and their number."""
+    shift = ahead + 1 - keys.start
+    return _ramp(rows.stop + shift, len(keys)) - _ramp(rows.start + shift, len(keys))
+
+
+def _ramp(stop: int, top: int) -> int:
+    """The sum of min(t, top) over 0 <= t < stop."""
+    rising = min(stop, top + 1)
+    return max(0, rising * (rising - 1) // 2) + max(0, stop - top - 1) * top if stop > 0 else 0
 
 
 def keys_between(part: range | Positions, first: Positions, stop: Positions) -> Positions:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel
 
-from dilabench.patterns.counting import MAX_PICTURED_LENGTH, counted_pairs, counted_shares, keys_between, windowed_pairs
+from dilabench.patterns.counting import (
+    MAX_PICTURED_LENGTH,
+    Reach,
+    counted_pairs,
+    counted_shares,
+    keys_between,
+    reach_of,
+    windowed_pairs,
+)
 from dilabench.units import format_count
 from dilabench.validation import Model, validated
 
@@ -46,10 +54,9 @@ class SequenceShape:
     window: tuple[int, int]
 
     @property
-    def reach(self) -> tuple[int | None, int | None]:
+    def reach(self) -> Reach:
         """How many positions back and ahead a row sees under window and causal mask; None is unbounded."""
-        left, right = (None if side < 0 else side for side in self.window)
-        return left, 0 if self.causal else right
+        return reach_of(self.window, self.causal)
 
     @property
     def visible_pairs(self) -> int:

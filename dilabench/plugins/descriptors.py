@@ -147,7 +147,8 @@ class Implementation:
     begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of ours. Suites
     have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by `install`, how
     to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it only by name,
-    `choice` holds it against the others, and `auto` never means it.
+    `choice` holds it against the others, and `auto` never means it. `tiles`: a function of (head_dim, itemsize,
+    backward) that gives the shapes of its kernels for suite `tiles` to try, each a text that `context.tiles` then is.
     """
 
     name: str
@@ -171,6 +172,7 @@ class Implementation:
     project: str | None = None
     install: str | None = None
     chooses: bool = False
+    tiles: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,7 @@ class Suite:
     `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
     suite `all` asks the highest first, and last of all those that take what time is left (`takes_the_rest`). `tunes`:
     its cases are those that `dilabench tune` chooses among. `axis`: what its answer is given by, a line for each value.
+    `by_name`: suite `all` leaves it out.
     """
 
     name: str
@@ -251,6 +254,7 @@ class Suite:
     takes_the_rest: bool = False
     tunes: bool = False
     axis: Axis = LENGTH
+    by_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,10 +152,12 @@ def implementation_text(case: Case) -> str:
         "offload_inputs": "offload",
         "stream_tokens": "streamed",
         "sharding_inside": "sharding",
+        "tiles": "tiles",
     }
     changed = case.optimizations.model_dump(exclude_defaults=True)
     texts = [
-        words[name] if value is True else f"{words[name]} {format_count(value)}" for name, value in changed.items()
+        words[name] if value is True else f"{words[name]} {value if isinstance(value, str) else format_count(value)}"
+        for name, value in changed.items()
     ]
     return " +".join([case.implementation, *texts])
 

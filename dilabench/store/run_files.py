@@ -28,6 +28,8 @@ from dilabench.workload.spec import Workload
 RECORD_NAME = "run.json"
 ROWS_NAME = "rows.jsonl"
 MASKS_NAME = "masks"
+# What no record lacks, whichever version wrote it.
+MARKS = ("schema_version", "run_id")
 # So that a nearly full disk is noticed before an hour of measuring, not after it.
 RESERVE_BYTES = 1 << 20
 
@@ -171,8 +173,11 @@ def read_record(run: Path) -> RunRecord:
             f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from where it was made"
         )
         raise ConfigError(f"{str(path)!r} is not a run record, or was cut: {error}; {way_out}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{str(path)!r} is not a run record: it holds no object")
+    if not isinstance(document, dict) or not document.keys() & MARKS:
+        raise ConfigError(
+            f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
+            f"wrote it; name a run's folder or its {RECORD_NAME}"
+        )
     return _validated(RunRecord, migrated(document, path), path)
 
 

@@ -13,7 +13,7 @@ from dilabench.suites.planner import Planner, cases_of, more_cases_of
 
 def suites(planner: Planner) -> tuple[Suite, ...]:
     """The other suites, those first that tell most, those last that can use any time that is left."""
-    others = [one for one in planner.catalogue.suites if one.name != planner.request.suite]
+    others = [one for one in planner.catalogue.suites if one.name != planner.request.suite and not one.by_name]
     return tuple(sorted(others, key=lambda one: (one.takes_the_rest, -one.priority)))
 
 

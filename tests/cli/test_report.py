@@ -1,11 +1,29 @@
 """`dilabench report`: the ways to name a run."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((DOCS / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_every_record_in_the_documentation_is_shown(cli, path):
+    result = cli("report", str(path))
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(path.read_text())["environment"]["gpus"][0]["name"] in result.stdout
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "figures").glob("*.json")), ids=lambda path: path.stem)
+def test_figures_that_no_run_made_are_told_as_such(cli, path):
+    result = cli("report", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "JSON, but no run record" in " ".join(result.stderr.split())
 
 
 @pytest.fixture

@@ -50,3 +50,48 @@ def test_json_is_all_that_stdout_holds(cli, monkeypatch, tmp_path):
     monkeypatch.setattr("dilabench.cli.run.execution.Execution.run", nothing)
     result = cli("tune", "--lengths", "64", "--device", "cpu", "-i", "gather", "-o", "tuned.json", "--json")
     assert json.loads(result.stdout) == {"exit_code": 0, "added": 0, "path": "tuned.json"}
+
+
+def test_compile_ahead_asks_for_every_common_case_and_says_why_there_is_none(cli):
+    result = cli("tune", "--compile", "-i", "fused", "--device", "cpu", "--json")
+    assert result.exit_code == ExitCode.NOTHING_MEASURED, result.stderr
+    cases = json.loads(result.stdout)
+    assert {(one["head_dim"], one["dtype"], one["causal"], one["mode"]) for one in cases} == {
+        (head_dim, dtype, causal, "both")
+        for head_dim in ("48", "64", "96", "128")
+        for dtype in ("bfloat16", "float16")
+        for causal in ("yes", "no")
+    }
+    assert all("needs cuda" in one["why_not"] for one in cases)
+
+
+def test_compile_ahead_makes_the_first_call_in_a_worker(cli):
+    arguments = "--compile -i strided --head-dim 16,32 --dtype float32 --set causal=false --lengths 128 --device cpu"
+    result = cli("tune", *arguments.split())
+    assert result.exit_code == 0, result.stderr
+    assert [line.split()[:6] for line in result.stdout.splitlines()[1:-1]] == [
+        ["strided", head_dim, "float32", "no", "both", "0"] for head_dim in ("16", "32")
+    ]
+    assert result.stdout.splitlines()[-1].startswith("0 kernels compiled")
+
+
+def test_compile_ahead_counts_the_kernels_that_are_new_in_tritons_cache(cli, monkeypatch, tmp_path):
+    """Whatever the first call writes there: the second case finds what the first has left."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def first_call(*_about):
+        for folder in ("forward", "by_queries", "by_keys"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "kernel.cubin").touch()
+        return 1
+
+    monkeypatch.setattr("dilabench.cli.run.compile_ahead.first_call_in", first_call)
+    arguments = "--compile -i strided --head-dim 16 --dtype float32 --device cpu --json"
+    result = cli("tune", *arguments.split())
+    assert [one["kernels"] for one in json.loads(result.stdout)] == [3, 0]
+
+
+def test_compile_ahead_takes_no_option_of_measuring(cli):
+    result = cli("tune", "--compile", "--budget", "5s")
+    assert result.exit_code == ExitCode.BAD_REQUEST
+    assert "--compile measures nothing" in result.stderr

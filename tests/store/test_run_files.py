@@ -252,8 +252,9 @@ def test_a_base_that_is_a_file_is_refused_with_its_path(tmp_path):
     ("text", "message"),
     [
         ("{", "is not a run record, or was cut: .*; copy it again from where it was made"),
-        ("[]", "holds no object"),
-        ("{}", "run_id"),
+        ("[]", "is JSON, but no run record"),
+        ('{"rows": []}', "none of schema_version, run_id, so no run of dilabench wrote it"),
+        ('{"schema_version": "1.0"}', "run_id is missing"),
         ('{"schema_version": "9.0"}', "update"),
     ],
 )

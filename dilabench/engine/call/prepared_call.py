@@ -75,7 +75,12 @@ class PreparedCall:
         self.buffers: BufferPool = SizedBufferPool(options.buffer_pool_bytes) if options.buffer_pool_bytes else NoPool()
         build, backend = self._timed("import", self._load)
         context = BuildContext(
-            device=device, backend=backend, world=world, patterns=self.patterns, buffers=self.buffers
+            device=device,
+            backend=backend,
+            world=world,
+            patterns=self.patterns,
+            buffers=self.buffers,
+            tiles=options.tiles,
         )
         self.context = ablation(context) if ablation else context
         built: AttentionFn = self._timed("build", lambda: self._built(build))

@@ -195,6 +195,7 @@ IMPLEMENTATIONS = (
         deterministic=True,
         priority=20,
         preferred_for=replace(FUSED, check=_better_branch_by_branch),
+        tiles="dilabench.kernels.tile_candidates:candidates",
     ),
     Implementation(
         "library",

@@ -117,6 +117,14 @@ SUITES: tuple[Suite, ...] = (
         takes_the_rest=True,
     ),
     Suite(
+        "tiles",
+        "which tile shapes are fastest for an implementation's kernels, beside those that it has",
+        "dilabench.suites.tiles.cases:expand",
+        analysis="dilabench.suites.tiles.findings:analyse",
+        options=("tiles",),
+        by_name=True,
+    ),
+    Suite(
         "all",
         "everything that this machine can run, the most telling answers first",
         "dilabench.suites.all:expand",

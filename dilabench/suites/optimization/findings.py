@@ -50,6 +50,16 @@ class Gain:
         return None if low is None or high is None else (1 / high, 1 / low)
 
     @property
+    def interval_text(self) -> str:
+        """The interval, as tables show it."""
+        return "n<5, no CI" if self.interval is None else f"{self.interval[0]:.2f}–{self.interval[1]:.2f}"
+
+    @property
+    def verdict_text(self) -> str:
+        """What the verdict says of what is switched on."""
+        return WORDS[self.cell.verdict.code]
+
+    @property
     def saved_bytes(self) -> int | None:
         """Peak without - peak with; what an optimization keeps between calls counts into its peak."""
         memory = self.cell.memory
@@ -124,8 +134,8 @@ def _row(gain: Gain) -> Iterator[str]:
     yield format_count(gain.row.case.workload.seq_len)
     yield gain.variant
     yield figures.ratio(gain.speedup)
-    yield "n<5, no CI" if gain.interval is None else f"{gain.interval[0]:.2f}–{gain.interval[1]:.2f}"
-    yield WORDS[gain.cell.verdict.code]
+    yield gain.interval_text
+    yield gain.verdict_text
     saved = gain.saved_bytes
     yield figures.ABSENT if saved is None else ("-" if saved < 0 else "") + format_bytes(abs(saved))
     yield _share(gain.count(PATTERN_CACHE_HITS), gain.count(PATTERN_CACHE_MISSES))

@@ -85,7 +85,7 @@ def test_block_lists_on_cuda_add_little_to_the_minimum(peaks):
         assert 0 < plan.tables_bytes < 0.02 * unit
 
 
-# MiB, as measured on an H200 (torch 2.11; docs/results/h200-memory.json).
+# MiB, as measured on an H200 (torch 2.11; docs/figures/h200-memory.json).
 @pytest.mark.parametrize(("implementation", "peak_mib"), [("flex", 147.0), ("block-sparse-flex", 145.75)])
 def test_a_compiled_backward_pass_copies_dout(implementation, peak_mib, peaks):
     pattern = peaks.BRANCHES if implementation == "flex" else peaks.sparse(block_size=128)

@@ -1,6 +1,5 @@
 """Traces against the peaks in the records of docs/results: what GPUs that no test has were seen to need."""
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,9 +30,6 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 def recorded():
     """(file, case, device, peak) of every measured row without optimizations that keep memory between calls."""
     for path in sorted(RESULTS.glob("*.json")):
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict) or "schema_version" not in content:
-            continue
         record = read_record(path)
         for row in record.rows:
             workload = row.case.workload
