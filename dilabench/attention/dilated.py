@@ -409,7 +409,7 @@ def automatic(workload: Workload, device: torch.device, wants_gradient: bool) ->
         if implementation.uses_backend and case.backend is None:
             return None
         backend = load_backend(planner.catalogue.backends.get(case.backend)) if case.backend else None
-        found = load_target(implementation.target)(workload, BuildContext(device=device, backend=backend))
+        found = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
         return found if isinstance(found, _Computation) else None
 
     asked = workload.replace(mode="both" if wants_gradient else "forward")

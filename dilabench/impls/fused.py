@@ -40,8 +40,8 @@ def build(workload: Workload, context: BuildContext) -> Fused | FusedApart | Pac
 
 def _padded(workload: Workload, context: BuildContext) -> Fused | FusedApart:
     pattern = DilatedPattern.of(workload)
-    # A head of one branch merges with nothing: its gradients are the exact ones.
-    if pattern.is_detached and pattern.heads == "all" and len(pattern.branches) > 1:
+    # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
+    if workload.mode != "forward" and pattern.is_detached and pattern.heads == "all" and len(pattern.branches) > 1:
         return FusedApart(tuple(_whole(part, context) for part in _single_branches(workload)))
     return _whole(workload, context)
 
@@ -135,14 +135,21 @@ class Fused:
         return planned if self.rest is None else self.rest.forward(q, k, v, onto=planned)[:2]
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the merged out and lse."""
-        planned = None
+        """dq, dk, dv from the merged out and lse, added to `onto` where that is given."""
+        planned = onto
         if self.plan is not None:
             by_query, by_key = self.tiles.get("backward_query"), self.tiles.get("backward_key")
             configs = {"query_config": by_query, "key_config": by_key}
-            planned = fused_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale, **configs)
+            planned = fused_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale, onto=onto, **configs)
         if self.rest is None:
             assert planned is not None
             return planned
@@ -201,13 +208,6 @@ class FusedApart:
         total: tuple[Tensor, Tensor, Tensor] | None = None
         for index, branch in enumerate(self.branches):
             own = kept[index] if kept else branch.forward(q, k, v)[0]
-            share = branch.backward(dout, q, k, v, own, lse)
-            if total is None:
-                total = share
-            else:
-                for whole, part in zip(total, share, strict=True):
-                    whole.add_(part)
-            # The next branch must not find this share still in memory.
-            del own, share
+            total = branch.backward(dout, q, k, v, own, lse, onto=total)
         assert total is not None
         return total

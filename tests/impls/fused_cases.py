@@ -106,7 +106,9 @@ CASES = {
 
 
 def errors(fields: dict[str, object]) -> dict[str, float]:
-    request = WorkloadRequest.model_validate({"batch_size": 2, "num_heads": 4, "head_dim": 16, **fields})
+    request = WorkloadRequest.model_validate(
+        {"batch_size": 2, "num_heads": 4, "head_dim": 16, "mode": "both", **fields}
+    )
     workload = request.resolve("float32")
     context = BuildContext(device=torch.device("cpu"))
     mine, oracle = fused.build(workload, context), reference.build(workload, context)

@@ -297,8 +297,10 @@ def fused_backward(
     scale: float | None = None,
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
+    onto: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``.
+    """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
+    added to ``onto`` (contiguous) where that is given.
 
     Exact also when ``plan.leftover`` is not empty: the caller adds those branches' gradients, computed from the same
     out and lse. Deterministic. Raises ValueError as `fused_forward` does.
@@ -306,20 +308,21 @@ def fused_backward(
     tiles = (query_config, key_config)
     given = {"q": q, "k": k, "v": v, "dout": dout}
     lse = lse.contiguous()
-    known = launches("backward", plan, scale, tiles, *map(layout, (*given.values(), out, lse)))
+    known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), out, lse)))
     scale, whole, steps = known.once("checked", lambda: _checked(given, plan, scale, tiles))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if not plan.groups[0].covers_every_row:
+    dq, dk, dv = onto or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if onto is None and not plan.groups[0].covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     operands = given if whole else {name: whole_classes(x, plan.modulus) for name, x in given.items()}
     for index, (group, query_tiles, key_tiles, stats_layout) in enumerate(steps):
+        add = index > 0 or onto is not None
         stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", index))
         tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         if not known.repeat(("dq", index), tensors):
-            launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add=index > 0)
+            launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add)
             known.keep(("dq", index), launched, tensors)
         if not known.repeat(("dk, dv", index), tensors):
-            launched = _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add=index > 0)
+            launched = _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add)
             known.keep(("dk, dv", index), launched, tensors)
     return dq, dk, dv
 

@@ -209,7 +209,7 @@ def fused_forward(
     for index, group in enumerate(plan.groups):
         if known.repeat(index, tensors):
             continue
-        specialized = None if config else _specialized(q, group)
+        specialized = _specialized(q, group) if config is None else config if config.specialized else None
         mass = None if index else tensors.get("mass")
         if specialized:
             from dilabench.kernels.fused.forward_sm90 import run_group
