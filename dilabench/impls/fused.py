@@ -7,6 +7,7 @@ every branch is a kernel by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from dilabench.kernels import dense_tiles
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
+from dilabench.kernels.fused.row_layout import whole_classes
 from dilabench.kernels.tile_candidates import read_tiles
 from dilabench.kernels.tuning import Direction, TileConfig
 from dilabench.patterns.dilated import DilatedPattern
@@ -42,7 +44,7 @@ def _padded(workload: Workload, context: BuildContext) -> Fused | FusedApart:
     pattern = DilatedPattern.of(workload)
     # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
     if workload.mode != "forward" and pattern.is_detached and pattern.heads == "all" and len(pattern.branches) > 1:
-        return FusedApart(tuple(_whole(part, context) for part in _single_branches(workload)))
+        return FusedApart(tuple(_whole(part, context, padded=True) for part in _single_branches(workload)))
     return _whole(workload, context)
 
 
@@ -53,8 +55,8 @@ def _single_branches(workload: Workload) -> Iterator[Workload]:
         yield workload.model_copy(update={"pattern": pattern.model_copy(update=changes)})
 
 
-def _whole(workload: Workload, context: BuildContext) -> Fused:
-    plan = _plan(workload)
+def _whole(workload: Workload, context: BuildContext, padded: bool = False) -> Fused:
+    plan = _plan(workload, padded)
     rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
     if context.tiles and plan is None:
         raise ValueError(f"tiles {context.tiles!r}: no branch of this workload goes through the fused kernels")
@@ -63,7 +65,7 @@ def _whole(workload: Workload, context: BuildContext) -> Fused:
     return Fused(plan, per_branch, workload.softmax_scale, zero_keys, read_tiles(context.tiles))
 
 
-def _plan(workload: Workload) -> ResiduePlan | None:
+def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
     pattern = DilatedPattern.of(workload)
     if pattern.heads != "all" or workload.window != UNBOUNDED:
         return None
@@ -76,6 +78,7 @@ def _plan(workload: Workload) -> ResiduePlan | None:
         workload.causal,
         pattern.offset,
         pattern.offset_by,
+        padded=padded,
     )
     return plan if plan.groups else None
 
@@ -122,8 +125,8 @@ class Fused:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
         return differentiable(self, self.number, q, k, v)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse, outside autograd."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, padded: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """out and lse, outside autograd. `padded`: the same three from `whole_classes`."""
         if self.plan is None:
             assert self.rest is not None
             out, lse, _ = self.rest.forward(q, k, v)
@@ -131,7 +134,9 @@ class Fused:
                 add_null_mass_(out, lse, self.zero_keys)
             return out, lse
         config = self.tiles.get("forward")
-        planned = fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=self.zero_keys, config=config)
+        planned = fused_forward(
+            q, k, v, self.plan, scale=self.scale, log_mass=self.zero_keys, config=config, padded=padded
+        )
         return planned if self.rest is None else self.rest.forward(q, k, v, onto=planned)[:2]
 
     def backward(
@@ -143,13 +148,27 @@ class Fused:
         out: Tensor,
         lse: Tensor,
         onto: tuple[Tensor, Tensor, Tensor] | None = None,
+        padded: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the merged out and lse, added to `onto` where that is given."""
+        """dq, dk, dv from the merged out and lse, added to `onto` where that is given. `padded`: q, k, v and dout from
+        `whole_classes`.
+        """
         planned = onto
         if self.plan is not None:
-            by_query, by_key = self.tiles.get("backward_query"), self.tiles.get("backward_key")
-            configs = {"query_config": by_query, "key_config": by_key}
-            planned = fused_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale, onto=onto, **configs)
+            planned = fused_backward(
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                self.plan,
+                scale=self.scale,
+                query_config=self.tiles.get("backward_query"),
+                key_config=self.tiles.get("backward_key"),
+                onto=onto,
+                padded=padded,
+            )
         if self.rest is None:
             assert planned is not None
             return planned
@@ -186,10 +205,11 @@ class FusedApart:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out and lse, outside autograd, and every branch's own out."""
         first, *others = self.branches
-        own, lse = first.forward(q, k, v)
+        padded = self._padded(q, k, v)
+        own, lse = first.forward(q, k, v, padded)
         out, kept = own.clone(), [own]
         for branch in others:
-            own, own_lse = branch.forward(q, k, v)
+            own, own_lse = branch.forward(q, k, v, padded)
             merge_rows_(out, lse, own, own_lse)
             kept.append(own)
         return out, lse, kept
@@ -206,8 +226,15 @@ class FusedApart:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the merged lse; a branch's own out is computed again where they are not `kept`."""
         total: tuple[Tensor, Tensor, Tensor] | None = None
+        padded = self._padded(q, k, v, dout)
         for index, branch in enumerate(self.branches):
-            own = kept[index] if kept else branch.forward(q, k, v)[0]
-            total = branch.backward(dout, q, k, v, own, lse, onto=total)
+            own = kept[index] if kept else branch.forward(q, k, v, padded and padded[:3])[0]
+            total = branch.backward(dout, q, k, v, own, lse, total, padded)
         assert total is not None
         return total
+
+    def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        """The tensors as all branches can read them, so that not each of them pads; None: as they are."""
+        modulus = math.lcm(*(branch.plan.modulus for branch in self.branches if branch.plan is not None))
+        whole = tuple(whole_classes(x, modulus) for x in tensors)
+        return None if all(a is b for a, b in zip(whole, tensors, strict=True)) else whole

@@ -8,6 +8,8 @@ result, and groups of branches only add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -298,18 +300,19 @@ def fused_backward(
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
     onto: tuple[Tensor, Tensor, Tensor] | None = None,
+    padded: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
-    added to ``onto`` (contiguous) where that is given.
+    added to ``onto`` (contiguous) where that is given. ``padded``: q, k, v and dout from `whole_classes`.
 
     Exact also when ``plan.leftover`` is not empty: the caller adds those branches' gradients, computed from the same
     out and lse. Deterministic. Raises ValueError as `fused_forward` does.
     """
     tiles = (query_config, key_config)
-    given = {"q": q, "k": k, "v": v, "dout": dout}
+    given = dict(zip(("q", "k", "v", "dout"), padded or (q, k, v, dout), strict=True))
     lse = lse.contiguous()
-    known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), out, lse)))
-    scale, whole, steps = known.once("checked", lambda: _checked(given, plan, scale, tiles))
+    known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), dout, out, lse)))
+    scale, whole, steps = known.once("checked", lambda: _checked((q, k, v), given, plan, scale, tiles))
     dq, dk, dv = onto or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if onto is None and not plan.groups[0].covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
@@ -331,11 +334,15 @@ _Step = tuple[BranchGroup, TileConfig, TileConfig, StatsLayout]
 
 
 def _checked(
-    given: dict[str, Tensor], plan: ResiduePlan, scale: float | None, tiles: tuple[TileConfig | None, TileConfig | None]
+    operands: tuple[Tensor, Tensor, Tensor],
+    given: dict[str, Tensor],
+    plan: ResiduePlan,
+    scale: float | None,
+    tiles: tuple[TileConfig | None, TileConfig | None],
 ) -> tuple[float, bool, list[_Step]]:
     """The scale, whether kernels can read all operands as they are, and what is computed group by group."""
-    q = given["q"]
-    check_operands(q, given["k"], given["v"], plan)
+    q = operands[0]
+    check_operands(*operands, plan)
     steps, dim = [], sum(tile_columns(q.shape[-1]))
     for group in plan.groups:
         fit = (group.largest_tile, q.element_size())

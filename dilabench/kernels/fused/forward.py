@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -183,16 +185,19 @@ def fused_forward(
     scale: float | None = None,
     log_mass: Tensor | None = None,
     config: TileConfig | None = None,
+    padded: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
     Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
-    (packed qkv included). Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
+    (packed qkv included). ``padded``: q, k and v from `whole_classes`, for who calls several plans. Raises ValueError on
+    shapes that do not fit ``plan`` or a scale that is not positive.
     """
-    known = launches("forward", plan, scale, config, log_mass is None, layout(q), layout(k), layout(v))
-    scale, whole = known.once("checked", lambda: _checked(q, k, v, plan, scale))
+    given = padded or (q, k, v)
+    known = launches("forward", plan, scale, config, log_mass is None, padded is None, *map(layout, given))
+    scale, whole = known.once("checked", lambda: _checked(q, k, v, given, plan, scale))
     batch, length, num_heads, _ = q.shape
     covered = plan.groups[0].covers_every_row
     if covered:
@@ -201,8 +206,7 @@ def fused_forward(
     else:
         out = q.new_zeros(q.shape)
         lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
-    if not whole:
-        q, k, v = (whole_classes(x, plan.modulus) for x in (q, k, v))
+    q, k, v = given if whole else (whole_classes(x, plan.modulus) for x in given)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if covered and log_mass is not None:
         tensors["mass"] = log_mass
@@ -223,10 +227,12 @@ def fused_forward(
     return out, lse
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | None) -> tuple[float, bool]:
-    """The scale, and whether kernels can read all three as they are."""
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], plan: ResiduePlan, scale: float | None
+) -> tuple[float, bool]:
+    """The scale, and whether kernels can read all that is given as it is."""
     check_operands(q, k, v, plan)
-    return check_scale(scale, q.shape[-1]), all(is_whole(x, plan.modulus) for x in (q, k, v))
+    return check_scale(scale, q.shape[-1]), all(is_whole(x, plan.modulus) for x in given)
 
 
 def _specialized(q: Tensor, group: BranchGroup) -> TileConfig | None:

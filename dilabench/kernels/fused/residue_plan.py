@@ -71,11 +71,13 @@ def residue_plan(
     offset_by: OffsetBy = "head",
     tile: int = 64,
     cut: tuple[tuple[int, ...], ...] | None = None,
+    padded: bool = False,
 ) -> ResiduePlan:
     """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
-    (branch indices) instead. Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
+    (branch indices) instead. ``padded``: who calls the kernels pads for them, so that no branch is left out for that.
+    Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
     """
     if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
         raise ValueError(
@@ -102,12 +104,12 @@ def residue_plan(
         else:
             usable.append(i)
     groups = _groups(tuple(usable), segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
-    padded = [i for group in groups if sequence_length % group.modulus for i in group.branches]
-    pairs_per_row = sum(min(segment_lengths[i], sequence_length) / dilation_rates[i] ** 2 for i in padded)
-    if pairs_per_row < _PADDING_COST_PAIRS and sequence_length * num_heads > _CHEAP_ROWS:
+    cut_short = [i for group in groups if sequence_length % group.modulus for i in group.branches]
+    pairs_per_row = sum(min(segment_lengths[i], sequence_length) / dilation_rates[i] ** 2 for i in cut_short)
+    if not padded and pairs_per_row < _PADDING_COST_PAIRS and sequence_length * num_heads > _CHEAP_ROWS:
         groups = tuple(group for group in groups if not sequence_length % group.modulus)
         why = f"sequence length {sequence_length} would be padded for few pairs"
-        leftover += [(i, why) for i in padded]
+        leftover += [(i, why) for i in cut_short]
     return ResiduePlan(groups, tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
 
 
