@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from dilabench.distributed.balance import HopPairs, Interval, parts
-from dilabench.distributed.block_deal import busiest_bytes
+from dilabench.distributed.model import busiest_bytes
 from dilabench.workload.spec import Workload
 
 # More chunks balance better, but cut documents into more calls: as few as bring λ this near to 1, of no fewer rows
@@ -26,16 +26,16 @@ Runs = tuple[range, ...]
 Reach = tuple[int | None, int | None]
 
 
-def balanced(length: int, ranks: int, work_of: Callable[[Sequence[int]], Sequence[float]]) -> tuple[Runs, ...]:
+def balanced(
+    length: int, ranks: int, work_of: Callable[[Sequence[int]], Sequence[float]], fewest: int = FEWEST_ROWS
+) -> tuple[Runs, ...]:
     """Per rank the runs of positions that it holds, rising.
 
-    work_of: edges of chunks to the pairs that the rows of each see.
+    work_of: edges of chunks to the pairs that the rows of each see. fewest: of them that a chunk may have.
     """
     found: tuple[float, tuple[Runs, ...]] | None = None
     per_rank = 1
-    while found is None or (
-        found[0] < ENOUGH and per_rank <= MOST_PER_RANK and length >= ranks * per_rank * FEWEST_ROWS
-    ):
+    while found is None or (found[0] < ENOUGH and per_rank <= MOST_PER_RANK and length >= ranks * per_rank * fewest):
         chunks = ranks * per_rank
         edges = [length * edge // chunks for edge in range(chunks + 1)]
         work = work_of(edges)
@@ -207,5 +207,5 @@ def hop_pairs(workload: Workload, ranks: int) -> HopPairs:
 
 
 def received_bytes(workload: Workload, deal: RowDeal) -> int:
-    """Bytes that one call in the workload's mode brings the rank with most, as `block_deal.received_bytes`."""
+    """Bytes that one call in the workload's mode brings the rank with most, as `model.busiest_bytes`."""
     return busiest_bytes(workload, len(deal.held), deal.moved)

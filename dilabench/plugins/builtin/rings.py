@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dilabench.patterns.block_sparse import BlockSparsePattern
-from dilabench.plugins.builtin.implementations import BLOCK_SPARSE, COLUMNS, DENSE, DILATED, FUSED, HALF, no_block_tiles
+from dilabench.plugins.builtin.implementations import BLOCKS, COLUMNS, DENSE, DILATED, FUSED, HALF, no_block_tiles
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.workload.spec import Workload
 
@@ -25,12 +25,12 @@ def _over_ranks_on_cuda(workload: Workload) -> str | None:
 
 # Gathered blocks have no distance in rows that a window could be held to.
 BLOCKS_OVER_RANKS = Capabilities(
-    patterns=BLOCK_SPARSE,
+    patterns=BLOCKS,
     window=False,
     max_world_size=None,
     check=_mask_over_branches,
     on_cuda=Capabilities(
-        patterns=BLOCK_SPARSE,
+        patterns=BLOCKS,
         dtypes=HALF | {"float32"},
         window=False,
         max_head_dim=256,
@@ -148,7 +148,7 @@ RINGS = (
     ),
     Implementation(
         "block-sparse-ring",
-        "block-sparse over ranks: only blocks that some local query sees travel, while the own part is computed",
+        "block-sparse over ranks: only blocks that a local query sees travel, with the heads that see them",
         "dilabench.impls.ring.block_sparse:build",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton|cpu",),
