@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dilabench.distributed.model import busiest_bytes
+from dilabench.distributed.balance import busiest_bytes
 from dilabench.distributed.row_deal import balanced
 from dilabench.patterns.block_masks import needed_key_blocks
 from dilabench.workload.spec import Workload

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dilabench.distributed.model import busiest_bytes
+from dilabench.distributed.balance import busiest_bytes
 from dilabench.distributed.row_deal import balanced
 from dilabench.patterns.hidden_rows import HiddenRows
 from dilabench.patterns.pattern import SequenceShape
@@ -77,7 +77,7 @@ def _held(hidden: HiddenRows, shape: SequenceShape, ranks: int) -> tuple[tuple[r
 
 
 def received_bytes(workload: Workload, ranks: int) -> int:
-    """Bytes that one call in the workload's mode brings the rank with most, as `model.busiest_bytes`."""
+    """Bytes that one call in the workload's mode brings the rank with most, as `balance.busiest_bytes`."""
     deal = ColumnDeal.of(workload, ranks)
     return busiest_bytes(workload, ranks, lambda holder, reader: len(deal.sent(holder, reader)))
 

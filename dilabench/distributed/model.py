@@ -4,9 +4,6 @@ Sources: docs/explanation of ring attention (`ring.md` §5.3). l = N/P rows per 
 most receives, which all others wait for.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Protocol
 
 from dilabench.workload.spec import DTYPE_BYTES, Workload
@@ -48,18 +45,3 @@ def joined_bytes(workload: Workload, ranks: int) -> int | None:
     heads = workload.num_heads * (forward + backward) + 2 * workload.num_kv_heads * backward
     others = workload.seq_len - workload.seq_len // ranks
     return workload.batch_size * others * heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
-
-
-def busiest_bytes(workload: Workload, ranks: int, rows_moved: Callable[[int, int], int], heads: int = 1) -> int:
-    """Bytes that one call brings the rank with most where rows of K and V travel, and their gradients come back.
-
-    rows_moved: what a holder sends a reader, in rows of all key/value heads, or of one of so many parts of `heads`.
-    """
-    import numpy as np
-
-    everyone = range(ranks)
-    moved = np.array([[rows_moved(a, b) if a != b else 0 for b in everyone] for a in everyone], dtype=np.int64)
-    keys, gradients = moved.sum(0), moved.sum(1)
-    rows = int((keys * (workload.mode != "backward") + gradients * (workload.mode != "forward")).max())
-    vector = workload.num_kv_heads // heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
-    return 2 * workload.batch_size * vector * rows

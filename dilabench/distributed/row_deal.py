@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from dilabench.distributed.balance import HopPairs, Interval, parts
-from dilabench.distributed.model import busiest_bytes
+from dilabench.distributed.balance import HopPairs, Interval, busiest_bytes, parts
 from dilabench.workload.spec import Workload
 
 # More chunks balance better, but cut documents into more calls: as few as bring λ this near to 1, of no fewer rows
@@ -207,5 +206,5 @@ def hop_pairs(workload: Workload, ranks: int) -> HopPairs:
 
 
 def received_bytes(workload: Workload, deal: RowDeal) -> int:
-    """Bytes that one call in the workload's mode brings the rank with most, as `model.busiest_bytes`."""
+    """Bytes that one call in the workload's mode brings the rank with most, as `balance.busiest_bytes`."""
     return busiest_bytes(workload, len(deal.held), deal.moved)

@@ -144,10 +144,11 @@ class Implementation:
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
     supports. `every_call`: the steps of a call, where others of its pattern have some of them behind them when a call
-    begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of ours. Suites
-    have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by `install`, how
-    to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it only by name,
-    `choice` holds it against the others, and `auto` never means it.
+    begins: select, plan, attend; `steps_of` is the one that only attends, where that is another. `project`: whose code
+    it calls where that is a public project, a peer of ours. Suites have a peer only by name; `field` sets all of them
+    beside ours, and tells those that are missing by `install`, how to get it. `chooses`: it takes one of the others by
+    itself, and is no way of its own: suites have it only by name, `choice` holds it against the others, and `auto`
+    never means it.
     """
 
     name: str
@@ -168,6 +169,7 @@ class Implementation:
     sharding: str | None = None
     preferred_for: Capabilities | None = None
     every_call: tuple[str, ...] = ("attend",)
+    steps_of: str | None = None
     project: str | None = None
     install: str | None = None
     chooses: bool = False

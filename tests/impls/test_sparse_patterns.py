@@ -121,6 +121,24 @@ def test_the_mask_that_flex_gets_is_the_pattern(kind: str) -> None:
         assert torch.equal(listed & inside, multiplicity(workload, head, rows) > 0)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["window_sink", "column_bounds"])
+def test_flex_makes_the_mask_of_bounds_in_every_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload.model_validate({"pattern": {"kind": kind, **PATTERNS[kind]}, **SHAPE, "head_dim": 16})
+    made = []
+    create = flex.flex.create_block_mask
+    monkeypatch.setattr(flex.flex, "create_block_mask", lambda *of, **more: made.append(of) or create(*of, **more))
+    planned, once = (build(workload, CONTEXT) for build in (flex.build_planned, flex.build))
+    assert not made
+    q, k, v = (torch.randn(1, 391, heads, 16) for heads in (4, 2, 2))
+    for calls in (1, 2):
+        out, lse = planned.with_lse(q, k, v)
+        assert len(made) == calls
+    wanted, wanted_lse = once.with_lse(q, k, v)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+
+
 def test_bounds_need_no_list_of_blocks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory grows with the length, not with its square."""
 

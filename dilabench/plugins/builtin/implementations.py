@@ -266,6 +266,7 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         every_call=("plan", "attend"),
+        steps_of="block-sparse",
     ),
     Implementation(
         "block-sparse-selected",
@@ -280,6 +281,7 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         every_call=("select", "plan", "attend"),
+        steps_of="block-sparse",
     ),
     Implementation(
         "native-sparse",
@@ -306,6 +308,22 @@ IMPLEMENTATIONS = (
         ),
         requires=("cuda>=sm80", "triton"),
         compiles=True,
+    ),
+    Implementation(
+        "block-sparse-flex-planned",
+        "FlexAttention that makes the BlockMask of bounds of columns in every call, by create_block_mask",
+        "dilabench.impls.block_sparse.flex:build_planned",
+        supports=Capabilities(
+            patterns=COLUMNS,
+            devices=CUDA,
+            dtypes=HALF | {"float32"},
+            head_dim_multiple=16,
+            max_head_dim=256,
+        ),
+        requires=("cuda>=sm80", "triton"),
+        compiles=True,
+        every_call=("plan", "attend"),
+        steps_of="block-sparse-flex",
     ),
     Implementation(
         "block-sparse-flash4",
