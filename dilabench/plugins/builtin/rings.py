@@ -5,6 +5,7 @@ from dataclasses import replace
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.plugins.builtin.implementations import BLOCKS, COLUMNS, DENSE, DILATED, FUSED, HALF, no_block_tiles
 from dilabench.plugins.descriptors import Capabilities, Implementation
+from dilabench.workload.equal_parts import against_mesh
 from dilabench.workload.spec import Workload
 
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
@@ -145,6 +146,18 @@ RINGS = (
         uses_backend=True,
         priority=10,
         sharding="dilabench.distributed.shardings:ULYSSES",
+    ),
+    Implementation(
+        "ulysses-ring",
+        "a mesh of heads x sequence (USP): groups of ranks trade tokens for heads, the ring joins the groups",
+        "dilabench.impls.ring.ulysses_ring:build",
+        supports=Capabilities(
+            patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None, check_ranks=against_mesh
+        ),
+        aliases=("usp",),
+        uses_backend=True,
+        priority=10,
+        sharding="dilabench.distributed.shardings:ULYSSES_RING",
     ),
     Implementation(
         "block-sparse-ring",
