@@ -166,6 +166,14 @@ def test_a_file_of_indices_is_one_selection_for_each_key_value_head(tmp_path: Pa
     assert torch.isfinite(lse[0, :2]).all()
 
 
+@pytest.mark.parametrize("kind", ["window_sink", "column_bounds"])
+def test_bounds_that_are_planned_in_every_call_are_those_of_the_pattern(kind: str) -> None:
+    workload = Workload.model_validate({"pattern": {"kind": kind, **PATTERNS[kind]}, **SHAPE, "dtype": "float64"})
+    oracle = results(Reference(workload), workload)
+    for name, mine in results(selected.build_planned(workload, CONTEXT), workload).items():
+        torch.testing.assert_close(mine, oracle[name], rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.parametrize("selector", ["mean_key", "pooled"])
 def test_what_is_selected_in_every_call_is_what_the_oracle_takes(selector: str) -> None:
     pattern = {"kind": "topk_blocks", "selector": selector, "block_size": 16, "top_k": 2}

@@ -111,7 +111,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     world = context.world or World.alone(context.device)
     deal = BlockDeal.of(workload, world.size)
     shards = shards_of(deal.positions)
-    algorithm = _exchange(workload, world, deal) if shards.rows[world.rank] else NoRows()
+    algorithm = _exchange(workload, context.device, world, deal) if shards.rows[world.rank] else NoRows()
     return ShardedAttention(workload, shards, world, algorithm)
 
 
@@ -131,7 +131,7 @@ def travelling(deal: Deal, world: World) -> tuple[dict[int, Blocks], dict[int, B
     return needed, {reader: deal.sent(world.rank, reader) for reader in others}
 
 
-def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchange:
+def _exchange(workload: Workload, device: torch.device, world: World, deal: BlockDeal) -> BlockExchange:
     """What this rank computes, sends and receives.
 
     The last block of the sequence may be short, so that its holder comes last among those of gathered blocks.
@@ -145,19 +145,19 @@ def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchang
     rows = int(deal.sizes[own].sum())
     slots = _slots(deal, coming)
     key_rows = _rows_of_slots(deal, coming, slots)
-    _, attend, attend_backward = kernels_for(world.device)
+    _, attend, attend_backward = kernels_for(device)
     exchange = RowExchange(
         world,
         needs={holder: deal.rows_of(parcels) for holder, parcels in needed.items() if len(parcels)},
         gives={
             reader: None
             if deal.heads == 1 and len(parcels) == len(own)
-            else _rows(deal, parcels, own.searchsorted(parcels // deal.heads)).to(world.device)
+            else _rows(deal, parcels, own.searchsorted(parcels // deal.heads)).to(device)
             for reader, parcels in given.items()
             if len(parcels)
         },
         heads=deal.heads,
-        places=Places(key_rows, _rows(deal, coming, slots).to(world.device)) if deal.heads > 1 else None,
+        places=Places(key_rows, _rows(deal, coming, slots).to(device)) if deal.heads > 1 else None,
     )
     return BlockExchange(
         exchange,

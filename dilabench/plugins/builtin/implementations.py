@@ -258,11 +258,13 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "block-sparse-planned",
-        "block-sparse that makes the lists of selected blocks in every call, on the device",
+        "block-sparse that makes the lists of selected blocks, or of bounds of columns, in every call, on the device",
         "dilabench.impls.block_sparse.selected:build_planned",
         supports=Capabilities(
-            patterns=SELECTED,
-            on_cuda=Capabilities(patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
+            patterns=SELECTED | COLUMNS,
+            on_cuda=Capabilities(
+                patterns=SELECTED | COLUMNS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles
+            ),
         ),
         requires=("triton|cpu",),
         every_call=("plan", "attend"),
