@@ -1,18 +1,20 @@
 """Blocks over several ranks: who holds which, what a rank must be sent, and what it computes. No torch.
 
 Ranks hold whole blocks, so that a block of another rank lies wholly before or wholly behind each local query. They are
-dealt by the pairs that their rows see. A block travels once to each rank of which some query sees it: with all its
-key/value heads where all query heads share a mask, otherwise with those alone whose queries see it, as after a
-selection. What is counted here is a function of the mask alone: the closed form of what `block-sparse-ring` moves.
+dealt by the pairs that their rows see, as far as what that sends is worth it. A block travels once to each rank of
+which some query sees it: with all its key/value heads where all query heads share a mask, otherwise with those alone
+whose queries see it, as after a selection. What is counted here is a function of the mask alone: the closed form of
+what `block-sparse-ring` moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dilabench.distributed.balance import busiest_bytes
-from dilabench.distributed.row_deal import balanced
+from dilabench.distributed.row_deal import PAIRS_PER_KEY, Sight, balanced
 from dilabench.patterns.block_masks import needed_key_blocks
 from dilabench.workload.spec import Workload
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from dilabench.patterns.block_masks import Mask
 
     Blocks = NDArray[np.int64]
+
+# That stand for all where deals are compared.
+SAMPLED_PARCELS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,12 @@ class BlockDeal:
                 "have rows that lie apart, on no rank as a whole; use block-sparse on one device"
             )
         size, mask = blocks.block_size, blocks.mask
-        held = _held(mask, size, shape.length, workload.causal, ranks)
-        spans = [[range(run.start * size, run.stop * size) for run in runs] for runs in held]
         heads = 1 if len(mask) == 1 else workload.num_kv_heads
+        work = _work(mask, size, shape.length, workload.causal)
+        # A block is a tile or several: chunks of one are no more calls than longer ones.
+        price = PAIRS_PER_KEY * size * len(mask) / workload.group_size
+        held = balanced(mask.shape[-1], ranks, work, fewest=1, sight=_sight(mask, heads, price))
+        spans = [[range(run.start * size, run.stop * size) for run in runs] for runs in held]
         return cls(mask, size, shape.length, heads, held, tuple(_needed(mask, heads, size, part) for part in spans))
 
     @property
@@ -120,19 +128,40 @@ def hop_pairs(workload: Workload, ranks: int) -> tuple[tuple[float, ...], ...] |
     return pairs if any(map(sum, pairs)) else None
 
 
-def _held(mask: Mask, size: int, rows: int, causal: bool, ranks: int) -> tuple[tuple[range, ...], ...]:
-    """Chunks of blocks with as much work for each rank, from how many pairs the rows of each block see."""
+def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Sequence[int]], list[float]]:
+    """Edges of chunks of blocks to the pairs that their rows see, over the heads of the mask."""
     import numpy as np
 
-    count = mask.shape[-1]
-    sizes = _sizes(count, size, rows)
+    sizes = _sizes(mask.shape[-1], size, rows)
     keys = mask.sum((0, 2)) * size - mask[:, :, -1].sum(0) * (size - sizes[-1])
     work = keys * sizes
     if causal:
         work -= np.diagonal(mask, axis1=1, axis2=2).sum(0) * (sizes * (sizes - 1) // 2)
     before = np.concatenate([[0], np.cumsum(work)])
-    # A block is a tile or several: chunks of one are no more calls than longer ones.
-    return balanced(count, ranks, lambda edges: np.diff(before[list(edges)]).tolist(), fewest=1)
+
+    def of_chunks(edges: Sequence[int]) -> list[float]:
+        found: list[float] = np.diff(before[list(edges)]).tolist()
+        return found
+
+    return of_chunks
+
+
+def _sight(mask: Mask, heads: int, price: float) -> Sight:
+    """Of some blocks, each of its parts by itself."""
+    import numpy as np
+
+    count = mask.shape[-1]
+    blocks = np.unique(np.linspace(0, count - 1, max(64, SAMPLED_PARCELS // heads)).astype(np.int64))
+    # [blocks of queries + 1, heads, S]: how many of those before a block see each.
+    of_heads = mask[:, :, blocks].reshape(heads, -1, count, len(blocks))
+    seen: NDArray[np.bool_] = np.moveaxis(np.logical_or.reduce(of_heads, axis=1), 1, 0)
+    before = np.concatenate([np.zeros_like(seen[:1], dtype=np.int32), seen.cumsum(0, dtype=np.int32)])
+
+    def seen_by(edges: Sequence[int]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = (np.diff(before[list(edges)], axis=0) > 0).reshape(len(edges) - 1, -1)
+        return found
+
+    return Sight(np.tile(blocks, heads), seen_by, price)
 
 
 def _needed(mask: Mask, heads: int, size: int, rows: list[range]) -> Blocks:

@@ -83,11 +83,11 @@ class Planner:
             )
         )
 
-    def over_ranks(self, asked: WorkloadRequest, ranks: int) -> tuple[str, ...]:
+    def over_ranks(self, asked: WorkloadRequest, ranks: int | None = None) -> tuple[str, ...]:
         """What suites over ranks have unasked for a workload: shardings that are known, best first.
 
-        Without those that have a rule for numbers of ranks and cannot be on this one. All of them where none is for
-        such workloads, so that each can say why.
+        Without those that have a rule for numbers of ranks and cannot be on this one (None: the request's). All of them
+        where none is for such workloads, so that each can say why.
         """
         known = self.where(lambda one: one.sharding is not None and one.takes == "heads")
         shelf = self.catalogue.implementations
@@ -98,7 +98,10 @@ class Planner:
             for name, limits in preferred.items()
             if limits.computes(asked.pattern)
             and asked.layout in limits.layouts
-            and (limits.check_ranks is None or not self._against_ranks(shelf.get(name), asked, ranks))
+            and (
+                limits.check_ranks is None
+                or not self._against_ranks(shelf.get(name), asked, ranks or self.request.nproc)
+            )
         )
         return tuple(fitting) or tuple(ordered)
 

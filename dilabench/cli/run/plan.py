@@ -183,7 +183,7 @@ def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
     """On one device what need not compile; over ranks what has a trace of the workload, or all if none has."""
     if planner.request.nproc == 1:
         return planner.on_one_device(DENSE.kind, asked.pattern)
-    names = planner.over_ranks(asked, planner.request.nproc)
+    names = planner.over_ranks(asked)
     shelf = planner.catalogue.implementations
     told = [name for name in names if any(_memory(one, planner) for one in planner.plan(shelf.get(name), asked))]
     return tuple(told) or names
