@@ -140,15 +140,15 @@ class Implementation:
     with projections around the attention. Rows that take different things are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
     over many lengths has it only by name.
+    `steps_of`: the implementation that does the last step of its call (`every_call`) alone, where that is another one.
     `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
     supports. `every_call`: the steps of a call, where others of its pattern have some of them behind them when a call
-    begins: select, plan, attend; `steps_of` is the one that only attends, where that is another. `project`: whose code
-    it calls where that is a public project, a peer of ours. Suites have a peer only by name; `field` sets all of them
-    beside ours, and tells those that are missing by `install`, how to get it. `chooses`: it takes one of the others by
-    itself, and is no way of its own: suites have it only by name, `choice` holds it against the others, and `auto`
-    never means it.
+    begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of ours. Suites
+    have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by `install`, how
+    to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it only by name,
+    `choice` holds it against the others, and `auto` never means it.
     """
 
     name: str
