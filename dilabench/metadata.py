@@ -112,6 +112,7 @@ SPARSITY_REACHED = Label(
     "sparsity_reached", "in older records: the share that is not computed", float, "{:.4f}".format, unit="share"
 )
 STEPS = Label("steps", "suite `block-sparse`: the steps of a call, as 'select plan attend'", str)
+STEPS_OF = Label("steps_of", "suite `block-sparse`: the implementation whose calls have these steps, all or some", str)
 SELECTION = Label("selection", "SHA-256 (16 hex digits) of the indices of the key blocks that were selected", str)
 
 PATTERN_CACHE_HITS = Counter("pattern_cache_hits", "patterns taken from the cache")

@@ -1,4 +1,4 @@
-"""Which pairs each rank computes, hop by hop, counted from the sharding alone. No torch, no tensors.
+"""Which pairs each rank computes, hop by hop, and what the busiest is sent, from the sharding alone. No torch.
 
 With |i, j| the pairs inside positions [i, j), those between an interval [a, b) and a later one [c, d) are
 |a, d| - |a, c| - |b, d| + |b, c|.
@@ -7,12 +7,13 @@ With |i, j| the pairs inside positions [i, j), those between an interval [a, b) 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from dilabench.patterns.counting import windowed_pairs
 from dilabench.patterns.dilated import rows_kept
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 Interval = tuple[int, int]
 HopPairs = tuple[tuple[float, ...], ...]
@@ -97,3 +98,18 @@ def parts(length: int, ranks: int, zigzag: bool) -> tuple[tuple[Interval, ...], 
     if not zigzag:
         return tuple((piece,) for piece in pieces)
     return tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks))
+
+
+def busiest_bytes(workload: Workload, ranks: int, rows_moved: Callable[[int, int], int], heads: int = 1) -> int:
+    """Bytes that one call brings the rank with most where rows of K and V travel, and their gradients come back.
+
+    rows_moved: what a holder sends a reader, in rows of all key/value heads, or of one of so many parts of `heads`.
+    """
+    import numpy as np
+
+    everyone = range(ranks)
+    moved = np.array([[rows_moved(a, b) if a != b else 0 for b in everyone] for a in everyone], dtype=np.int64)
+    keys, gradients = moved.sum(0), moved.sum(1)
+    rows = int((keys * (workload.mode != "backward") + gradients * (workload.mode != "forward")).max())
+    vector = workload.num_kv_heads // heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
+    return 2 * workload.batch_size * vector * rows

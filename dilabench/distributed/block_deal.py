@@ -1,19 +1,22 @@
-"""A block mask over several ranks: who holds which blocks, what a rank must be sent, what it computes. No torch.
+"""Blocks over several ranks: who holds which, what a rank must be sent, and what it computes. No torch.
 
-Ranks hold whole blocks, so that a block of another rank lies wholly before or wholly behind each local query. A block
-travels with all its key/value heads as soon as one head of one query sees it, so that what arrives are whole tiles of
-rows. What is counted here is a function of the mask alone: the closed form of what `block-sparse-ring` moves.
+Ranks hold whole blocks, so that a block of another rank lies wholly before or wholly behind each local query. They are
+dealt by the pairs that their rows see, as far as what that sends is worth it. A block travels once to each rank of
+which some query sees it: with all its key/value heads where all query heads share a mask, otherwise with those alone
+whose queries see it, as after a selection. What is counted here is a function of the mask alone: the closed form of
+what `block-sparse-ring` moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dilabench.patterns.block_masks import block_mask, needed_key_blocks
-from dilabench.patterns.block_sparse import BlockSparsePattern
-from dilabench.workload.spec import DTYPE_BYTES, Workload
+from dilabench.distributed.balance import busiest_bytes
+from dilabench.distributed.row_deal import PAIRS_PER_KEY, Sight, balanced
+from dilabench.patterns.block_masks import needed_key_blocks
+from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,29 +24,46 @@ if TYPE_CHECKING:
 
     from dilabench.patterns.block_masks import Mask
 
+    Blocks = NDArray[np.int64]
+
+# That stand for all where deals are compared.
+SAMPLED_PARCELS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class BlockDeal:
     """A mask [heads or 1, n, n] over blocks of `block_size` of `rows` rows, and who holds and needs which blocks.
 
-    held: runs of blocks by rank. needed: the key blocks that some query of each rank sees, its own ones too, rising.
+    heads: in how many parts the key/value heads of a block travel, 1 or each by itself; part h of block b is the parcel
+    b·heads + h. held: runs of blocks by rank. needed: the parcels that some query of each rank sees, its own ones too,
+    rising.
     """
 
     mask: Mask
     block_size: int
     rows: int
+    heads: int
     held: tuple[tuple[range, ...], ...]
-    needed: tuple[NDArray[np.int64], ...]
+    needed: tuple[Blocks, ...]
 
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> BlockDeal:
-        """The deal of a block-sparse workload. Raises ConfigError when a mask file does not fit."""
-        pattern = BlockSparsePattern.of(workload)
-        size = pattern.block_size
-        mask = block_mask(pattern, workload.seq_len, workload.causal, workload.num_heads)
-        held = dealt(mask.shape[-1], ranks, workload.causal)
+        """The deal of a workload. Raises ConfigError for a file that does not fit, ValueError for another pattern."""
+        (shape,) = workload.shapes
+        blocks = workload.pattern.whole_blocks(shape)
+        if blocks is None:
+            raise ValueError(
+                f"{workload.pattern.label()} is no mask of whole blocks: those of a block mask over dilated branches "
+                "have rows that lie apart, on no rank as a whole; use block-sparse on one device"
+            )
+        size, mask = blocks.block_size, blocks.mask
+        heads = 1 if len(mask) == 1 else workload.num_kv_heads
+        work = _work(mask, size, shape.length, workload.causal)
+        # A block is a tile or several: chunks of one are no more calls than longer ones.
+        price = PAIRS_PER_KEY * size * len(mask) / workload.group_size
+        held = balanced(mask.shape[-1], ranks, work, fewest=1, sight=_sight(mask, heads, price))
         spans = [[range(run.start * size, run.stop * size) for run in runs] for runs in held]
-        return cls(mask, size, workload.seq_len, held, tuple(needed_key_blocks(mask, size, part) for part in spans))
+        return cls(mask, size, shape.length, heads, held, tuple(_needed(mask, heads, size, part) for part in spans))
 
     @property
     def positions(self) -> tuple[tuple[range, ...], ...]:
@@ -51,30 +71,33 @@ class BlockDeal:
         size = self.block_size
         return tuple(tuple(range(r.start * size, min(self.rows, r.stop * size)) for r in runs) for runs in self.held)
 
-    def own(self, rank: int) -> NDArray[np.int64]:
+    @property
+    def sizes(self) -> Blocks:
+        """Rows of each block: only the last may be short."""
+        return _sizes(self.mask.shape[-1], self.block_size, self.rows)
+
+    def own(self, rank: int) -> Blocks:
         """The blocks that a rank holds, rising."""
         import numpy as np
 
         return np.array([block for run in self.held[rank] for block in run], dtype=np.int64)
 
-    def sent(self, holder: int, reader: int) -> NDArray[np.int64]:
-        """The blocks of `holder` that some query of `reader` sees: between two ranks each of them travels once."""
+    def sent(self, holder: int, reader: int) -> Blocks:
+        """The parcels of `holder` that some query of `reader` sees: between two ranks each of them travels once."""
         import numpy as np
 
-        return np.intersect1d(self.own(holder), self.needed[reader])
+        needed = self.needed[reader]
+        return needed[np.isin(needed // self.heads, self.own(holder))]
 
-    def rows_of(self, blocks: NDArray[np.int64]) -> int:
-        """Rows of distinct blocks: only the last of the sequence may be short."""
-        last = self.mask.shape[-1] - 1
-        short = (last + 1) * self.block_size - self.rows
-        return len(blocks) * self.block_size - (short if last in blocks else 0)
+    def rows_of(self, parcels: Blocks) -> int:
+        """Rows of parcels together."""
+        return int(self.sizes[parcels // self.heads].sum())
 
     def pairs(self, reader: int, holder: int, causal: bool) -> int:
         """Visible pairs of one rank's queries and another's keys, over the heads of the mask."""
         import numpy as np
 
-        own, theirs = self.own(reader), self.own(holder)
-        sizes = np.minimum(self.block_size, self.rows - np.arange(self.mask.shape[-1]) * self.block_size)
+        own, theirs, sizes = self.own(reader), self.own(holder), self.sizes
         seen = self.mask[:, own][:, :, theirs].sum(0)
         total = sizes[own] @ (seen @ sizes[theirs])
         if causal and reader == holder:
@@ -85,23 +108,11 @@ class BlockDeal:
 def received_bytes(workload: Workload, ranks: int) -> int:
     """Bytes that one call in the workload's mode brings the rank with most.
 
-    Forward: K and V of needed blocks, 2·B·K·D·rows. Backward: dK and dV of what it has sent, in the dtype of K; the
-    blocks themselves are kept from the forward pass.
+    Forward: K and V of needed parcels, 2·B·K/heads·D·rows. Backward: dK and dV of what it has sent, in the dtype of K;
+    the parcels themselves are kept from the forward pass.
     """
     deal = BlockDeal.of(workload, ranks)
-    return busiest_bytes(workload, ranks, lambda holder, reader: deal.rows_of(deal.sent(holder, reader)))
-
-
-def busiest_bytes(workload: Workload, ranks: int, rows_moved: Callable[[int, int], int]) -> int:
-    """The same from the rows that a holder sends a reader: `rows_moved(holder, reader)`."""
-    import numpy as np
-
-    everyone = range(ranks)
-    moved = np.array([[rows_moved(a, b) if a != b else 0 for b in everyone] for a in everyone], dtype=np.int64)
-    keys, gradients = moved.sum(0), moved.sum(1)
-    rows = int((keys * (workload.mode != "backward") + gradients * (workload.mode != "forward")).max())
-    vector = workload.num_kv_heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
-    return 2 * workload.batch_size * vector * rows
+    return busiest_bytes(workload, ranks, lambda holder, reader: deal.rows_of(deal.sent(holder, reader)), deal.heads)
 
 
 def hop_pairs(workload: Workload, ranks: int) -> tuple[tuple[float, ...], ...] | None:
@@ -117,10 +128,52 @@ def hop_pairs(workload: Workload, ranks: int) -> tuple[tuple[float, ...], ...] |
     return pairs if any(map(sum, pairs)) else None
 
 
-def dealt(blocks: int, ranks: int, causal: bool) -> tuple[tuple[range, ...], ...]:
-    """Rank r holds the r-th part; behind a causal mask chunks r and 2P-1-r of 2P, for later rows see more."""
-    chunks = 2 * ranks if causal else ranks
-    edges = [blocks * edge // chunks for edge in range(chunks + 1)]
-    runs = [range(edges[chunk], edges[chunk + 1]) for chunk in range(chunks)]
-    parts = [(runs[rank], runs[chunks - 1 - rank]) if causal else (runs[rank],) for rank in range(ranks)]
-    return tuple(tuple(run for run in part if run) for part in parts)
+def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Sequence[int]], list[float]]:
+    """Edges of chunks of blocks to the pairs that their rows see, over the heads of the mask."""
+    import numpy as np
+
+    sizes = _sizes(mask.shape[-1], size, rows)
+    keys = mask.sum((0, 2)) * size - mask[:, :, -1].sum(0) * (size - sizes[-1])
+    work = keys * sizes
+    if causal:
+        work -= np.diagonal(mask, axis1=1, axis2=2).sum(0) * (sizes * (sizes - 1) // 2)
+    before = np.concatenate([[0], np.cumsum(work)])
+
+    def of_chunks(edges: Sequence[int]) -> list[float]:
+        found: list[float] = np.diff(before[list(edges)]).tolist()
+        return found
+
+    return of_chunks
+
+
+def _sight(mask: Mask, heads: int, price: float) -> Sight:
+    """Of some blocks, each of its parts by itself."""
+    import numpy as np
+
+    count = mask.shape[-1]
+    blocks = np.unique(np.linspace(0, count - 1, max(64, SAMPLED_PARCELS // heads)).astype(np.int64))
+    # [blocks of queries + 1, heads, S]: how many of those before a block see each.
+    of_heads = mask[:, :, blocks].reshape(heads, -1, count, len(blocks))
+    seen: NDArray[np.bool_] = np.moveaxis(np.logical_or.reduce(of_heads, axis=1), 1, 0)
+    before = np.concatenate([np.zeros_like(seen[:1], dtype=np.int32), seen.cumsum(0, dtype=np.int32)])
+
+    def seen_by(edges: Sequence[int]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = (np.diff(before[list(edges)], axis=0) > 0).reshape(len(edges) - 1, -1)
+        return found
+
+    return Sight(np.tile(blocks, heads), seen_by, price)
+
+
+def _needed(mask: Mask, heads: int, size: int, rows: list[range]) -> Blocks:
+    """The parcels that some of these query rows see, rising."""
+    import numpy as np
+
+    of_heads = mask.reshape(heads, -1, *mask.shape[1:])
+    found = [needed_key_blocks(one, size, rows) * heads + head for head, one in enumerate(of_heads)]
+    return np.sort(np.concatenate(found))
+
+
+def _sizes(count: int, size: int, rows: int) -> Blocks:
+    import numpy as np
+
+    return np.minimum(size, rows - np.arange(count) * size)

@@ -13,37 +13,71 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-from dilabench.distributed.balance import HopPairs, Interval, parts
-from dilabench.distributed.block_deal import busiest_bytes
+from dilabench.distributed.balance import HopPairs, Interval, busiest_bytes, parts
 from dilabench.patterns.counting import Reach, visible_pairs
 from dilabench.workload.spec import Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # More chunks balance better, but cut documents into more calls: as few as bring λ this near to 1, of no fewer rows
 # than a kernel's tile.
 ENOUGH, FEWEST_ROWS, MOST_PER_RANK = 0.99, 128, 64
+# And send more keys. While one of them comes, its K and V and nothing else, a GPU attends to about so many pairs of as
+# many heads: 600 TFLOP/s over 400 GB/s of NVLink are 1500 (4·D FLOPs a pair, 4·D bytes a key of 16 bits).
+PAIRS_PER_KEY = 1000
 
 Runs = tuple[range, ...]
 
 
-def balanced(length: int, ranks: int, work_of: Callable[[Sequence[int]], Sequence[float]]) -> tuple[Runs, ...]:
+class Sight(NamedTuple):
+    """Which keys rows see, so that a deal can be told what it sends.
+
+    keys: [S] positions of some keys, which stand for all. seen_by: edges of chunks to bool [chunks, S], whether some
+    row of each sees them. price: the pairs that take as long as one position whose keys come.
+    """
+
+    keys: NDArray[np.int64]
+    seen_by: Callable[[Sequence[int]], NDArray[np.bool_]]
+    price: float
+
+    def cost(self, edges: Sequence[int], owners: Sequence[int], ranks: int) -> float:
+        """What the rank to which most comes waits for."""
+        import numpy as np
+
+        owner = np.array(owners)
+        holder, seen = owner[np.searchsorted(edges, self.keys, side="right") - 1], self.seen_by(edges)
+        shares = [(seen[owner == rank].any(0) & (holder != rank)).mean() for rank in range(ranks)]
+        return self.price * edges[-1] * float(max(shares))
+
+
+def balanced(
+    length: int,
+    ranks: int,
+    work_of: Callable[[Sequence[int]], Sequence[float]],
+    fewest: int = FEWEST_ROWS,
+    sight: Sight | None = None,
+) -> tuple[Runs, ...]:
     """Per rank the runs of positions that it holds, rising.
 
-    work_of: edges of chunks to the pairs that the rows of each see.
+    work_of: edges of chunks to the pairs that the rows of each see. fewest: of them that a chunk may have. sight: None
+    takes what is sent for nothing.
     """
     found: tuple[float, tuple[Runs, ...]] | None = None
-    per_rank = 1
-    while found is None or (
-        found[0] < ENOUGH and per_rank <= MOST_PER_RANK and length >= ranks * per_rank * FEWEST_ROWS
-    ):
+    per_rank, evenness = 1, 0.0
+    while found is None or (evenness < ENOUGH and per_rank <= MOST_PER_RANK and length >= ranks * per_rank * fewest):
         chunks = ranks * per_rank
         edges = [length * edge // chunks for edge in range(chunks + 1)]
         work = work_of(edges)
         owners = heaviest_first(work, ranks)
         loads = [sum(work[at] for at in range(chunks) if owners[at] == rank) for rank in range(ranks)]
         evenness = sum(loads) / ranks / max(loads) if max(loads) else 1.0
-        if found is None or evenness > found[0]:
-            found = evenness, _runs(edges, owners, ranks)
+        cost = max(loads) + (sight.cost(edges, owners, ranks) if sight else 0.0)
+        if found is None or cost < found[0]:
+            found = cost, _runs(edges, owners, ranks)
         per_rank *= 2
     return found[1]
 
@@ -188,5 +222,5 @@ def hop_pairs(workload: Workload, ranks: int) -> HopPairs:
 
 
 def received_bytes(workload: Workload, deal: RowDeal) -> int:
-    """Bytes that one call in the workload's mode brings the rank with most, as `block_deal.received_bytes`."""
+    """Bytes that one call in the workload's mode brings the rank with most, as `balance.busiest_bytes`."""
     return busiest_bytes(workload, len(deal.held), deal.moved)

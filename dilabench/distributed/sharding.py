@@ -111,6 +111,20 @@ def striped(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
     return Shards(tuple(map(tuple, parts)))
 
 
+def cut_parts(shards: Shards, size: int) -> Shards:
+    """The rows of every rank in `size` successive parts: ranks r·size to (r + 1)·size - 1 hold those of rank r."""
+    parts: list[list[Span]] = []
+    for part, rows in zip(shards.parts, shards.rows, strict=True):
+        for index in range(size):
+            first, stop = rows * index // size, rows * (index + 1) // size
+            parts.append([])
+            for span in part:
+                low, high = max(first, span.row), min(stop, span.row + span.length)
+                start = span.start + (low - span.row) * span.step
+                _hold(parts[-1], start, start + (high - low) * span.step, span.step)
+    return Shards(tuple(map(tuple, parts)))
+
+
 def _dealt(bounds: Sequence[tuple[int, int]], size: int, chunks: int, owner: Callable[[int], int]) -> Shards:
     parts: list[list[Span]] = [[] for _ in range(size)]
     for start, end in bounds:

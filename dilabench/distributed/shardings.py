@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -11,7 +11,7 @@ from typing import Literal
 from dilabench.distributed import block_deal, column_deal, row_deal
 from dilabench.distributed.balance import HopPairs, hop_pairs
 from dilabench.distributed.row_deal import RowDeal
-from dilabench.workload.equal_parts import against_usp, usp_degrees
+from dilabench.workload.equal_parts import mesh_degrees, usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
 
 
@@ -183,25 +183,33 @@ class HeadsForTokens:
         return workload.batch_size * (workload.seq_len // ranks) * row * (ranks - 1) // ranks
 
 
+@dataclass(frozen=True, slots=True)
 class HeadsInRing:
-    """USP: pairs of ranks trade tokens for heads, and a zigzag ring of whole shards joins the pairs (`usp_degrees`)."""
+    """USP: groups of ranks trade tokens for heads, and a ring joins the groups.
+
+    degrees: how many ranks are in a group, and how many groups there are.
+    """
+
+    degrees: Callable[[Workload, int], tuple[int, int]]
+    trade: HeadsForTokens
+    ring: Hops
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
-        """Of the ring: within a pair both compute the same pairs of other heads."""
-        return WHOLE_ZIGZAG_RING.load_balance(workload, usp_degrees(ranks)[1])
+        """Of the ring: within a group all compute the same pairs of other heads."""
+        return self.ring.load_balance(workload, self.degrees(workload, ranks)[1])
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
         """Of the ring."""
-        return WHOLE_ZIGZAG_RING.overlapping_share(workload, usp_degrees(ranks)[1])
+        return self.ring.overlapping_share(workload, self.degrees(workload, ranks)[1])
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """Those of a pair over its share of the sequence, and those of the ring over its share of the heads."""
-        heads, ring = usp_degrees(ranks)
-        if against_usp(workload, ranks):
+        """Those of a group over its share of the sequence, and those of the ring over its share of the heads."""
+        heads, ring = self.degrees(workload, ranks)
+        if _uneven(workload, ranks) or workload.num_heads % heads or workload.num_kv_heads % heads:
             return None
         share = {"num_heads": workload.num_heads // heads, "num_kv_heads": workload.num_kv_heads // heads}
-        traded = HEADS_FOR_TOKENS.received_bytes(workload.replace(seq_len=workload.seq_len // ring), heads)
-        sent_round = WHOLE_ZIGZAG_RING.received_bytes(workload.replace(**share), ring)
+        traded = self.trade.received_bytes(workload.replace(seq_len=workload.seq_len // ring), heads)
+        sent_round = self.ring.received_bytes(workload.replace(**share), ring)
         return None if traded is None or sent_round is None else traded + sent_round
 
 
@@ -276,7 +284,8 @@ WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)
 NARROW_ZIGZAG_RING = WholeShards(zigzag=True, wide_sums=False)
 HEADS_FOR_TOKENS = HeadsForTokens(with_lse=False)
-HEADS_IN_RING = HeadsInRing()
+HEADS_IN_RING = HeadsInRing(lambda _, ranks: usp_degrees(ranks), HEADS_FOR_TOKENS, WHOLE_ZIGZAG_RING)
+ULYSSES_RING = HeadsInRing(mesh_degrees, ULYSSES, RING_VARLEN)
 
 
 def _uneven(workload: Workload, ranks: int) -> bool:

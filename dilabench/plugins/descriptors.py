@@ -140,6 +140,7 @@ class Implementation:
     with projections around the attention. Rows that take different things are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
     over many lengths has it only by name.
+    `steps_of`: the implementation that does the last step of its call (`every_call`) alone, where that is another one.
     `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
@@ -169,6 +170,7 @@ class Implementation:
     sharding: str | None = None
     preferred_for: Capabilities | None = None
     every_call: tuple[str, ...] = ("attend",)
+    steps_of: str | None = None
     project: str | None = None
     install: str | None = None
     chooses: bool = False

@@ -83,10 +83,11 @@ class Planner:
             )
         )
 
-    def over_ranks(self, asked: WorkloadRequest) -> tuple[str, ...]:
+    def over_ranks(self, asked: WorkloadRequest, ranks: int | None = None) -> tuple[str, ...]:
         """What suites over ranks have unasked for a workload: shardings that are known, best first.
 
-        All of them where none is for such workloads, so that each can say why.
+        Without those that have a rule for numbers of ranks and cannot be on this one (None: the request's). All of them
+        where none is for such workloads, so that each can say why.
         """
         known = self.where(lambda one: one.sharding is not None and one.takes == "heads")
         shelf = self.catalogue.implementations
@@ -95,9 +96,18 @@ class Planner:
         fitting = (
             name
             for name, limits in preferred.items()
-            if limits.computes(asked.pattern) and asked.layout in limits.layouts
+            if limits.computes(asked.pattern)
+            and asked.layout in limits.layouts
+            and (
+                limits.check_ranks is None
+                or not self._against_ranks(shelf.get(name), asked, ranks or self.request.nproc)
+            )
         )
         return tuple(fitting) or tuple(ordered)
+
+    def _against_ranks(self, one: Implementation, asked: WorkloadRequest, ranks: int) -> tuple[str, ...]:
+        workload = asked.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
+        return self.catalogue.unsupported(one, workload, self.machine.device, ranks)
 
     def _is_worth_planning(self, name: str) -> bool:
         """Not an implementation over ranks on one rank: it would do what its form for one device does."""

@@ -25,15 +25,12 @@ def from_file(folder, mask, **fields):
 
 
 def test_a_band_moves_its_reach_and_a_full_mask_everything(tmp_path):
-    # 12 blocks of 8 rows, the last of 5, in order on 4 ranks: 24, 24, 24 and 21 rows. K and V: 2·2·8·2 bytes a row.
-    beside = from_file(tmp_path, np.eye(12, dtype=bool) | np.eye(12, k=1, dtype=bool))
+    # 12 blocks of 8 rows, in order on 4 ranks, for all have the same work. K and V: 2·2·8·2 bytes a row.
+    beside = from_file(tmp_path, np.eye(12, dtype=bool) | np.roll(np.eye(12, dtype=bool), 1, axis=1), seq_len=96)
     assert BLOCKS.received_bytes(beside, 4) == 8 * 64
-    one_rank_on = from_file(tmp_path, np.eye(12, k=3, dtype=bool))
-    assert [BlockDeal.of(one_rank_on, 4).rows_of(BlockDeal.of(one_rank_on, 4).sent(r + 1, r)) for r in range(3)] == [
-        24,
-        24,
-        21,
-    ]
+    deal = BlockDeal.of(from_file(tmp_path, np.roll(np.eye(12, dtype=bool), 3, axis=1), seq_len=96), 4)
+    assert [deal.rows_of(deal.sent((r + 1) % 4, r)) for r in range(4)] == [24] * 4
+    # The last of 5 rows: 24, 24, 24 and 21 rows.
     full = workload({"sparsity": 0.0}, causal=False)
     assert BLOCKS.received_bytes(full, 4) == 72 * 64
     assert BLOCKS.received_bytes(full.replace(mode="backward"), 4) == 72 * 64

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from dilabench.distributed.shardings import BLOCKS
-from dilabench.patterns.block_masks import block_mask
 
 pytestmark = pytest.mark.distributed
 
@@ -51,16 +50,22 @@ def test_what_is_lost_on_the_way_is_caught(mutation, launch):
 
 
 def rows_to_move(one, parts):
-    """[holder, reader] rows of keys that some query of the reader sees, position by position."""
-    mask = block_mask(one.pattern, one.seq_len, one.causal, one.num_heads).any(0)
-    size, ranks = one.pattern.block_size, len(parts)
-    holder_of = {position: rank for rank, part in enumerate(parts) for position in part}
-    assert sorted(holder_of) == list(range(one.seq_len))
+    """[holder, reader] rows of keys of one head that some query of the reader sees, head by head and row by row."""
+    (shape,) = one.shapes
+    blocks = one.pattern.whole_blocks(shape)
+    size, ranks = blocks.block_size, len(parts)
+    holder_of = np.full(one.seq_len, -1)
+    for rank, part in enumerate(parts):
+        holder_of[part] = rank
+    assert sorted(position for part in parts for position in part) == list(range(one.seq_len))
+    of_queries = blocks.mask.repeat(one.num_heads // len(blocks.mask), axis=0)
     rows = np.zeros((ranks, ranks), dtype=int)
-    for reader, part in enumerate(parts):
-        seen = mask[sorted({position // size for position in part})].any(0)
-        for key in range(one.seq_len):
-            rows[holder_of[key], reader] += seen[key // size] and holder_of[key] != reader
+    for head in range(one.num_kv_heads):
+        mask = of_queries[head * one.group_size : (head + 1) * one.group_size].any(0)
+        for reader, part in enumerate(parts):
+            seen = mask[sorted({position // size for position in part})].any(0)
+            for key in range(one.seq_len):
+                rows[holder_of[key], reader] += seen[key // size] and holder_of[key] != reader
     return rows
 
 
@@ -72,7 +77,7 @@ def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path, 
     found = launch(block_ring_cases.counted, ranks, [cases])
     for case, one in cases.items():
         rows = rows_to_move(one, found[0][case][0])
-        vector = 2 * one.batch_size * one.num_kv_heads * one.head_dim * 8
+        vector = 2 * one.batch_size * one.head_dim * 8
         keys, gradients, everything = np.array([rank[case][1] for rank in found]).T
         assert keys.tolist() == (vector * rows.sum(0)).tolist(), case
         assert gradients.tolist() == (vector * rows.sum(1)).tolist(), case
@@ -81,11 +86,11 @@ def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path, 
             assert BLOCKS.received_bytes(one.replace(mode=mode), ranks) == counted.max(), (case, mode)
 
 
-def test_half_precision_errs_at_most_twice_as_much_as_one_device(launch):
+def test_half_precision_errs_hardly_more_than_on_one_device(launch):
     import block_ring_cases
 
     for part, ours, alone in launch(block_ring_cases.half_precision, 2)[0]:
-        assert ours <= 2 * alone, part
+        assert ours <= 1.5 * alone, part
 
 
 def test_the_projected_ring_has_the_gradients_of_one_device(launch):

@@ -41,6 +41,20 @@ def test_one_device_is_equalled_and_only_what_is_seen_travels(ranks, launch):
         assert COLUMNS.received_bytes(one, ranks) == (keys + gradients).max(), case
 
 
+def test_windows_stay_in_order_where_even_work_would_send_everything():
+    import column_ring_cases
+
+    pattern = {"kind": "window_sink", "sinks": 3, "window_size": 64}
+    window = column_ring_cases.workload(pattern, seq_len=4096, num_heads=2)
+    deal = ColumnDeal.of(window, 4)
+    assert [len(runs) for runs in deal.held] == [1] * 4
+    assert deal.sent(1, 2).tolist() == [*range(2048 - 63, 2048)]
+    assert deal.sent(0, 3).tolist() == [0, 1, 2]
+    assert COLUMNS.load_balance(window, 4) < 0.995
+    half = column_ring_cases.workload({**pattern, "window_size": 2048}, seq_len=4096)
+    assert COLUMNS.load_balance(half, 4) > 0.99
+
+
 def test_windows_send_their_edges_and_documents_that_nothing_cuts_nothing():
     import column_ring_cases
 

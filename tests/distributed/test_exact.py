@@ -21,6 +21,15 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks, launch):
     assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
 
 
+@pytest.mark.parametrize("ranks", [4, slow(6), slow(8)])
+def test_heads_and_sequence_over_a_mesh_are_as_exact(ranks, launch):
+    import ring_cases
+
+    cases = ring_cases.on_a_mesh(ranks)
+    assert len(cases) > 9
+    assert launch(ring_cases.exact, ranks, [["ulysses-ring"], cases]) == [[]] * ranks
+
+
 @pytest.mark.parametrize("ranks", [2, slow(5)])
 def test_deferred_sums_are_as_exact(ranks, launch):
     pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")

@@ -121,6 +121,24 @@ def test_the_mask_that_flex_gets_is_the_pattern(kind: str) -> None:
         assert torch.equal(listed & inside, multiplicity(workload, head, rows) > 0)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["window_sink", "column_bounds"])
+def test_flex_makes_the_mask_of_bounds_in_every_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload.model_validate({"pattern": {"kind": kind, **PATTERNS[kind]}, **SHAPE, "head_dim": 16})
+    made = []
+    create = flex.flex.create_block_mask
+    monkeypatch.setattr(flex.flex, "create_block_mask", lambda *of, **more: made.append(of) or create(*of, **more))
+    planned, once = (build(workload, CONTEXT) for build in (flex.build_planned, flex.build))
+    assert not made
+    q, k, v = (torch.randn(1, 391, heads, 16) for heads in (4, 2, 2))
+    for calls in (1, 2):
+        out, lse = planned.with_lse(q, k, v)
+        assert len(made) == calls
+    wanted, wanted_lse = once.with_lse(q, k, v)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+
+
 def test_bounds_need_no_list_of_blocks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory grows with the length, not with its square."""
 
@@ -146,6 +164,14 @@ def test_a_file_of_indices_is_one_selection_for_each_key_value_head(tmp_path: Pa
     lse = results(block_sparse.build(workload, CONTEXT), workload.replace(dtype="float64"))["lse"]
     assert torch.isinf(lse[0, 2:, 48:]).all()
     assert torch.isfinite(lse[0, :2]).all()
+
+
+@pytest.mark.parametrize("kind", ["window_sink", "column_bounds"])
+def test_bounds_that_are_planned_in_every_call_are_those_of_the_pattern(kind: str) -> None:
+    workload = Workload.model_validate({"pattern": {"kind": kind, **PATTERNS[kind]}, **SHAPE, "dtype": "float64"})
+    oracle = results(Reference(workload), workload)
+    for name, mine in results(selected.build_planned(workload, CONTEXT), workload).items():
+        torch.testing.assert_close(mine, oracle[name], rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("selector", ["mean_key", "pooled"])

@@ -18,6 +18,7 @@ from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forw
 from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse import key_items
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
+from dilabench.kernels.block_sparse.bounded import BoundedPlan
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.block_sparse.selected import SelectedPlan
@@ -116,6 +117,24 @@ def chosen_on_the_device() -> dict[str, float]:
     out, lse = expected(*wide, BlockPlan(mask, block, rows, causal=True))
     gradients = torch.autograd.grad(out, wide, dout.double())
     plan = SelectedPlan(indices, block, rows, causal=True)
+    with poisoned():
+        got_out, got_lse = tiles_forward(q, k, v, plan, scale=dim**-0.5)
+        got = tiles_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
+    return compared((out, lse, *gradients), (got_out, got_lse, *got))
+
+
+def bounded_on_the_device() -> dict[str, float]:
+    """Bounds of columns, planned as tensors."""
+    rows, heads, kv_heads, dim, block = 150, 2, 1, 16, 32
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, rows, n, dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    some, everything = any_bounds(rows, 2), np.ones(rows, dtype=np.int64)
+    hidden = HiddenRows.of(rows, *zip(some.starts, some.stops, strict=True), (40 * everything, 44 * everything))
+    known = BlockPlan(np.ones((1, 5, 5), bool), block, rows, causal=True, hidden=hidden)
+    out, lse = expected(*wide, known)
+    gradients = torch.autograd.grad(out, wide, dout.double())
+    plan = BoundedPlan(known.bounds(q.device), block, rows, causal=True, hidden=hidden)
     with poisoned():
         got_out, got_lse = tiles_forward(q, k, v, plan, scale=dim**-0.5)
         got = tiles_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
@@ -252,6 +271,7 @@ if __name__ == "__main__":
         results["shared tiles: bounds"] = errors(case, torch.float32, ranges)
     results |= {f"sequences: {name}": sequences(case) for name, case in SEQUENCES.items()}
     results["chosen on the device"] = chosen_on_the_device()
+    results["bounded on the device"] = bounded_on_the_device()
     results["gates"] = gates_of_parts()
     results["half"] = errors(CASES["causal, shared keys, mask per head"], torch.float16)
     print(json.dumps(results))  # noqa: T201 - the parent process reads it

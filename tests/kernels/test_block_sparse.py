@@ -27,6 +27,7 @@ CASES = [
     "bounds: two ranges, wide query tile",
     "bounds: three ranges, window, wide key tile",
     "chosen on the device",
+    "bounded on the device",
     "shared tiles: padded head dim",
     "shared tiles: mask per key head",
     "shared tiles: bounds",

@@ -219,6 +219,19 @@ def test_selecting_planning_and_attending_are_told_apart(catalogue):
     assert steps_of(found)[0].who == "block-sparse"
 
 
+def test_planning_of_each_method_is_told_by_itself(catalogue):
+    names = ["dense", "block-sparse", "block-sparse-flex", "block-sparse-flex-planned"]
+    asked = {"pattern": "column_bounds", "document_lengths": (100, 400), "seq_len": 1024, "num_heads": 2}
+    planned = plan(catalogue, HOPPER, workload=asked, implementations=names)
+    times = {"block-sparse": 1.0, "block-sparse-flex": 2.0, "block-sparse-flex-planned": 5.0}
+    found = record(planned, [times.get(one.case.implementation, 10.0) for one in planned])
+    (section,) = analyse(found)
+    assert section.sentence.count("does all of it") == 1
+    assert "a call of block-sparse-flex that does all of it takes 5.000 ms: attend 2.000 ms, plan 3.000 ms" in (
+        section.sentence
+    )
+
+
 def test_a_density_above_all_says_what_is_counted(catalogue):
     few, many = (
         {"pattern": "native_sparse", "top_k": 2, "window_size": size, "seq_len": 512, "num_heads": 2}

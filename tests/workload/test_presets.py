@@ -65,6 +65,14 @@ SPARSE_CONFIGS = {
     "moba_64k": (32, 8, 65536, True, "topk_blocks", {"block_size": 1024, "top_k": 3, "selector": "mean_key"}),
     "nsa_64k": (64, 4, 65536, True, "native_sparse", {"block_size": 64, "top_k": 16, "window_size": 512}),
     "window_sink_128k": (32, 8, 131072, True, "window_sink", {"sinks": 64, "window_size": 4096}),
+    "column_bounds_128k": (
+        16,
+        16,
+        131072,
+        True,
+        "column_bounds",
+        {"document_lengths": (1024, 8192, 2048, 4096, 1500, 6000, 3000)},
+    ),
 }
 SETS = {
     "correctness": ("tiny", "small", "medium"),

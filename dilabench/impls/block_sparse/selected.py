@@ -1,8 +1,9 @@
-"""`block-sparse-planned` and `block-sparse-selected`: the cost of a selection that is made in every call.
+"""`block-sparse-planned` and `block-sparse-selected`: the cost of a plan, and of a selection, made in every call.
 
-The first plans from the pattern's indices, the second selects them before; both then attend as `block-sparse`. So the
-differences between the three are what planning and selecting take. The selector reads the pattern's stand-ins
-(`patterns.selectors`), tensors of the shape and dtype of q and k, so that the oracle knows which blocks are right.
+The first plans from the pattern's indices or bounds of columns, the second selects indices before; both then attend as
+`block-sparse`. So the differences between the three are what planning and selecting take. The selector reads the
+pattern's stand-ins (`patterns.selectors`), tensors of the shape and dtype of q and k, so that the oracle knows which
+blocks are right.
 """
 
 from __future__ import annotations
@@ -17,22 +18,39 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.block_sparse import kernels_for
-from dilabench.impls.block_sparse.union import BlockUnion, PlannedRows, block_union, planned_over_everything
+from dilabench.impls.block_sparse.union import (
+    COLUMN_BLOCK,
+    BlockUnion,
+    PlannedRows,
+    block_union,
+    planned_over_everything,
+    require_whole_plan,
+)
 from dilabench.impls.one_operator import outside_compilers
+from dilabench.kernels.block_sparse.bounded import BoundedPlan
+from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.block_sparse.selected import SelectedPlan, select_blocks
 from dilabench.patterns.selectors import SELECTORS, STAND_IN_DIM, stand_ins
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.workload.spec import Workload
 
 
-def build_planned(workload: Workload, context: BuildContext) -> Selecting:
-    """The indices are on the device when a call begins."""
+def build_planned(workload: Workload, context: BuildContext) -> Planning:
+    """The indices, or the bounds, are on the device when a call begins."""
     (shape,) = workload.shapes
-    indices = torch.from_numpy(TopKBlocksPattern.of(workload).selection(shape).copy()).to(context.device)
-    return _build(workload, context, lambda: indices)
+    hidden = workload.pattern.hidden_rows(shape)
+    if hidden is None:
+        indices = torch.from_numpy(TopKBlocksPattern.of(workload).selection(shape).copy()).to(context.device)
+        return _from_indices(workload, context, lambda: indices)
+    limits = require_whole_plan(workload).bounds(context.device)
+    return _build(
+        workload,
+        context,
+        lambda: BoundedPlan(limits, COLUMN_BLOCK, shape.length, workload.causal, hidden, workload.window),
+    )
 
 
-def build_selected(workload: Workload, context: BuildContext) -> Selecting:
+def build_selected(workload: Workload, context: BuildContext) -> Planning:
     """The stand-ins are on the device when a call begins. Raises ValueError for a selector that reads no queries."""
     pattern = TopKBlocksPattern.of(workload)
     if not pattern.reads_queries:
@@ -40,7 +58,7 @@ def build_selected(workload: Workload, context: BuildContext) -> Selecting:
     queries, keys = stand_in_tensors(workload, context.device)
     size, own = pattern.block_size, SELECTORS[pattern.selector].own_block
     select = partial(select_blocks, queries, keys, size, pattern.top_k, causal=workload.causal, own_block=own)
-    return _build(workload, context, select)
+    return _from_indices(workload, context, select)
 
 
 def stand_in_tensors(workload: Workload, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -58,19 +76,22 @@ def stand_in_tensors(workload: Workload, device: torch.device) -> tuple[Tensor, 
     return q, k
 
 
-def _build(workload: Workload, context: BuildContext, indices: Callable[[], Tensor]) -> Selecting:
-    union = block_union(workload, context, *kernels_for(context.device))
+def _from_indices(workload: Workload, context: BuildContext, indices: Callable[[], Tensor]) -> Planning:
     size = TopKBlocksPattern.of(workload).block_size
+    return _build(
+        workload,
+        context,
+        lambda: SelectedPlan(indices(), size, workload.seq_len, workload.causal, workload.window),
+    )
 
-    def rows() -> tuple[PlannedRows, ...]:
-        plan = SelectedPlan(indices(), size, workload.seq_len, workload.causal, workload.window)
-        return planned_over_everything(workload, plan)
 
-    return Selecting(union, rows)
+def _build(workload: Workload, context: BuildContext, plan: Callable[[], Plan]) -> Planning:
+    union = block_union(workload, context, *kernels_for(context.device))
+    return Planning(union, lambda: planned_over_everything(workload, plan()))
 
 
 @dataclass(frozen=True, slots=True)
-class Selecting:
+class Planning:
     """Attention whose rows are planned anew in each forward pass; its backward pass has the plan of its forward."""
 
     union: BlockUnion

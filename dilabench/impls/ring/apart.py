@@ -7,46 +7,15 @@ memory and no traffic. Nothing is allocated beside the results. A branch that cr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
-
-from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards, Span
 from dilabench.distributed.world import World
 from dilabench.impls import fused
-from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.function import Apart, Local, ShardedAttention
 from dilabench.workload.cuts import cut_apart
 from dilabench.workload.spec import Workload
-
-
-class Local(Protocol):
-    """Attention on one device, outside autograd; `forward` gives out and lse first, and `backward` needs no more."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]: ...
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """`function.Algorithm` without communication: each rank runs `local` on its shards."""
-
-    local: Local
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """out and lse; nothing else is kept."""
-        out, lse, *_ = self.local.forward(q, k, v)
-        return out, lse, ()
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _kept: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
-        return self.local.backward(dout, q, k, v, out, lse)
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:

@@ -1,5 +1,9 @@
 """`block-sparse-ring`: key blocks that some local query sees travel, each once, while the own part is computed.
 
+Of masks and of selections: a block that only some key/value heads have selected travels with those heads. What comes
+lies head by head then: the gathered row of one head stands at another position than that of the next, which the kernel
+need not know, for no pair of these blocks is hidden by where it stands.
+
 Two kernel calls per pass: own queries on own keys, and on all gathered blocks. The second is a rectangle without causal
 edge, for ranks hold whole blocks; it costs one merge by lse, and only what the first call does not hide of the exchange
 is waited for. Gathered blocks are kept for the backward pass, which makes their dK and dV first and gives them back,
@@ -23,11 +27,11 @@ from dilabench.distributed.world import World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
 from dilabench.impls.ring.schedule.function import ShardedAttention
-from dilabench.impls.ring.schedule.row_exchange import RowExchange, apart, together
+from dilabench.impls.ring.schedule.row_exchange import Places, RowExchange, apart
 from dilabench.impls.ring.schedule.sums import Sum
 from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.block_sparse.lists import BoolArray
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -51,10 +55,11 @@ class BlockExchange:
         arriving, pending = self.exchange.gather(k, v)
         out, lse = self.attend(q, k, v, self.own, scale=self.scale)
         pending.wait()
+        placed = self.exchange.placed(arriving)
         if self.gathered is not None:
-            far_out, far_lse = self.attend(q, *apart(arriving), self.gathered, scale=self.scale)
+            far_out, far_lse = self.attend(q, *apart(placed), self.gathered, scale=self.scale)
             merge_rows_(out, lse, far_out, far_lse)
-        return out, lse, (arriving,)
+        return out, lse, (placed,)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
@@ -66,7 +71,7 @@ class BlockExchange:
             keys, values = apart(kept[0])
             far = self.attend_backward(dout, q, keys, values, out, lse, self.gathered, scale=self.scale)
             sums[0].put(far[0])
-            gradients = together(*far[1:])
+            gradients = self.exchange.gradients(*far[1:])
         returning, pending = self.exchange.give_back(gradients, k)
         own = self.attend_backward(dout, q, k, v, out, lse, self.own, scale=self.scale)
         for total, part in zip(sums, own, strict=True):
@@ -94,67 +99,65 @@ class NoRows:
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
-    """Rank r holds the r-th part of the blocks, or, behind a causal mask, chunks r and 2P-1-r of 2P.
+    """Ranks hold chunks of blocks dealt by the pairs that their rows see.
 
-    Raises ConfigError when a mask file does not fit, ValueError for windows and for masks over dilated branches.
+    Raises ConfigError for a file that does not fit, ValueError for windows and for a pattern without whole blocks.
     """
-    _refuse(workload)
-    world = context.world or World.alone(context.device)
-    deal = BlockDeal.of(workload, world.size)
-    shards = shards_of(deal.positions)
-    algorithm = _exchange(workload, world, deal) if shards.rows[world.rank] else NoRows()
-    return ShardedAttention(workload, shards, world, algorithm)
-
-
-def _refuse(workload: Workload) -> None:
     if workload.window != UNBOUNDED:
         raise ValueError(
             f"window {workload.window} on a block mask over ranks: gathered blocks have no distance in rows; use a "
             "local_window mask, or block-sparse on one device"
         )
-    if BlockSparsePattern.of(workload).branches is not None:
-        raise ValueError(
-            "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole; use "
-            "block-sparse on one device, or ring-allgather without the mask"
-        )
+    world = context.world or World.alone(context.device)
+    deal = BlockDeal.of(workload, world.size)
+    shards = shards_of(deal.positions)
+    algorithm = _exchange(workload, context.device, world, deal) if shards.rows[world.rank] else NoRows()
+    return ShardedAttention(workload, shards, world, algorithm)
+
+
+Blocks = npt.NDArray[np.int64]
 
 
 class Deal(Protocol):
     """Who holds which blocks or keys, and what of them goes from rank to rank."""
 
-    def sent(self, holder: int, reader: int) -> npt.NDArray[np.int64]: ...
+    def sent(self, holder: int, reader: int) -> Blocks: ...
 
 
-Parcels = dict[int, npt.NDArray[np.int64]]
-
-
-def travelling(deal: Deal, world: World) -> tuple[Parcels, Parcels]:
+def travelling(deal: Deal, world: World) -> tuple[dict[int, Blocks], dict[int, Blocks]]:
     """What this rank needs of each holder, and gives each reader."""
     others = [other for other in range(world.size) if other != world.rank]
     needed = {holder: deal.sent(holder, world.rank) for holder in others}
     return needed, {reader: deal.sent(world.rank, reader) for reader in others}
 
 
-def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchange:
+def _exchange(workload: Workload, device: torch.device, world: World, deal: BlockDeal) -> BlockExchange:
     """What this rank computes, sends and receives.
 
-    The last block may be short, and comes last among gathered ones: behind a causal mask only its holder sees it,
-    otherwise the last rank holds it.
+    The last block of the sequence may be short, so that its holder comes last among those of gathered blocks.
     """
     own = deal.own(world.rank)
     needed, given = travelling(deal, world)
+    last = len(deal.sizes) - 1
+    needed = dict(sorted(needed.items(), key=lambda item: last in item[1] // deal.heads))
     coming = np.concatenate([*needed.values(), own[:0]])
     queries = deal.mask[:, own]
-    rows = deal.rows_of(own)
-    _, attend, attend_backward = kernels_for(world.device)
+    rows = int(deal.sizes[own].sum())
+    slots = _slots(deal, coming)
+    key_rows = _rows_of_slots(deal, coming, slots)
+    _, attend, attend_backward = kernels_for(device)
     exchange = RowExchange(
         world,
-        needs={holder: deal.rows_of(blocks) for holder, blocks in needed.items() if len(blocks)},
+        needs={holder: deal.rows_of(parcels) for holder, parcels in needed.items() if len(parcels)},
         gives={
-            reader: None if len(blocks) == len(own) else _local_rows(deal, own, blocks).to(world.device)
-            for reader, blocks in given.items()
-            if len(blocks)
+            reader: None
+            if deal.heads == 1 and len(parcels) == len(own)
+            else _rows(deal, parcels, own.searchsorted(parcels // deal.heads)).to(device)
+            for reader, parcels in given.items()
+            if len(parcels)
         },
+        heads=deal.heads,
+        places=Places(key_rows, _rows(deal, coming, slots).to(device)) if deal.heads > 1 else None,
     )
     return BlockExchange(
         exchange,
@@ -162,14 +165,43 @@ def _exchange(workload: Workload, world: World, deal: BlockDeal) -> BlockExchang
         attend_backward,
         workload.softmax_scale,
         own=BlockPlan(queries[:, :, own], deal.block_size, rows, workload.causal),
-        gathered=BlockPlan(queries[:, :, coming], deal.block_size, rows, causal=False, key_rows=deal.rows_of(coming))
+        gathered=BlockPlan(
+            _gathered_mask(deal, queries, coming, slots), deal.block_size, rows, causal=False, key_rows=key_rows
+        )
         if len(coming)
         else None,
     )
 
 
-def _local_rows(deal: BlockDeal, own: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> Tensor:
-    """Local rows of some own blocks."""
-    places = np.searchsorted(own, blocks)
-    rows = (places[:, None] * deal.block_size + np.arange(deal.block_size)).ravel()
-    return torch.from_numpy(rows[rows < deal.rows_of(own)])
+def _slots(deal: BlockDeal, parcels: Blocks) -> Blocks:
+    """[parcels]: which block of gathered keys each is: those of a head one after another, the short one behind all."""
+    blocks, heads = parcels // deal.heads, parcels % deal.heads
+    whole = deal.sizes[blocks] == deal.block_size
+    slots = np.zeros(len(parcels), dtype=np.int64)
+    for head in range(deal.heads):
+        mine = np.flatnonzero(whole & (heads == head))
+        slots[mine] = np.arange(len(mine))
+    slots[~whole] = slots[whole].max(initial=-1) + 1
+    return slots
+
+
+def _rows_of_slots(deal: BlockDeal, parcels: Blocks, slots: Blocks) -> int:
+    """Rows of gathered keys, of the heads that have most."""
+    return int((slots * deal.block_size + deal.sizes[parcels // deal.heads]).max(initial=0))
+
+
+def _rows(deal: BlockDeal, parcels: Blocks, places: Blocks) -> Tensor:
+    """row·heads + head of the rows of parcels whose blocks are the ones at these places, parcel by parcel."""
+    inside = np.arange(deal.block_size)
+    rows = (places[:, None] * deal.block_size + inside) * deal.heads + (parcels % deal.heads)[:, None]
+    return torch.from_numpy(rows[inside < deal.sizes[parcels // deal.heads][:, None]])
+
+
+def _gathered_mask(deal: BlockDeal, queries: BoolArray, parcels: Blocks, slots: Blocks) -> BoolArray:
+    """[heads of the mask, own blocks, slots] of the mask's rows [heads of the mask, own blocks, n]."""
+    mask = np.zeros((*queries.shape[:2], slots.max() + 1), dtype=bool)
+    sharing = len(mask) // deal.heads
+    for head, (found, seen) in enumerate(zip(mask, queries, strict=True)):
+        mine = parcels % deal.heads == head // sharing
+        found[:, slots[mine]] = seen[:, parcels[mine] // deal.heads]
+    return mask

@@ -31,20 +31,20 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     world = context.world or World.alone(context.device)
     deal = ColumnDeal.of(workload, world.size)
     shards = shards_of(deal.held)
-    algorithm = _exchange(workload, world, deal) if shards.rows[world.rank] else NoRows()
+    algorithm = _exchange(workload, context.device, world, deal) if shards.rows[world.rank] else NoRows()
     return ShardedAttention(workload, shards, world, algorithm)
 
 
-def _exchange(workload: Workload, world: World, deal: ColumnDeal) -> BlockExchange:
+def _exchange(workload: Workload, device: torch.device, world: World, deal: ColumnDeal) -> BlockExchange:
     rank, own = world.rank, deal.own(world.rank)
     needed, given = travelling(deal, world)
     coming = np.concatenate([*needed.values(), own[:0]])
-    _, attend, attend_backward = kernels_for(world.device)
+    _, attend, attend_backward = kernels_for(device)
     exchange = RowExchange(
         world,
         needs={holder: len(keys) for holder, keys in needed.items() if len(keys)},
         gives={
-            reader: None if len(keys) == len(own) else torch.from_numpy(own.searchsorted(keys)).to(world.device)
+            reader: None if len(keys) == len(own) else torch.from_numpy(own.searchsorted(keys)).to(device)
             for reader, keys in given.items()
             if len(keys)
         },

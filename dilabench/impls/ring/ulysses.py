@@ -19,7 +19,7 @@ from dilabench.distributed.world import World
 from dilabench.impls.one_operator import Computation
 from dilabench.impls.packed import in_one_launch
 from dilabench.impls.ring.schedule.calls import Calls
-from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.function import Algorithm, Apart, ShardedAttention
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.ring.schedule.sums import Softmax, Sum, wide
@@ -45,30 +45,30 @@ class HeadDeal:
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """`function.Algorithm` by two all-to-alls per pass; between them whole sequences attend, with some of the heads."""
+    """`function.Algorithm` by two all-to-alls per pass; between them `attention` has all rows of some heads."""
 
     world: World
     shards: Shards
     deal: HeadDeal
-    attention: Computation
+    attention: Algorithm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """out, lse, and this rank's heads of q, k, v, out and lse over the whole sequence."""
+        """out, lse, this rank's heads of q, k, v, out and lse over the whole sequence, and what attention keeps."""
         deal = self.deal
         whole_q, whole_k, whole_v = self._to_heads((q, k, v), (deal.queries, deal.keys, deal.keys))
-        whole_out, whole_lse = self.attention.forward(whole_q, whole_k, whole_v)
+        whole_out, whole_lse, kept = self.attention.forward(whole_q, whole_k, whole_v)
         (out,) = self._to_tokens((whole_out,), (deal.queries,), q.shape[0])
         (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (deal.queries,), q.shape[0])
         lse_by_head = lse.squeeze(-1).transpose(1, 2).contiguous()
-        return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse)
+        return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse, *kept)
 
     def backward(
         self, dout: Tensor, q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
-        deal, (whole_q, whole_k, whole_v, whole_out, whole_lse) = self.deal, kept
+        deal, (whole_q, whole_k, whole_v, whole_out, whole_lse, *rest) = self.deal, kept
         (whole_dout,) = self._to_heads((dout,), (deal.queries,))
-        parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
+        parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse, tuple(rest))
         dq, dk, dv = self._to_tokens(parts, (deal.queries, deal.keys, deal.keys), q.shape[0])
         return dq, dk, dv
 
@@ -117,7 +117,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     attention = _in_one_launch(workload, context, heads, kv_heads)
     if attention is None:
         attention = _ByPieces(Calls(workload, context.require_backend()), _pieces(workload, heads, kv_heads))
-    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, attention))
+    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, Apart(attention)))
 
 
 def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:

@@ -192,8 +192,8 @@ def fused_forward(
     Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
-    (packed qkv included). ``padded``: q, k and v from `whole_classes`, for who calls several plans. Raises ValueError on
-    shapes that do not fit ``plan`` or a scale that is not positive.
+    (packed qkv included). ``padded``: q, k and v from `whole_classes`, for who calls several plans. Raises ValueError
+    on shapes that do not fit ``plan`` or a scale that is not positive.
     """
     given = padded or (q, k, v)
     known = launches("forward", plan, scale, config, log_mass is None, padded is None, *map(layout, given))

@@ -259,14 +259,17 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "block-sparse-planned",
-        "block-sparse that makes the lists of selected blocks in every call, on the device",
+        "block-sparse that makes the lists of selected blocks, or of bounds of columns, in every call, on the device",
         "dilabench.impls.block_sparse.selected:build_planned",
         supports=Capabilities(
-            patterns=SELECTED,
-            on_cuda=Capabilities(patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
+            patterns=SELECTED | COLUMNS,
+            on_cuda=Capabilities(
+                patterns=SELECTED | COLUMNS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles
+            ),
         ),
         requires=("triton|cpu",),
         every_call=("plan", "attend"),
+        steps_of="block-sparse",
     ),
     Implementation(
         "block-sparse-selected",
@@ -281,6 +284,7 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         every_call=("select", "plan", "attend"),
+        steps_of="block-sparse",
     ),
     Implementation(
         "native-sparse",
@@ -307,6 +311,22 @@ IMPLEMENTATIONS = (
         ),
         requires=("cuda>=sm80", "triton"),
         compiles=True,
+    ),
+    Implementation(
+        "block-sparse-flex-planned",
+        "FlexAttention that makes the BlockMask of bounds of columns in every call, by create_block_mask",
+        "dilabench.impls.block_sparse.flex:build_planned",
+        supports=Capabilities(
+            patterns=COLUMNS,
+            devices=CUDA,
+            dtypes=HALF | {"float32"},
+            head_dim_multiple=16,
+            max_head_dim=256,
+        ),
+        requires=("cuda>=sm80", "triton"),
+        compiles=True,
+        every_call=("plan", "attend"),
+        steps_of="block-sparse-flex",
     ),
     Implementation(
         "block-sparse-flash4",

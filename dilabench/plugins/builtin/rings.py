@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from dilabench.patterns.block_sparse import BlockSparsePattern
-from dilabench.plugins.builtin.implementations import BLOCK_SPARSE, COLUMNS, DENSE, DILATED, FUSED, HALF, no_block_tiles
+from dilabench.plugins.builtin.implementations import BLOCKS, COLUMNS, DENSE, DILATED, FUSED, HALF, no_block_tiles
 from dilabench.plugins.descriptors import Capabilities, Implementation
+from dilabench.workload.equal_parts import against_mesh
 from dilabench.workload.spec import Workload
 
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
@@ -25,12 +26,12 @@ def _over_ranks_on_cuda(workload: Workload) -> str | None:
 
 # Gathered blocks have no distance in rows that a window could be held to.
 BLOCKS_OVER_RANKS = Capabilities(
-    patterns=BLOCK_SPARSE,
+    patterns=BLOCKS,
     window=False,
     max_world_size=None,
     check=_mask_over_branches,
     on_cuda=Capabilities(
-        patterns=BLOCK_SPARSE,
+        patterns=BLOCKS,
         dtypes=HALF | {"float32"},
         window=False,
         max_head_dim=256,
@@ -147,8 +148,20 @@ RINGS = (
         sharding="dilabench.distributed.shardings:ULYSSES",
     ),
     Implementation(
+        "ulysses-ring",
+        "a mesh of heads x sequence (USP): groups of ranks trade tokens for heads, the ring joins the groups",
+        "dilabench.impls.ring.ulysses_ring:build",
+        supports=Capabilities(
+            patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None, check_ranks=against_mesh
+        ),
+        aliases=("usp",),
+        uses_backend=True,
+        priority=10,
+        sharding="dilabench.distributed.shardings:ULYSSES_RING",
+    ),
+    Implementation(
         "block-sparse-ring",
-        "block-sparse over ranks: only blocks that some local query sees travel, while the own part is computed",
+        "block-sparse over ranks: only blocks that a local query sees travel, with the heads that see them",
         "dilabench.impls.ring.block_sparse:build",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton|cpu",),

@@ -163,6 +163,13 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         sinks=64,
         window_size=4096,
     ),
+    _preset(
+        "column_bounds_128k",
+        "documents of 1 to 8K in 128K tokens, as bounds of columns (FlashMask)",
+        (1, 16, 16, 128, 131072),
+        pattern="column_bounds",
+        document_lengths=(1024, 8192, 2048, 4096, 1500, 6000, 3000),
+    ),
 )
 
 SETS: tuple[WorkloadPreset, ...] = (

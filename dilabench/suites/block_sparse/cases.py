@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dilabench.metadata import STEPS
+from dilabench.metadata import STEPS, STEPS_OF
 from dilabench.patterns.registry import known_kinds, pattern_type, request_fields
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
@@ -39,6 +39,7 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
                 # One that was named and computes none of them says why, at each.
                 fitting = fitting or points
             labels = STEPS.entry(" ".join(implementation.every_call))
+            labels |= STEPS_OF.entry(implementation.steps_of or implementation.name)
             for point in fitting:
                 cases += there.plan(implementation, point, labels=labels)
     return tuple(cases)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dilabench.metadata import STEPS
+from dilabench.metadata import STEPS, STEPS_OF
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.pattern import Pattern
 from dilabench.record import Measured, Row, RunRecord
@@ -158,12 +158,12 @@ def _what_counts(steps: Sequence[Step]) -> Iterable[str]:
 
 def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
     """What the steps of a call take, by the difference between rows of one workload with and without each."""
-    by_workload: dict[Workload, dict[tuple[str, ...], float]] = {}
+    by_method: dict[tuple[str | None, Workload], dict[tuple[str, ...], float]] = {}
     for step in steps:
         done = tuple((STEPS.of(step.row.planned) or "").split())
-        rows = by_workload.setdefault(step.row.case.workload, {})
+        rows = by_method.setdefault((STEPS_OF.of(step.row.planned), step.row.case.workload), {})
         rows[done] = min(step.median_ns, rows.get(done, step.median_ns))
-    for workload, rows in by_workload.items():
+    for (method, workload), rows in by_method.items():
         asked = next(step.asked for step in steps if step.row.case.workload == workload)
         shares = [
             f"{done[0]} {figures.latency(max(0.0, median_ns - rows[done[1:]]))}"
@@ -174,7 +174,8 @@ def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
             longest = max(rows, key=len)
             parts = f"attend {figures.latency(rows[longest[-1:]])}, " if longest[-1:] in rows else ""
             whole = figures.latency(rows[longest])
-            yield f"With {asked}, a call that does all of it takes {whole}: {parts}{', '.join(shares)}."
+            which = f" of {method}" if method else ""
+            yield f"With {asked}, a call{which} that does all of it takes {whole}: {parts}{', '.join(shares)}."
 
 
 def _figures(step: Step) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def _on_one_device(asked: tuple[WorkloadRequest, ...], planner: Planner) -> Iter
 
 
 def _over_ranks(workload: WorkloadRequest, planner: Planner, ranks: int) -> list[PlannedCase]:
-    names = (*planner.over_ranks(workload), *_peers(planner, workload, over_ranks=True))
+    names = (*planner.over_ranks(workload, ranks), *_peers(planner, workload, over_ranks=True))
     asked = planner.asking(nproc=ranks).implementations(names)
     chosen = tuple(one.name for one in asked if one.supports.max_world_size != 1)
     return beside_one_device(workload, planner.asking(implementations=chosen), ranks) if chosen else []

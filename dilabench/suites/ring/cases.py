@@ -55,7 +55,7 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     """The single-device rows of a workload and the rows of its parallel implementations."""
     single = planner.asking(nproc=1)
     parallel = planner.asking(nproc=ranks)
-    default = planner.over_ranks(workload)
+    default = planner.over_ranks(workload, ranks)
     implementations = parallel.implementations(default)
     # With projections around it an implementation is compared with itself on one rank, which is the plain module.
     beside = _on_one_device(planner, workload, default)

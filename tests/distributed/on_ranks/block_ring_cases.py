@@ -29,13 +29,32 @@ def workload(pattern=None, **fields):
     return Workload.model_validate({**BASE, **fields, "pattern": asked})
 
 
+def selected(selector, block_size=5, top_k=3, **fields):
+    """The same under a selection for each key/value head."""
+    pattern = {"kind": "topk_blocks", "selector": selector, "block_size": block_size, "top_k": top_k}
+    return Workload.model_validate({**BASE, **fields, "pattern": pattern})
+
+
 KINDS = {
     f"{mask}{', full' * (not causal)}": workload({"mask": mask}, causal=causal)
     for mask in ("local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random")
     for causal in (True, False)
 }
+SELECTIONS = {
+    **{
+        f"{selector}{', full' * (not causal)}": selected(selector, causal=causal)
+        for selector in ("mean_key", "pooled", "random")
+        for causal in (True, False)
+    },
+    "a selection of one block per head": selected("random", top_k=1, num_heads=6, num_kv_heads=6, causal=False),
+    "a selection for three heads each": selected("pooled", num_heads=6, num_kv_heads=2, seq_len=97),
+    "one key head selects": selected("random", num_kv_heads=1, causal=False),
+    "all blocks are selected": selected("random", top_k=99, causal=False),
+    "blocks of a long sequence": selected("mean_key", block_size=16, top_k=4, seq_len=701, batch_size=1),
+}
 CASES = {
     **KINDS,
+    **SELECTIONS,
     "a mask per head": workload({"per_head": True}),
     "a mask per head, full": workload({"per_head": True}, causal=False, num_heads=6, num_kv_heads=3),
     "one key head, N prime": workload(seq_len=97, num_heads=5, num_kv_heads=1, causal=False),
@@ -113,7 +132,10 @@ def counted(world, cases):
 
 
 def half_precision(world):
-    """(part, error over ranks, error on one device) of bfloat16 against float64."""
+    """(part, error over ranks, error on one device) of bfloat16 against float64, root mean squares.
+
+    The largest of so many errors is luck: one rounding of a sum that is near a power of two.
+    """
     one = workload({"block_size": 16}, seq_len=509, dtype="bfloat16")
     inputs = [x.bfloat16() for x in random_inputs(one)]
     exactly = results(
@@ -121,7 +143,9 @@ def half_precision(world):
     )
     alone = results(one_device.build(one, BuildContext(device=world.device)), inputs)
     ours = results(Whole(built(one, world)), inputs)
-    return [(part, difference(ours[part], exactly[part]), difference(alone[part], exactly[part])) for part in exactly]
+    return [
+        (part, *(float((x[part] - exactly[part]).square().mean().sqrt()) for x in (ours, alone))) for part in exactly
+    ]
 
 
 def projected(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,33 @@ class Algorithm(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Local(Protocol):
+    """Attention on one device, outside autograd; `forward` gives out and lse first, and `backward` needs no more."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]: ...
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """`Algorithm` without communication: each rank runs `local` on its shards."""
+
+    local: Local
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """out and lse; nothing else is kept."""
+        out, lse, *_ = self.local.forward(q, k, v)
+        return out, lse, ()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv."""
+        return self.local.backward(dout, q, k, v, out, lse)
 
 
 class ShardedAttention:
