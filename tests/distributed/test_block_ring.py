@@ -89,8 +89,9 @@ def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path, 
 def test_half_precision_errs_hardly_more_than_on_one_device(launch):
     import block_ring_cases
 
-    for part, ours, alone in launch(block_ring_cases.half_precision, 2)[0]:
+    for part, ours, alone, largest, limit in launch(block_ring_cases.half_precision, 2)[0]:
         assert ours <= 1.5 * alone, part
+        assert largest <= limit, part
 
 
 def test_the_projected_ring_has_the_gradients_of_one_device(launch):
