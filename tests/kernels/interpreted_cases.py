@@ -146,7 +146,7 @@ CASES = {
         "head",
         (16, 16),
         ((0,), (1,)),
-        torch.float32,
+        torch.float16,
     ),
     "half": (1, 128, 2, 2, 32, (64, 128), (1, 2), True, "modulo", "head", (32, 32), ((0, 1),), torch.float16),
 }

@@ -120,7 +120,7 @@ def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: boo
     to the result; ``cut``: for a sequence that ends inside a tile.
     """
     kernel = KERNELS[direction]
-    head, tail = tile_columns(dim)
+    head, tail = tile_columns(dim, 2)
     constants = {
         "HEAD_DIM": dim,
         "HEAD": head,

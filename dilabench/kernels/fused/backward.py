@@ -343,7 +343,7 @@ def _checked(
     """The scale, whether kernels can read all operands as they are, and what is computed group by group."""
     q = operands[0]
     check_operands(*operands, plan)
-    steps, dim = [], sum(tile_columns(q.shape[-1]))
+    steps, dim = [], sum(tile_columns(q.shape[-1], q.element_size()))
     for group in plan.groups:
         fit = (group.largest_tile, q.element_size())
         query_tiles = tiles[0] or tile_config(dim, plan.causal, "backward_query", *fit)

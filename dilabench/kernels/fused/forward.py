@@ -255,7 +255,8 @@ def _run_group(
     config: TileConfig | None,
     merge: bool,
 ) -> Launched:
-    dim, size = sum(tile_columns(q.shape[-1])), q.element_size()
+    size = q.element_size()
+    dim = sum(tile_columns(q.shape[-1], size))
 
     def arguments(ragged: bool) -> Arguments:
         chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, cut=ragged)

@@ -118,13 +118,15 @@ def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescri
 _SMALLEST_HEAD_TILE = 64
 
 
-def tile_columns(dim: int) -> tuple[int, int]:
+def tile_columns(dim: int, itemsize: int) -> tuple[int, int]:
     """Columns of the tiles that hold a head dim: a power of two, and another behind it (0: none) where both together
     are less than the next power of two. The columns beyond D are zeros, which change no product.
+
+    float32 has one tile: with two, head dims 72 and 160 ended in an illegal memory access on an H200 (Triton 3.6).
     """
     padded = padded_dim(dim)
     head = padded // 2
-    if head < _SMALLEST_HEAD_TILE:
+    if head < _SMALLEST_HEAD_TILE or itemsize > 2:
         return padded, 0
     tail = padded_dim(dim - head)
     return (head, tail) if head + tail < padded else (padded, 0)
@@ -154,7 +156,7 @@ def launch_arguments(
     """
     q, k = tiles["q"][0], tiles["k"][0]
     n_blocks = q.shape[0] * heads_per_batch * group.n_supers
-    head, tail = tile_columns(q.shape[-1])
+    head, tail = tile_columns(q.shape[-1], q.element_size())
     arguments: dict[str, Any] = {
         "scale_log2": scale * _LOG2E,
         "n_supers": group.n_supers,
