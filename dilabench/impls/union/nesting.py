@@ -30,11 +30,10 @@ class Link:
 Chain = tuple[Link, ...]
 
 
-def chains(branches: Sequence[Branch], seq_len: int, least_rows: int | None) -> list[Chain]:
+def chains(branches: Sequence[Branch], seq_len: int, least_rows: int) -> list[Chain]:
     """The branches of every head, by rising rate, cut into chains in which each nests in the one before.
 
-    A chain ends where fewer than `least_rows` rows of a branch would lie in one of its shortest segments; where that is
-    None, every branch is one by itself.
+    A chain ends where fewer than `least_rows` rows of a branch would lie in one of its shortest segments.
     """
     found: list[Chain] = []
     for head in sorted({place.head for branch in branches for place in branch.places}):
@@ -43,7 +42,7 @@ def chains(branches: Sequence[Branch], seq_len: int, least_rows: int | None) -> 
             for place in branch.places:
                 if place.head == head:
                     link = Link(index, branch.segment_length, branch.rate, place)
-                    if chain and (least_rows is None or not _goes_on(chain, link, seq_len, least_rows)):
+                    if chain and not _goes_on(chain, link, seq_len, least_rows):
                         found.append(chain)
                         chain = ()
                     chain = (*chain, link)
@@ -51,7 +50,7 @@ def chains(branches: Sequence[Branch], seq_len: int, least_rows: int | None) -> 
     return found
 
 
-def _goes_on(chain: Chain, link: Link, seq_len: int, least_rows: int | None) -> bool:
+def _goes_on(chain: Chain, link: Link, seq_len: int, least_rows: int) -> bool:
     shortest = chain[0].length
     worth_it = shortest == link.length or shortest >= least_rows * link.rate
     # Its rows must begin alike in each of the shorter segments.

@@ -130,21 +130,20 @@ class Residue:
 
 
 def rectangles(
-    workload: Workload, least_rows: int = LEAST_ROWS, diagonal_rows: int = DIAGONAL_ROWS
+    workload: Workload, heads: range, least_rows: int = LEAST_ROWS, diagonal_rows: int = DIAGONAL_ROWS
 ) -> tuple[Rectangle, ...]:
-    """The kernel calls of a workload, in the order in which results are merged. Windows are not looked at.
+    """The kernel calls of these query heads, in the order in which results are merged. Windows are not looked at.
 
     least_rows: of the rows of a branch in the shortest segments of its chain. diagonal_rows: those of a diagonal that
-    is left to the kernel's own causal mask. Where merge weights are detached, calls are whole branches, whatever these
-    say: each has to give its branch's own out.
+    is left to the kernel's own causal mask. A call gives at most half of the output of these heads.
     """
-    detached = workload.pattern.is_detached
-    if detached:
-        diagonal_rows = workload.seq_len
-    branches = branches_of(workload)
-    whole = workload.tokens * workload.num_heads
+    branches = [
+        replace(branch, places=tuple(place for place in branch.places if place.head in heads))
+        for branch in branches_of(workload)
+    ]
+    most = max(1, workload.tokens * len(heads) // 2)
     alike: dict[tuple[int, tuple[int, ...], int, bool], list[Chain]] = {}
-    for chain in chains(branches, workload.seq_len, None if detached else least_rows):
+    for chain in chains(branches, workload.seq_len, least_rows):
         # Where the diagonal ends must be the same for all branches of a chain.
         chunk = lcm(diagonal_rows * chain[0].rate, chain[-1].rate) if workload.causal else 0
         for index, link in enumerate(chain):
@@ -156,7 +155,7 @@ def rectangles(
         for segments in segments_of(branches[index], workload.seq_len):
             for block in _blocks(segments, lengths, chunk):
                 for call in _calls(workload, branches[index], segments, block, lengths, links):
-                    found += [call] if call.whole else _parts(call, whole // 2)
+                    found += _parts(call, most)
     return tuple(found)
 
 
@@ -226,17 +225,10 @@ def _calls(
                     keys=run.keys,
                     first=first and not later,
                 )
+                ahead_of_queries = block.key - block.query + ahead
                 for regular in regular_batches(call, workload.seq_len):
-                    every = regular.query_rows == workload.tokens * workload.num_heads
-                    whole = regular.first and every and key_rows == rows
                     yield _rectangle(
-                        regular,
-                        whole,
-                        block.key - block.query + ahead,
-                        key_rows,
-                        key_rate,
-                        0.0 if plain else log_count,
-                        plain,
+                        regular, ahead_of_queries, key_rows, key_rate, 0.0 if plain else log_count, plain
                     )
 
 
@@ -255,11 +247,11 @@ def _residues(chain: Chain) -> list[tuple[Residue, Residue]]:
 
 
 def _rectangle(
-    call: StridedCall, whole: bool, ahead: int, key_rows: int, key_rate: int, log_count: float, diagonal: bool
+    call: StridedCall, ahead: int, key_rows: int, key_rate: int, log_count: float, diagonal: bool
 ) -> Rectangle:
     """A call over keys that begin so many positions after the queries."""
     seen = replace(call, start=call.start.after(Place(ahead, 0, 0)), rows=key_rows, rate=key_rate)
-    return Rectangle(StridedRows(call, whole), StridedRows(seen, whole), log_count, diagonal)
+    return Rectangle(StridedRows(call, whole=False), StridedRows(seen, whole=False), log_count, diagonal)
 
 
 def _parts(rectangle: Rectangle, query_rows: int) -> Iterator[Rectangle]:
@@ -267,4 +259,4 @@ def _parts(rectangle: Rectangle, query_rows: int) -> Iterator[Rectangle]:
     call, seen = rectangle.rows.call, rectangle.seen.call
     ahead = seen.start.position - call.start.position
     for part in at_most(call, query_rows):
-        yield _rectangle(part, False, ahead, seen.rows, seen.rate, rectangle.log_count, rectangle.diagonal)
+        yield _rectangle(part, ahead, seen.rows, seen.rate, rectangle.log_count, rectangle.diagonal)

@@ -113,7 +113,7 @@ class Union:
         `onto` is the out and lse of other keys, complete with 0 and -inf where they see nothing; the results are merged
         into them in place.
         """
-        q, k, v = map(self._laid_out, (q, k, v))
+        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         output = onto
         kept: list[Tensor] = []
         for rows in self.rows(q.device):
@@ -162,7 +162,8 @@ class Union:
         A detached backward computes each call's own out again where they are not `kept`.
         """
         attend_backward = self.backend.require_backward()
-        dout, q, k, v, out = map(self._laid_out, (dout.contiguous(), q, k, v, out))
+        dout = dout.contiguous()
+        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         total = onto
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[index] if kept else None
@@ -200,10 +201,6 @@ class Union:
         if own is None:
             rows.release(out_rows)
         return share
-
-    def _laid_out(self, x: Tensor) -> Tensor:
-        """x [B, N, ·, D] as rows are taken from it."""
-        return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         """Causal and scale as they are; a window of positions as one of rows."""
@@ -250,3 +247,7 @@ def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tenso
 
 def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -195,7 +195,6 @@ IMPLEMENTATIONS = (
             devices=frozenset({"cpu"}),
             dtypes=frozenset({"float64", "float32"}),
             layouts=BOTH_LAYOUTS,
-            merge_grads=BOTH_MERGES,
             window=False,
             zero_keys=True,
         ),
