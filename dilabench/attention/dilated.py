@@ -399,8 +399,8 @@ def _cached_computation(
 def automatic(workload: Workload, device: torch.device, wants_gradient: bool) -> tuple[Choice, _Computation]:
     """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
 
-    A rule may leave the backend open; then it is the best dense kernel. Raises ConfigError when nothing can compute it on
-    this machine.
+    A rule may leave the backend open; then it is the best dense kernel below strided views. Raises ConfigError when
+    nothing can compute it on this machine.
     """
     planner = planner_of(device.type)
 
@@ -419,9 +419,6 @@ def automatic(workload: Workload, device: torch.device, wants_gradient: bool) ->
         return choice, found
     case = Case(implementation="dilated_attention", workload=workload.replace(mode="both"))
     backend = backend_of(AUTO, case, device.type)
-    found = build(case.model_copy(update={"implementation": choice.implementation, "backend": backend.name}))
-    if found is not None:
-        return Choice(choice.implementation, backend.name, choice.source), found
     computation = strided.build(workload, BuildContext(device=device, backend=backend))
     return Choice("strided", backend.name, choice.source), computation
 

@@ -1,6 +1,7 @@
-"""`rectangles` equals the oracle however branches nest, computes shared pairs once, and runs in threads unseen."""
+"""Rectangles equal the oracle however branches nest, compute shared pairs once, and run in threads unseen."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,16 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.impls import rectangles as implementation
-from dilabench.impls.union import rectangles as planning
-from dilabench.impls.union.rectangles import rectangles
+from dilabench.impls import strided
+from dilabench.impls.union import rectangle_union as module
+from dilabench.impls.union.rectangle_union import RectangleUnion
+from dilabench.impls.union.rectangles import DIAGONAL_ROWS, rectangles
 from dilabench.workload.spec import UNBOUNDED, Workload
 from tests.impls.test_against_oracle import CONTEXT, assert_equals_oracle, results, workloads
 
 
 @st.composite
 def nested(draw: st.DrawFn) -> Workload:
-    """Branches that nest in every one of some ways: doubling or not, longer than the sequence, as long as each other."""
+    """Branches that nest: doubling or not, longer than the sequence, as long as each other."""
     asked = draw(workloads(padding=draw(st.sampled_from(("masked", "zero_key")))))
     base, longer, sparser = draw(st.sampled_from((4, 8, 12, 16))), draw(st.integers(1, 3)), draw(st.integers(2, 3))
     levels = range(draw(st.integers(2, 4)))
@@ -36,8 +38,8 @@ def nested(draw: st.DrawFn) -> Workload:
 def test_equals_oracle(least_rows: int, diagonal_rows: int, workload: Workload) -> None:
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"least_rows": least_rows, "diagonal_rows": diagonal_rows}
-        patch.setattr(implementation, "rectangles", lambda *asked: rectangles(*asked, **sizes))
-        assert_equals_oracle(implementation, workload.replace(window=UNBOUNDED))
+        patch.setattr(module, "rectangles", lambda *asked: rectangles(*asked, **sizes))
+        assert_equals_oracle(SimpleNamespace(build=module.rectangle_union), workload.replace(window=UNBOUNDED))
 
 
 def longnet(**fields: Any) -> Workload:
@@ -49,6 +51,7 @@ def longnet(**fields: Any) -> Workload:
         "num_heads": 8,
         "num_kv_heads": 4,
         "head_dim": 4,
+        "causal": False,
     }
     return Workload.model_validate({**defaults, **fields})
 
@@ -84,7 +87,7 @@ def test_no_pair_comes_twice_where_branches_nest(causal: bool) -> None:
         for head in range(8)
         for i in range(256)
         for group in asked.pattern.counts(shape, head, torch.tensor([i]).numpy())
-        for j in group.keys()
+        for j in group.keys()  # noqa: SIM118 (no dict)
         if j <= i or not causal
     }
     assert set(found) == distinct
@@ -102,7 +105,7 @@ def test_threads_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same results as in one thread, and as many threads for torch as before."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     asked = longnet(dtype="float64")
-    attention = implementation.build(asked, CONTEXT)
+    attention = module.rectangle_union(asked, CONTEXT)
     assert len(attention.shares()) == 2
     set_to: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
@@ -119,4 +122,14 @@ def test_long_causal_diagonals_are_cut() -> None:
         pattern={"kind": "dilated", "segment_lengths": (2048,), "dilation_rates": (1,)}, seq_len=2048, causal=True
     )
     diagonals = [call for call in rectangles(asked, range(8)) if call.diagonal]
-    assert {call.rows.call.rows for call in diagonals} == {planning.DIAGONAL_ROWS}
+    assert {call.rows.call.rows for call in diagonals} == {DIAGONAL_ROWS}
+
+
+def test_strided_takes_rectangles_where_they_save_pairs() -> None:
+    pattern = {"kind": "dilated", "segment_lengths": (1024, 2048), "dilation_rates": (1, 2)}
+    large = longnet(pattern=pattern, seq_len=8192, head_dim=64)
+    assert isinstance(strided.build(large, CONTEXT), RectangleUnion)
+    detached = large.replace(pattern={**pattern, "merge_grad": "detached"})
+    alone = large.replace(pattern={**pattern, "dilation_rates": (2, 3)})
+    for other in (longnet(), detached, alone, large.replace(dtype="bfloat16"), large.replace(window=(64, 64))):
+        assert not isinstance(strided.build(other, CONTEXT), RectangleUnion)

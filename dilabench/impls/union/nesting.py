@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dilabench.impls.union.branches import Branch, Place
 
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """One branch of a chain: segment length and rate, the first row of a segment, and the head that it is of."""

@@ -150,7 +150,7 @@ def rectangles(
             lengths = tuple(one.length for one in chain[: index + 1])
             key = link.branch, lengths, chunk, index + 1 < len(chain)
             alike.setdefault(key, []).append(chain[index : index + 2])
-    found = []
+    found: list[Rectangle] = []
     for (index, lengths, chunk, _), links in sorted(alike.items(), key=lambda item: item[0]):
         for segments in segments_of(branches[index], workload.seq_len):
             for block in _blocks(segments, lengths, chunk):
@@ -191,7 +191,7 @@ def _calls(
     lengths: Sequence[int],
     links: Sequence[Chain],
 ) -> Iterator[Rectangle]:
-    """The calls of a block of a branch, for the heads of these links, each with the next of its chain if there is one."""
+    """The calls of a block of a branch for the heads of these links, each with the next of its chain if any."""
     log_count = log(sum(block.start // one == (block.start + block.length - 1) // one for one in lengths))
     first = branch.first and block.diagonal
     plain = block.diagonal and workload.causal
@@ -212,12 +212,12 @@ def _calls(
                 shapes.setdefault(shape, []).append(place._replace(position=queries.offset))
         for (rows, key_rows, rate, key_rate, ahead), places in shapes.items():
             one = block.count * workload.batch_size == 1
-            for run, residues in fewest_runs(places, workload.group_size, stackable=one):
+            for run, stacked in fewest_runs(places, workload.group_size, stackable=one):
                 call = StridedCall(
                     first_batch=0,
                     batches=workload.batch_size,
                     start=run.start.after(Place(segments.start + block.query, 0, 0)),
-                    stack=residues if one else Progression(block.count, Place(block.step, 0, 0)),
+                    stack=stacked if one else Progression(block.count, Place(block.step, 0, 0)),
                     rows=rows,
                     rate=rate,
                     part=branch.part,
@@ -227,9 +227,7 @@ def _calls(
                 )
                 ahead_of_queries = block.key - block.query + ahead
                 for regular in regular_batches(call, workload.seq_len):
-                    yield _rectangle(
-                        regular, ahead_of_queries, key_rows, key_rate, 0.0 if plain else log_count, plain
-                    )
+                    yield _rectangle(regular, ahead_of_queries, key_rows, key_rate, 0.0 if plain else log_count, plain)
 
 
 def _residues(chain: Chain) -> list[tuple[Residue, Residue]]:

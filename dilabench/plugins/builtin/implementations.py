@@ -187,21 +187,6 @@ IMPLEMENTATIONS = (
         priority=10,
     ),
     Implementation(
-        "rectangles",
-        "strided views cut so that pairs which nested branches share are computed once, and little above the diagonal",
-        "dilabench.impls.rectangles:build",
-        supports=Capabilities(
-            patterns=DILATED,
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({"float64", "float32"}),
-            layouts=BOTH_LAYOUTS,
-            window=False,
-            zero_keys=True,
-        ),
-        uses_backend=True,
-        priority=20,
-    ),
-    Implementation(
         "fused",
         "one Triton kernel over all branches, each distinct pair once",
         "dilabench.impls.fused:build",

@@ -1,6 +1,6 @@
-"""`rectangles`: each pair that nested branches share once, and little above the diagonal, over any dense backend.
+"""A union by rectangles, for CPUs: each pair that nested branches share once, and little above the diagonal.
 
-Made for CPUs. torch's threads meet at the end of every operation; of many small ones much time is lost there, and
+torch's threads meet at the end of every operation; of many small ones much time is lost there, and
 nearly all of it where something else runs on one of the cores. So heads are shared out among threads, each of which
 runs the calls of its own heads by itself.
 """
@@ -19,11 +19,15 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import nothing_looks_on
-from dilabench.impls.packed import Packed, build_packed
 from dilabench.impls.union.branches import branches_of, covers_every_row
-from dilabench.impls.union.rectangles import Rectangle, rectangles
+from dilabench.impls.union.nesting import chains
+from dilabench.impls.union.rectangles import DIAGONAL_ROWS, LEAST_ROWS, Rectangle, rectangles
 from dilabench.impls.union.union import Rows, Union
 from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.work import flops
+
+# Of a forward pass; threads of our own take milliseconds to start, and calls grow small.
+LEAST_FLOPS = 8e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +89,20 @@ class RectangleUnion(Union):
         return {"causal": rows.diagonal, "window": UNBOUNDED, "scale": self.scale}
 
 
-def build(workload: Workload, context: BuildContext) -> RectangleUnion | Packed:
-    """Rectangles of rows, read in place. Packed sequences go one by one."""
-    return build_packed(_padded, workload, context) if workload.layout == "packed" else _padded(workload, context)
+def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion | None:
+    """The union of a padded workload where rectangles take less time than whole branches; None elsewhere.
+
+    On two cores both took as long where they compute the same pairs, and small workloads up to twice as long.
+    """
+    if context.device.type != "cpu" or workload.dtype not in ("float32", "float64") or not _saves_pairs(workload):
+        return None
+    if flops(workload.replace(mode="forward")) < LEAST_FLOPS:
+        return None
+    return rectangle_union(workload, context)
 
 
-def _padded(workload: Workload, context: BuildContext) -> RectangleUnion:
+def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion:
+    """The union of any padded workload without a window whose merge weights are not detached."""
     count = gcd(torch.get_num_threads(), workload.num_kv_heads)
     heads = workload.num_heads // count
 
@@ -113,7 +125,20 @@ def _padded(workload: Workload, context: BuildContext) -> RectangleUnion:
     )
 
 
-def _at_once(call: Callable[[Sequence[Rectangle]], None], shares: Sequence[Sequence[Rectangle]], *tensors: Tensor) -> None:
+def _saves_pairs(workload: Workload) -> bool:
+    """Whether branches share rectangles of pairs, or a causal diagonal is long."""
+    if workload.window != UNBOUNDED or workload.pattern.is_detached:
+        return False
+    branches = branches_of(workload)
+    rows = max(-(-branch.segment_length // branch.rate) for branch in branches)
+    return (workload.causal and rows > 2 * DIAGONAL_ROWS) or any(
+        len(chain) > 1 for chain in chains(branches, workload.seq_len, LEAST_ROWS)
+    )
+
+
+def _at_once(
+    call: Callable[[Sequence[Rectangle]], None], shares: Sequence[Sequence[Rectangle]], *tensors: Tensor
+) -> None:
     """The call for every share, each in a thread of its own where nothing has to see its operators."""
     threads = torch.get_num_threads()
     if len(shares) == 1 or threads == 1 or not nothing_looks_on(*tensors):
