@@ -131,5 +131,6 @@ def test_strided_takes_rectangles_where_they_save_pairs() -> None:
     assert isinstance(strided.build(large, CONTEXT), RectangleUnion)
     detached = large.replace(pattern={**pattern, "merge_grad": "detached"})
     alone = large.replace(pattern={**pattern, "dilation_rates": (2, 3)})
-    for other in (longnet(), detached, alone, large.replace(dtype="bfloat16"), large.replace(window=(64, 64))):
+    dense = large.replace(pattern={"kind": "dense"}, causal=True)
+    for other in (longnet(), dense, detached, alone, large.replace(dtype="bfloat16"), large.replace(window=(64, 64))):
         assert not isinstance(strided.build(other, CONTEXT), RectangleUnion)

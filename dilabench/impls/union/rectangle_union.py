@@ -126,10 +126,13 @@ def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion
 
 
 def _saves_pairs(workload: Workload) -> bool:
-    """Whether branches share rectangles of pairs, or a causal diagonal is long."""
-    if workload.window != UNBOUNDED or workload.pattern.is_detached:
-        return False
+    """Whether branches share rectangles of pairs, or a causal diagonal is long.
+
+    A single branch stays a single call: dense attention is what the backend's kernel makes of it.
+    """
     branches = branches_of(workload)
+    if len(branches) == 1 or workload.window != UNBOUNDED or workload.pattern.is_detached:
+        return False
     rows = max(-(-branch.segment_length // branch.rate) for branch in branches)
     return (workload.causal and rows > 2 * DIAGONAL_ROWS) or any(
         len(chain) > 1 for chain in chains(branches, workload.seq_len, LEAST_ROWS)
