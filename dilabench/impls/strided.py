@@ -1,7 +1,7 @@
 """`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place.
 
 `dense` is the same on one segment with every row: one kernel call, whose own out and lse are the result; nothing is
-copied or merged.
+copied or merged. On a CPU, large workloads go by rectangles of such views where that saves pairs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dilabench.impls.packed import (
     in_tiles,
 )
 from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.rectangle_union import in_rectangles
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.workload.spec import Workload
@@ -35,6 +36,9 @@ def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTi
 
 def padded(workload: Workload, context: BuildContext) -> Union:
     """Of sequences of one length."""
+    cut = in_rectangles(workload, context)
+    if cut is not None:
+        return cut
 
     def rows(_device: torch.device) -> tuple[StridedRows, ...]:
         return context.patterns.get(("strided rows", workload), lambda: strided_rows(workload))

@@ -50,7 +50,7 @@ def strided_calls(workload: Workload) -> tuple[StridedCall, ...]:
         for segments in segments_of(branch, workload.seq_len):
             for call in _segment_calls(workload, branch, segments):
                 becomes_output = call.first and call.query_rows == whole
-                calls += [call] if becomes_output else _at_most(call, whole // 2)
+                calls += [call] if becomes_output else at_most(call, whole // 2)
     return tuple(calls)
 
 
@@ -71,10 +71,10 @@ def _segment_calls(workload: Workload, branch: Branch, segments: Segments) -> It
                 keys=run.keys,
                 first=branch.first,
             )
-            yield from _regular_batches(whole, workload.seq_len)
+            yield from regular_batches(whole, workload.seq_len)
 
 
-def _regular_batches(call: StridedCall, seq_len: int) -> list[StridedCall]:
+def regular_batches(call: StridedCall, seq_len: int) -> list[StridedCall]:
     """The call itself where batch items follow each other as segments do, otherwise one per batch item or segment."""
     step = call.stack.step
     if 1 in (call.batches, call.stack.count) or call.stack.count * step.position == seq_len:
@@ -85,7 +85,7 @@ def _regular_batches(call: StridedCall, seq_len: int) -> list[StridedCall]:
     return [replace(call, start=call.start.after(step, index), stack=single) for index in range(call.stack.count)]
 
 
-def _at_most(call: StridedCall, query_rows: int) -> list[StridedCall]:
+def at_most(call: StridedCall, query_rows: int) -> list[StridedCall]:
     """The call in parts of at most so many rows, cut in halves along the segments, else the batch, else the heads."""
     if call.query_rows <= query_rows:
         return [call]
@@ -105,7 +105,7 @@ def _at_most(call: StridedCall, query_rows: int) -> list[StridedCall]:
         parts = _cut_heads(call)
     else:
         return [call]
-    return [small for part in parts for small in _at_most(part, query_rows)]
+    return [small for part in parts for small in at_most(part, query_rows)]
 
 
 def _cut_heads(call: StridedCall) -> list[StridedCall]:

@@ -1,0 +1,163 @@
+"""A union by rectangles, for CPUs: each pair that nested branches share once, and little above the diagonal.
+
+torch's threads meet at the end of every operation; of many small ones much time is lost there, and
+nearly all of it where something else runs on one of the cores. So heads are shared out among threads, each of which
+runs the calls of its own heads by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.one_operator import nothing_looks_on
+from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.nesting import chains
+from dilabench.impls.union.rectangles import DIAGONAL_ROWS, LEAST_ROWS, Rectangle, rectangles
+from dilabench.impls.union.union import Rows, Union
+from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.work import flops
+
+# Of a forward pass; threads of our own take milliseconds to start, and calls grow small.
+LEAST_FLOPS = 8e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RectangleUnion(Union):
+    """A union whose calls see all of their keys, but for those along the diagonal of a causal mask.
+
+    `shares`: the calls of some heads each; of no two do they read the same key/value head.
+    """
+
+    shares: Callable[[], Sequence[Sequence[Rectangle]]]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """As `Union.forward`."""
+        output = onto or self._empty_output(q)
+
+        def attend(share: Sequence[Rectangle]) -> None:
+            for rows in share:
+                result = self._attend(rows, q, k, v)
+                (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
+                # The next call must not find this result still in memory.
+                del result
+
+        _at_once(attend, self.shares(), q, k, v)
+        if self.zero_keys is not None:
+            add_null_mass_(*output, self.zero_keys)
+        return *output, []
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        _kept: Sequence[Tensor] = (),
+        onto: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Union.backward`."""
+        attend_backward = self.backend.require_backward()
+        dout = dout.contiguous()
+        dq, dk, dv = onto or (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+        def add_gradients(share: Sequence[Rectangle]) -> None:
+            for rows in share:
+                of_queries, *of_keys = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, None)
+                rows.add_queries(dq, of_queries)
+                for total, part in zip((dk, dv), of_keys, strict=True):
+                    rows.add_keys(total, part)
+                del of_queries, of_keys, part
+
+        _at_once(add_gradients, self.shares(), dout, q, k, v)
+        return dq, dk, dv
+
+    def _mask(self, rows: Rows) -> dict[str, Any]:
+        assert isinstance(rows, Rectangle)
+        return {"causal": rows.diagonal, "window": UNBOUNDED, "scale": self.scale}
+
+
+def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion | None:
+    """The union of a padded workload where rectangles take less time than whole branches; None elsewhere.
+
+    On two cores both took as long where they compute the same pairs, and small workloads up to twice as long.
+    """
+    if context.device.type != "cpu" or workload.dtype not in ("float32", "float64") or not _saves_pairs(workload):
+        return None
+    if flops(workload.replace(mode="forward")) < LEAST_FLOPS:
+        return None
+    return rectangle_union(workload, context)
+
+
+def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion:
+    """The union of any padded workload without a window whose merge weights are not detached."""
+    count = gcd(torch.get_num_threads(), workload.num_kv_heads)
+    heads = workload.num_heads // count
+
+    def shares() -> tuple[tuple[Rectangle, ...], ...]:
+        starts = range(0, workload.num_heads, heads)
+        key = "rectangles", workload, count
+        return context.patterns.get(
+            key, lambda: tuple(rectangles(workload, range(start, start + heads)) for start in starts)
+        )
+
+    return RectangleUnion(
+        backend=context.require_backend(),
+        rows=lambda _device: [rows for share in shares() for rows in share],
+        shares=shares,
+        covered=covers_every_row(branches_of(workload)),
+        causal=workload.causal,
+        window=workload.window,
+        scale=workload.softmax_scale,
+        zero_keys=log_zero_keys(workload, context.device),
+    )
+
+
+def _saves_pairs(workload: Workload) -> bool:
+    """Whether branches share rectangles of pairs, or a causal diagonal is long.
+
+    A single branch stays a single call: dense attention is what the backend's kernel makes of it.
+    """
+    branches = branches_of(workload)
+    if len(branches) == 1 or workload.window != UNBOUNDED or workload.pattern.is_detached:
+        return False
+    rows = max(-(-branch.segment_length // branch.rate) for branch in branches)
+    return (workload.causal and rows > 2 * DIAGONAL_ROWS) or any(
+        len(chain) > 1 for chain in chains(branches, workload.seq_len, LEAST_ROWS)
+    )
+
+
+def _at_once(
+    call: Callable[[Sequence[Rectangle]], None], shares: Sequence[Sequence[Rectangle]], *tensors: Tensor
+) -> None:
+    """The call for every share, each in a thread of its own where nothing has to see its operators."""
+    threads = torch.get_num_threads()
+    if len(shares) == 1 or threads == 1 or not nothing_looks_on(*tensors):
+        for share in shares:
+            call(share)
+        return
+    try:
+        with ThreadPoolExecutor(len(shares), initializer=_begin, initargs=(max(1, threads // len(shares)),)) as pool:
+            for _ in pool.map(call, shares):
+                pass
+    finally:
+        # What one thread sets is the default of all threads to come.
+        torch.set_num_threads(threads)
+
+
+def _begin(threads: int) -> None:
+    """Let operators called in this thread use so many threads, and leave nothing for autograd."""
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
