@@ -142,9 +142,13 @@ def _saves_pairs(workload: Workload) -> bool:
 def _at_once(
     call: Callable[[Sequence[Rectangle]], None], shares: Sequence[Sequence[Rectangle]], *tensors: Tensor
 ) -> None:
-    """The call for every share, each in a thread of its own where nothing has to see its operators."""
+    """The call for every share, each in a thread of its own where nothing has to see its operators.
+
+    A profiler, which sees one thread, is among that: memory is measured by it.
+    """
     threads = torch.get_num_threads()
-    if len(shares) == 1 or threads == 1 or not nothing_looks_on(*tensors):
+    seen = torch._C._autograd._profiler_enabled() or not nothing_looks_on(*tensors)
+    if len(shares) == 1 or threads == 1 or seen:
         for share in shares:
             call(share)
         return
