@@ -210,6 +210,11 @@ def _carry_out(
     catalogue = found.catalogue
     request, earlier = asked.request(catalogue)
     request = asking_all(request, nodes)
+    if not look.plan and not look.dry_run:
+        from dilabench.engine.worker.process import warm_server
+
+        # The server that workers are forked from loads torch while this process loads and plans the rest.
+        warm_server()
     machine = detect(request.device)
     machine = nodes.machine(machine) if nodes else machine
     planned = expand(catalogue, machine, request)
@@ -224,8 +229,9 @@ def _carry_out(
     if look.dry_run:
         dry.show(planned, look.as_json)
         return ExitCode.OK
-    from dilabench.cli.run.execution import Execution, copy_record, new_header
+    from dilabench.cli.run.execution import Execution, copy_record, new_header, ready_to_draw
 
+    ready_to_draw()
     runs: list[tuple[ExitCode, str]] = []
     for number in range(1, asked.sessions + 1):
         header = new_header(found, machine, request)
