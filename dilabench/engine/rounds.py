@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
@@ -25,7 +26,7 @@ class Rounds:
         self._cooled_s = 0.0
 
     def take(self, timer: TimerSpec, share_s: float, max_rounds: int | None = None) -> None:
-        """Rounds until every median is known to the method's precision, or the share of time is used up.
+        """Rounds until medians and ratios are known to the method's precision, or the share of time is used up.
 
         At least `min_samples` are taken of each case, whatever the share, unless the budget of the whole run ends. The
         last round, which begins when one more is enough, is the one whose last call of each case is checked.
@@ -105,7 +106,7 @@ class Rounds:
             return False
         if spent_s >= share_s:
             return True
-        return rounds >= method.min_rounds and all(is_precise(run, method.precision) for run in runs)
+        return rounds >= method.min_rounds and are_precise(runs, method.precision)
 
     def _cool_down(self, slot: Slot) -> None:
         """Pause after a slot in which heat slowed the GPU down, a bounded number of times."""
@@ -116,7 +117,19 @@ class Rounds:
             self._cooled_s += COOL_DOWN_S
 
 
-def is_precise(run: TimerRun, target: float) -> bool:
-    """The median of the slot locations is known to a relative half width of `target`."""
-    width = relative_half_width(run.locations_ns)
+def are_precise(runs: Sequence[TimerRun], target: float) -> bool:
+    """The medians of the slot locations are known to a relative half width of `target`, and so are the ratios to the
+    fastest in the rounds that both took turns in: it is by these that rows are told apart."""
+    fastest = min(runs, key=lambda run: median(run.locations_ns))
+    its_own = fastest.by_round
+    ratios = [
+        [location / its_own[at] for at, location in run.by_round.items() if at in its_own]
+        for run in runs
+        if run is not fastest
+    ]
+    return all(_is_known(values, target) for values in (*(run.locations_ns for run in runs), *filter(None, ratios)))
+
+
+def _is_known(values: Sequence[float], target: float) -> bool:
+    width = relative_half_width(values)
     return width is not None and width <= target

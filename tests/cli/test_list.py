@@ -37,7 +37,7 @@ def test_what_cannot_be_used_says_why(cli):
     line = next(line for line in lines if line.startswith("sdpa-cudnn"))
     assert line.split()[1] == "no"
     # Those that lack the same are told together.
-    (told,) = [one for one in lines if one.startswith("not usable, sdpa-efficient, sdpa-cudnn, flex: ")]
+    (told,) = [one for one in lines if one.startswith("not usable here: sdpa-efficient, sdpa-cudnn, flex: ")]
     assert told.endswith("needs cuda, have cpu (no NVIDIA GPU is visible)")
 
 

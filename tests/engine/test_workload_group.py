@@ -8,9 +8,11 @@ import pytest
 
 from dilabench.compare.pairing import pair
 from dilabench.engine.budget import Budget
+from dilabench.engine.case_state import TimerRun
 from dilabench.engine.driver import Driver
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
+from dilabench.engine.rounds import are_precise
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
@@ -173,6 +175,18 @@ def test_noisy_times_are_measured_until_the_share_is_used_up(measure):
     lab.script["a", "slot"] = [Reply(slot=Slot(samples_ns=one)) for one in samples]
     found = measure(["a"], lab, recheck=False, max_rounds=40)
     assert len(found["a"].timings[0].slots) == 40
+
+
+def test_rounds_go_on_until_ratios_are_known_as_well():
+    """Where rows drift apart, each has a narrow median before their ratio has one; drift that they share cancels."""
+    steps = [(-1) ** at * 0.016 for at in range(20)]
+    up, down = (
+        TimerRun(WALL, slots=[Slot(round=at, samples_ns=(int(1e8 * (1 + sign * s)),)) for at, s in enumerate(steps)])
+        for sign in (1, -1)
+    )
+    assert are_precise([up], 0.02)
+    assert are_precise([up, up], 0.02)
+    assert not are_precise([up, down], 0.02)
 
 
 def test_long_calls_get_five_single_samples(measure):

@@ -84,9 +84,10 @@ def allocations(profiler: profile) -> tuple[int, int]:
     is freed at once; blocks from before do not, whether they are freed or not.
     """
     live = peak = 0
+    assert profiler.kineto_results is not None
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == MEMORY_EVENT:
-            live += event.nbytes()
+            live += event.nbytes()  # type: ignore[attr-defined]
             peak = max(peak, live)
     return live, peak
 
