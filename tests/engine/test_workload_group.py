@@ -178,15 +178,18 @@ def test_noisy_times_are_measured_until_the_share_is_used_up(measure):
 
 
 def test_rounds_go_on_until_ratios_are_known_as_well():
-    """Where rows drift apart, each has a narrow median before their ratio has one; drift that they share cancels."""
+    """Each has a narrow median before their ratio has one; drift that they share cancels, and a large distance is seen
+    through noise that hides a small one."""
     steps = [(-1) ** at * 0.016 for at in range(20)]
-    up, down = (
-        TimerRun(WALL, slots=[Slot(round=at, samples_ns=(int(1e8 * (1 + sign * s)),)) for at, s in enumerate(steps)])
-        for sign in (1, -1)
-    )
-    assert are_precise([up], 0.02)
-    assert are_precise([up, up], 0.02)
-    assert not are_precise([up, down], 0.02)
+
+    def run(sign, times=1.0):
+        samples = [int(1e8 * times * (1 + sign * step)) for step in steps]
+        return TimerRun(WALL, slots=[Slot(round=at, samples_ns=(one,)) for at, one in enumerate(samples)])
+
+    assert are_precise([run(1)], 0.02)
+    assert are_precise([run(1), run(1, times=1.03)], 0.02)
+    assert not are_precise([run(1), run(-1, times=1.03)], 0.02)
+    assert are_precise([run(1), run(-1, times=1.2)], 0.02)
 
 
 def test_long_calls_get_five_single_samples(measure):
