@@ -10,8 +10,8 @@ SUITES: tuple[Suite, ...] = (
         "dilabench.suites.overview.cases:quick",
         analysis="dilabench.suites.overview.findings:analyse",
         budget_s=55.0,
-        # Thirty-five turns of a call of 30 ms: with twenty the winners at 4K, 4 % apart, are not told apart.
-        sampling_s=1.1,
+        # Thirty turns of a call of 30 ms: with twenty the winners at 4K, 4 % apart, are mostly not told apart.
+        sampling_s=1.0,
         priority=60,
         options=(),
     ),
