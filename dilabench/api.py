@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.cli.compare.deciding import policy_for, refuse_other_machine
+from dilabench.cli.options import DEFAULT_FOLDER
 from dilabench.cli.plugins import discovered
-from dilabench.cli.run.command import DEFAULT_FOLDER
 from dilabench.cli.terminal import note
 from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode

@@ -104,7 +104,7 @@ def _value(case: Case, by: By) -> str:
 def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]]) -> _Pair | Uncompared:
     """The timings of a pair in all records, or why it cannot be compared."""
     if baseline is None:
-        other = "nothing in its workload group to compare with"
+        other = "has no other row of this workload"
         return Uncompared(case=candidate.case, lack="not comparable", baseline=other, candidate=ending(candidate))
     ids = baseline.case.case_id, candidate.case.case_id
     both = [(record[ids[0]], record[ids[1]]) for record in records if all(one in record for one in ids)]

@@ -42,6 +42,11 @@ class TimerRun:
         """The lower quartile of each slot, in the order taken."""
         return [lower_quartile(slot.samples_ns) for slot in self.slots]
 
+    @property
+    def by_round(self) -> dict[int, float]:
+        """The same by the number of the round."""
+        return dict(zip((slot.round for slot in self.slots), self.locations_ns, strict=True))
+
     def timing(self) -> Timing:
         """The timing for the record."""
         return Timing(

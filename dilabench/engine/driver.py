@@ -19,8 +19,6 @@ from dilabench.record import Diagnostic, Failed, Skipped, Stage
 from dilabench.units import format_seconds
 
 MAX_TIMEOUT_S = 600.0
-# Taken once more at the end: the first with other inputs, the second with only some rows of them changed.
-CONFIRMED_SAMPLES = 2
 # On a GPU a first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
 MIN_TIMEOUT_S = {"cpu": 20.0, "cuda": 60.0}
 SHARES_PER_COMMAND = 4.0
@@ -104,15 +102,9 @@ class Driver:
             state.call_ns = max(1, min(warmed.samples_ns[-3:]))
         return True
 
-    def confirm(self, state: CaseState, timer: TimerSpec) -> None:
-        """Check the output of a call of the timed sequence, now that it is over."""
-        ready = state.home is not None and state.home.alive and timer.name in state.warm
-        # Where its worker has died with another case, and no time is left for a new one, its samples stand as they are.
-        if not ready and (self.budget.exhausted or not self.warm_up(state, timer)):
-            return
-        reply = self.ask(state, "verify", "confirm", timer=timer.name, count=CONFIRMED_SAMPLES)
-        if reply is not None:
-            self.judge(state, reply)
+    def is_ready(self, state: CaseState, timer: TimerSpec) -> bool:
+        """Whether the timer of a case is warm in a worker that lives."""
+        return state.home is not None and state.home.alive and timer.name in state.warm
 
     def judge(self, state: CaseState, reply: Reply) -> None:
         """Take over what was found of a timed call; a wrong output ends the case."""

@@ -61,7 +61,7 @@ def choose_method(
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
 
     `warmup_runs`: exactly so many calls before the first sample; `timing_runs`: exactly so many samples, one a round.
-    `sampling_s`: what a suite is content with, where that is less than the device's own.
+    `sampling_s`: what a suite is content with, where that is less than the device's own; it warms up for less, too.
 
     Raises ConfigError for an unknown name or a timer that this device does not have.
     """
@@ -76,7 +76,7 @@ def choose_method(
         )
     method = _method_of(timing, timer, timer is default, device, catalogue)
     if sampling_s is not None:
-        method = method.model_copy(update={"sampling_s": min(sampling_s, method.sampling_s)})
+        method = _shortened(method, min(1.0, sampling_s / method.sampling_s))
     if warmup_runs is not None:
         limits = method.warm_up.model_copy(update={"runs": warmup_runs})
         method = method.model_copy(update={"warm_up": limits})
@@ -86,6 +86,14 @@ def choose_method(
         changes = {**counted, "max_slot_samples": 1, "min_samples": few, "sampling_s": UNLIMITED_S}
         method = method.model_copy(update=changes)
     return method
+
+
+def _shortened(method: Method, share: float) -> Method:
+    """A share of the sampling, after the same share of the longest warm-up."""
+    limits = method.warm_up
+    longest = max(limits.min_s, share * limits.max_s)
+    changes = {"sampling_s": share * method.sampling_s, "warm_up": limits.model_copy(update={"max_s": longest})}
+    return method.model_copy(update=changes)
 
 
 def _method_of(timing: str, timer: Timer, is_default: bool, device: DeviceKind, catalogue: Catalogue) -> Method:

@@ -1,7 +1,8 @@
 """Rounds: every case is sampled once per round, in random order, until the times are known well enough. No torch."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
@@ -11,6 +12,9 @@ from dilabench.record import Slot
 from dilabench.stats.samples.precision import relative_half_width
 
 MIN_SLOT_SAMPLES = 5
+# How well ratios must be known: to 1 % on a CPU, where measurement.md 5.1 stopped, which leaves room beside the margin
+# of a verdict, 2 %. At a distance of six standard errors, which equal rows do not reach, no more rounds are needed.
+SHARE_OF_PRECISION, SHARE_OF_DISTANCE = 0.5, 1 / 3
 COOL_DOWN_S = 1.0
 MAX_COOL_DOWN_S = 10.0
 
@@ -25,9 +29,10 @@ class Rounds:
         self._cooled_s = 0.0
 
     def take(self, timer: TimerSpec, share_s: float, max_rounds: int | None = None) -> None:
-        """Rounds until every median is known to the method's precision, or the share of time is used up.
+        """Rounds until medians and ratios are known to the method's precision, or the share of time is used up.
 
-        At least `min_samples` are taken of each case, whatever the share, unless the budget of the whole run ends.
+        At least `min_samples` are taken of each case, whatever the share, unless the budget of the whole run ends. The
+        last round, which begins when one more is enough, is the one whose last call of each case is checked.
         """
         method, clock = self._driver.method, self._driver.budget.clock
         deadline = clock() + share_s
@@ -35,19 +40,22 @@ class Rounds:
         started = clock()
         share_s = min(max(0.0, deadline - started), method.sampling_s * len(running))
         sizes = self._sizes(running, share_s)
-        for taken in range(1, (max_rounds or method.max_rounds) + 1):
+        most, taken = max_rounds or method.max_rounds, 0
+        is_last = most == 1
+        while running:
+            began = clock()
             for position, one in enumerate(self._order.sample(running, len(running))):
-                self._turn(one, timer, sizes[id(one)], self._driver.next_round, position)
+                self._turn(one, timer, sizes[id(one)], position, is_last)
             self._driver.next_round += 1
             running = [one for one in running if one.running]
+            if is_last or not running:
+                break
+            taken += 1
             if taken == 1:
                 # A first estimate may be of a call in a process that had just begun, many times too long.
                 sizes = self._sizes(running, share_s)
-            if not running or self._enough(running, timer, taken, clock() - started, share_s):
-                break
-        for one in running:
-            if one.run_of(timer).slots:
-                self._driver.confirm(one, timer)
+            after_next_s = clock() - started + (clock() - began)
+            is_last = taken + 1 == most or self._enough(running, timer, sizes, taken + 1, after_next_s, share_s)
 
     def _sizes(self, running: Sequence[CaseState], share_s: float) -> dict[int, int]:
         """Samples per turn of each case, which share the time."""
@@ -62,35 +70,46 @@ class Rounds:
         affordable = share_s * 1e9 / (method.min_rounds * state.call_ns)
         return max(1, int(min(wanted, affordable)))
 
-    def _turn(self, state: CaseState, timer: TimerSpec, count: int, round_index: int, position: int) -> None:
-        # Another case in the same worker may have crashed it.
-        if self._driver.budget.exhausted or not state.running or not self._driver.warm_up(state, timer):
+    def _turn(self, state: CaseState, timer: TimerSpec, count: int, position: int, is_last: bool) -> None:
+        driver, round_index = self._driver, self._driver.next_round
+        run = state.run_of(timer)
+        if driver.budget.exhausted and not (is_last and run.slots and driver.is_ready(state, timer)):
+            # What has samples is checked even so, but for want of time in no new worker.
             return
-        self._driver.progress.stage_started(state.case, "time")
-        reply = self._driver.ask(state, "time", "slot", timer=timer.name, count=count)
+        # Another case in the same worker may have crashed it.
+        if not state.running or not driver.warm_up(state, timer):
+            return
+        driver.progress.stage_started(state.case, "time")
+        reply = driver.ask(state, "time", "last_slot" if is_last else "slot", timer=timer.name, count=count)
         if reply is None or reply.slot is None:
             return
-        run = state.run_of(timer)
         place = {"session": state.session, "round": round_index, "position": position}
         run.slots.append(reply.slot.model_copy(update=place))
         state.call_ns = max(1, min(state.call_ns, *reply.slot.samples_ns))
         run.notes, state.counters = reply.notes, reply.counters
-        self._driver.progress.slot_done(state.case, round_index)
-        self._driver.judge(state, reply)
+        driver.progress.slot_done(state.case, round_index)
+        driver.judge(state, reply)
         self._cool_down(reply.slot)
 
     def _enough(
-        self, running: Sequence[CaseState], timer: TimerSpec, rounds: int, spent_s: float, share_s: float
+        self,
+        running: Sequence[CaseState],
+        timer: TimerSpec,
+        sizes: Mapping[int, int],
+        rounds: int,
+        spent_s: float,
+        share_s: float,
     ) -> bool:
+        """Whether so many rounds, the next one among them, which would end after `spent_s`, are enough."""
         method, budget = self._driver.method, self._driver.budget
         if budget.exhausted:
             return True
         runs = [one.run_of(timer) for one in running]
-        if min(run.samples for run in runs) < method.min_samples:
+        if min(run.samples + sizes[id(one)] for one, run in zip(running, runs, strict=True)) < method.min_samples:
             return False
         if spent_s >= share_s:
             return True
-        return rounds >= method.min_rounds and all(is_precise(run, method.precision) for run in runs)
+        return rounds >= method.min_rounds and are_precise(runs, method.precision)
 
     def _cool_down(self, slot: Slot) -> None:
         """Pause after a slot in which heat slowed the GPU down, a bounded number of times."""
@@ -101,7 +120,22 @@ class Rounds:
             self._cooled_s += COOL_DOWN_S
 
 
-def is_precise(run: TimerRun, target: float) -> bool:
-    """The median of the slot locations is known to a relative half width of `target`."""
-    width = relative_half_width(run.locations_ns)
+def are_precise(runs: Sequence[TimerRun], target: float) -> bool:
+    """The medians of the slot locations are known to a relative half width of `target`, and the ratios to the fastest,
+    by which rows are told apart, to half of it, or where they lie far apart, to a third of their distance."""
+    fastest = min(runs, key=lambda run: median(run.locations_ns))
+    its_own = fastest.by_round
+    if not all(_is_known(run.locations_ns, target) for run in runs):
+        return False
+    for run in runs:
+        ratios = [location / its_own[at] for at, location in run.by_round.items() if at in its_own]
+        if run is not fastest and ratios:
+            apart = abs(median(ratios) - 1) * SHARE_OF_DISTANCE
+            if not _is_known(ratios, max(target * SHARE_OF_PRECISION, apart)):
+                return False
+    return True
+
+
+def _is_known(values: Sequence[float], target: float) -> bool:
+    width = relative_half_width(values)
     return width is not None and width <= target

@@ -114,7 +114,7 @@ class WorkloadGroupRun:
         reply = self._driver.ask(state, "verify", "kernels", **arguments)
         if reply is None:
             return False
-        state.kernels = reply.kernels
+        state.kernels, state.memory = reply.kernels, reply.memory
         if state.case.backend is None or state.verification is None:
             return True
         if not reply.kernels:
@@ -145,8 +145,8 @@ class WorkloadGroupRun:
         driver = self._driver
         over_ranks = self.states[0].case.world_size > 1 and driver.method.max_turns > 0
         diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
-        later_calls = MEMORY_CALLS + over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
-        later_s = sum(later_calls * one.call_ns * 1e-9 for one in states)
+        of_parts = over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
+        later_s = sum((MEMORY_CALLS * (one.memory is None) + of_parts) * one.call_ns * 1e-9 for one in states)
         share_s = max(0.0, deadline - driver.budget.clock() - later_s)
         Rounds(driver, states, self._random).take(driver.method.timer, share_s * (1 - diagnosing_share))
         for state in states:
@@ -239,7 +239,12 @@ class WorkloadGroupRun:
             state.notes.append(THROTTLED.note(message, observed=heated, threshold=THROTTLED_SHARE, hint=hint))
 
     def _weigh(self, state: CaseState) -> None:
-        """Peak memory of one call: the allocator's count knows what was there before, in any process."""
+        """Peak memory of one call: the allocator's count knows what was there before, in any process.
+
+        The call that showed the kernels may have shown it already.
+        """
+        if state.memory is not None:
+            return
         if not self._affordable(state, MEMORY_CALLS):
             state.notes.append(_unweighed())
             return

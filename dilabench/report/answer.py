@@ -216,6 +216,8 @@ def _told(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
         yield f"Full attention ({row_name(dense)}), another function, is {' and '.join(sides)}."
     if short := _in_short(rows, axis):
         yield short
+    if any(_versus_dense(row).startswith(ABOUT) for row in rows):
+        yield f"{ABOUT}: not proven to be faster or slower than full attention."
 
 
 def _dense_counts(rows: Sequence[AnswerRow]) -> Iterator[str]:

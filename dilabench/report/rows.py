@@ -41,8 +41,8 @@ FOOTNOTES = {
     "*": "chosen by auto",
     "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
     "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
-    "✓": "verified before timing: all output rows, or this many sampled ones",
-    "all vs": "a built-in: every row was compared with its own, of which the oracle had confirmed sampled ones",
+    "✓": "its output was verified before timing: all rows, or a sample of that many",
+    "all vs": "a built-in: every row was compared with that built-in's, of which the oracle had confirmed a sample",
 }
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dilabench.errors import counted
 from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
 from dilabench.report.findings import Section as Finding
@@ -163,8 +164,8 @@ def _unmeasured_texts(record: RunRecord, details: bool) -> Iterator[Text]:
             yield from map(_unmeasured_text, entries)
             continue
         text = Text(f"skipped, {code.replace('_', ' ')} ({count} rows): ", style=STYLES[status])
-        why = _shortened(entries[0].why)
-        yield text.append(why + (f" (and {len(entries) - 1} like it)" if entries[1:] else ""))
+        others = f"; for {counted(len(entries) - 1, 'other reason')} see --details" if entries[1:] else ""
+        yield text.append(_shortened(entries[0].why) + others)
 
 
 def _shortened(text: str) -> str:

@@ -1,6 +1,7 @@
 """`dilabench list` and `describe`."""
 
 import json
+import re
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_what_cannot_be_used_says_why(cli):
     line = next(line for line in lines if line.startswith("sdpa-cudnn"))
     assert line.split()[1] == "no"
     # Those that lack the same are told together.
-    (told,) = [one for one in lines if one.startswith("not usable, sdpa-efficient, sdpa-cudnn, flex: ")]
+    (told,) = [one for one in lines if one.startswith("sdpa-efficient, sdpa-cudnn, flex cannot be used here: ")]
     assert told.endswith("needs cuda, have cpu (no NVIDIA GPU is visible)")
 
 
@@ -131,3 +132,15 @@ def test_description_as_json_holds_every_sheet_of_a_name(cli):
         facts = dict(sheet["facts"])
         assert facts["plug-in"] == "builtin"
         assert facts["summary"]
+
+
+def test_a_suite_says_what_it_answers_and_how_many_rows_run(cli):
+    told = " ".join(cli("describe", "quick").stdout.split())
+    assert "answer: the fastest by length" in told
+    assert re.search(r"rows here: \d+, (all of which run|of which \d+ run)", told)
+
+
+def test_other_names_are_explained_where_there_are_any(cli):
+    line = "a = b: b is another name of a"
+    assert line in cli("list", "suites").stdout
+    assert line not in cli("list", "reporters").stdout

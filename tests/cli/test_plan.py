@@ -142,6 +142,18 @@ def test_lengths_as_people_write_them(cli, text, tokens):
     assert [row["seq_len"] for row in json.loads(result.stdout)] == [tokens]
 
 
+def test_plan_of_a_suite_is_that_of_its_run(cli):
+    few = ("--lengths", "64", "-i", "gather,strided", "--device", "cpu")
+    planned = cli("plan", "quick", *few)
+    assert planned.exit_code == 0, planned.output
+    assert planned.stdout == cli("run", "quick", "--plan", *few).stdout
+    assert "each fits into" in " ".join(planned.stdout.split())
+    refused = cli("plan", "quick", "--memory", "1G")
+    assert refused.exit_code == 2
+    assert "are for `plan` without a suite" in refused.stderr
+    assert "did you mean quick?" in cli("plan", "qick").stderr
+
+
 def test_run_plan_predicts_memory_and_time_and_runs_nothing(cli, tmp_path):
     result = cli("run", "billion", "--plan", "--tokens", "1M", "--form", "streamed", "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -157,7 +169,8 @@ def test_a_budget_too_small_says_what_would_suffice(fresh, tmp_path):
         DILABENCH_LOCK_DIR=str(tmp_path),
     )
     assert result.returncode == 8, result.stdout + result.stderr
-    assert "cases had no time: `dilabench run extreme --resume" in " ".join(result.stdout.split())
+    assert "had no time. To go on" in result.stdout
+    assert "\n  dilabench run extreme --resume" in result.stdout
     assert "NOTHING MEASURED" in result.stdout
 
 

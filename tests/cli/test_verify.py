@@ -1,6 +1,7 @@
 """`dilabench verify`: what it plans; the checks themselves are tested where they are made."""
 
 import json
+import re
 from time import sleep
 
 import pytest
@@ -38,14 +39,27 @@ def test_a_pattern_that_the_user_named_is_everybodys():
     )
 
 
+def test_a_line_per_case_stands_under_its_workload_and_skips_are_told_by_reason(monkeypatch, capsys):
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    cases = planned(implementations=("gather", "dense", "strided", "fused", "flex"))
+    right = Verification(checks=(Check(name="out", passed=True),))
+    outcomes = [right if one.skip is None else one.skip for one in cases]
+    verify._lines(cases, outcomes)
+    lines = capsys.readouterr().out.splitlines()
+    headings = [line for line in lines if line.endswith("forward and backward")]
+    assert len(headings) == len(set(headings)) == 4
+    assert all(line.startswith(("  ✓", "1x771", "skipped fused, flex: needs cuda", "  ", "* ")) for line in lines)
+    assert sum("gather" in line for line in lines) == 2
+    assert max(map(len, lines)) <= 80
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_ranks_verify_together(cli):
     result = cli("verify", "-i", "block-sparse-ring", "-i", "block-sparse", "--nproc", "2", "--set", "causal=true")
     assert result.exit_code == 0, result.stdout
-    lines = {line.split()[0]: line for line in result.stdout.splitlines()}
-    assert "all rows" in lines["block-sparse-ring"]
-    assert "runs on 1 device, not on 2" in lines["block-sparse"]
+    assert re.search(r"✓ +block-sparse-ring .*all rows", result.stdout)
+    assert re.search(r"skipped block-sparse: .*runs on 1 device, not on 2", result.stdout)
     assert result.stdout.splitlines()[-1] == "1 right, 0 wrong, 1 skipped"
 
 

@@ -113,7 +113,10 @@ def test_methods_name_their_timers(catalogue):
     assert choose_method("hot", "cuda", catalogue).graph_timer is None
     assert choose_method("profiler", "cpu", catalogue).trace
     assert choose_method("simple", "cpu", catalogue).max_rounds == 1
-    assert choose_method("warmup", "cpu", catalogue, sampling_s=0.5).sampling_s == 0.5
+    usual, shorter = (choose_method("warmup", "cpu", catalogue, sampling_s=one) for one in (None, 0.5))
+    assert shorter.sampling_s == 0.5
+    assert shorter.warm_up.max_s / usual.warm_up.max_s == 0.5 / usual.sampling_s
+    assert choose_method("warmup", "cuda", catalogue, sampling_s=0.01).warm_up.max_s == 0.3
     assert choose_method("warmup", "cpu", catalogue, sampling_s=60.0).sampling_s == 2.0, "never more than its own"
     with pytest.raises(ConfigError):
         choose_method("hot", "cpu", catalogue)

@@ -8,9 +8,11 @@ import pytest
 
 from dilabench.compare.pairing import pair
 from dilabench.engine.budget import Budget
+from dilabench.engine.case_state import TimerRun
 from dilabench.engine.driver import Driver
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
+from dilabench.engine.rounds import are_precise
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
@@ -23,6 +25,7 @@ from dilabench.record import Check, Failed, KernelUse, Measured, Memory, Note, S
 
 DENSE = Capabilities(patterns=frozenset({"dense"}))
 WALL = TimerSpec(name="wall", target="t", proves="p")
+SLOTS = ("slot", "last_slot")
 GRAPH = TimerSpec(name="graph", target="t", proves="p")
 
 
@@ -83,16 +86,16 @@ class FakeWorker:
         return answer or self.usual(command, arguments)
 
     def usual(self, command, arguments):
-        if command == "slot":
-            self.lab.now += arguments["count"] * self.lab.call_ns * 1e-9
-            return Reply(slot=Slot(samples_ns=(self.lab.call_ns,) * arguments["count"]))
         right = Verification(checks=(Check(name="out", passed=True),))
+        if command in SLOTS:
+            self.lab.now += arguments["count"] * self.lab.call_ns * 1e-9
+            checked = right.model_copy(update={"timed_calls": 1}) if command == "last_slot" else None
+            return Reply(slot=Slot(samples_ns=(self.lab.call_ns,) * arguments["count"]), verification=checked)
         return {
             "prepare": Reply(prepared=Prepared(setup_ns={"build": 1}, call_ns=self.lab.call_ns)),
             "verify": Reply(verification=right),
             "kernels": Reply(),
             "warm_up": Reply(warmed_up=WarmedUp(samples_ns=(self.lab.call_ns,) * 3, settled=True)),
-            "confirm": Reply(verification=right.model_copy(update={"timed_calls": 1})),
             "memory": Reply(memory=Memory(peak_bytes=1, isolated=True)),
             "release": Reply(),
         }[command]
@@ -129,14 +132,14 @@ def measure(dense_case):
 
 
 def slots_in_order(lab):
-    return [name for name, command, _, _ in lab.asked if command == "slot"]
+    return [name for name, command, _, _ in lab.asked if command in SLOTS]
 
 
 def test_the_stages_come_in_order(measure):
     lab = Lab()
     measure(["a"], lab)
     stages = list(dict.fromkeys(command for _, command, _, _ in lab.asked))
-    assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "confirm", "memory", "release"]
+    assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "last_slot", "memory", "release"]
 
 
 def test_rounds_interleave_all_of_the_cell_in_random_order(measure):
@@ -174,10 +177,52 @@ def test_noisy_times_are_measured_until_the_share_is_used_up(measure):
     assert len(found["a"].timings[0].slots) == 40
 
 
+def test_rounds_go_on_until_ratios_are_known_as_well():
+    """Each has a narrow median before their ratio has one; drift that they share cancels, and a large distance is seen
+    through noise that hides a small one."""
+    steps = [(-1) ** at * 0.016 for at in range(20)]
+
+    def run(sign, times=1.0):
+        samples = [int(1e8 * times * (1 + sign * step)) for step in steps]
+        return TimerRun(WALL, slots=[Slot(round=at, samples_ns=(one,)) for at, one in enumerate(samples)])
+
+    assert are_precise([run(1)], 0.02)
+    assert are_precise([run(1), run(1, times=1.03)], 0.02)
+    assert not are_precise([run(1), run(-1, times=1.03)], 0.02)
+    assert are_precise([run(1), run(-1, times=1.2)], 0.02)
+
+
 def test_long_calls_get_five_single_samples(measure):
     lab = Lab(call_ns=2_000_000_000)
     found = measure(["a"], lab)
     assert [len(slot.samples_ns) for slot in found["a"].timings[0].slots] == [1] * 5
+    assert [command for _, command, _, _ in lab.asked if command in SLOTS] == ["slot"] * 4 + ["last_slot"]
+
+
+@pytest.mark.parametrize("budget_s", [None, 0.05])
+def test_the_last_slot_of_each_is_checked_once_also_where_the_budget_ended_before(measure, budget_s):
+    lab = Lab(call_ns=2_000_000)
+    found = measure(["a", "b"], lab, budget_s=budget_s, recheck=False)
+    assert sorted(name for name, command, _, _ in lab.asked if command == "last_slot") == ["a", "b"]
+    assert [one.verification.timed_calls for one in found.values()] == [1, 1]
+    last = [(name, command) for name, command, _, _ in lab.asked if command in SLOTS][-2:]
+    assert {command for _, command in last} == {"last_slot"}
+
+
+def test_a_wrong_result_of_the_last_slot_leaves_no_time(measure):
+    wrong = Verification(checks=(Check(name="timed_out", passed=False),), timed_calls=1)
+    reply = Reply(slot=Slot(samples_ns=(1_000_000,) * 10), verification=wrong, why="off")
+    found = measure(["a", "b"], Lab({("a", "last_slot"): [reply]}))
+    assert (found["a"].status, found["a"].code) == ("failed", "wrong_output")
+    assert isinstance(found["b"], Measured)
+
+
+def test_memory_that_was_seen_with_the_kernels_takes_no_call_of_its_own(measure):
+    seen = Reply(memory=Memory(peak_bytes=7, isolated=True))
+    lab = Lab({("a", "kernels"): [seen]})
+    found = measure(["a", "b"], lab)
+    assert [found[name].memory.peak_bytes for name in "ab"] == [7, 1]
+    assert [name for name, command, _, _ in lab.asked if command == "memory"] == ["b"]
 
 
 def test_turns_are_sized_again_where_the_first_calls_took_too_long(measure):
@@ -380,7 +425,8 @@ def test_one_that_is_slower_alone_is_noted(measure):
 def test_launch_bound_calls_are_timed_as_graphs_as_well(measure):
     lab = Lab()
     note = Note(code="launch_bound", message="m")
-    lab.script["a", "slot"] = [Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,)) for _ in range(50)]
+    noted = Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,))
+    lab.script |= {("a", command): [noted] * 50 for command in SLOTS}
     found = measure(["a", "b"], lab, graph_timer=GRAPH, recheck=False)
     assert [timing.timer for timing in found["a"].timings] == ["wall", "graph"]
     assert [timing.timer for timing in found["b"].timings] == ["wall"]
@@ -389,7 +435,8 @@ def test_launch_bound_calls_are_timed_as_graphs_as_well(measure):
 def test_a_timer_that_cannot_be_used_is_a_note_beside_the_others(measure):
     lab = Lab()
     note = Note(code="launch_bound", message="m")
-    lab.script["a", "slot"] = [Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,)) for _ in range(50)]
+    noted = Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,))
+    lab.script |= {("a", command): [noted] * 50 for command in SLOTS}
     unusable = WarmedUp(samples_ns=(), settled=False, unusable="it waits for the device")
     lab.script["a", "warm_up"] = [None, Reply(warmed_up=unusable)]
     found = measure(["a"], lab, graph_timer=GRAPH)
@@ -410,7 +457,7 @@ def test_the_only_timer_that_cannot_be_used_fails_the_case(measure):
 def test_throttled_slots_are_kept_and_tagged(measure):
     lab = Lab()
     hot = Slot(samples_ns=(1_000_000,) * 10, throttle=("hw_thermal",), sm_clock_mhz=900)
-    lab.script["a", "slot"] = [Reply(slot=hot) for _ in range(50)]
+    lab.script |= {("a", command): [Reply(slot=hot)] * 50 for command in SLOTS}
     found = measure(["a"], lab)
     assert isinstance(found["a"], Measured)
     assert "throttled" in [note.code for note in found["a"].notes]

@@ -7,7 +7,7 @@ import pytest
 
 from dilabench.atomic_file import write_text
 from dilabench.errors import EnvironmentNotReady, ExitCode
-from dilabench.record import RunRecord
+from dilabench.record import RunRecord, Skipped
 from dilabench.report import json, markdown, table
 from dilabench.store.run_files import read_record
 
@@ -64,6 +64,19 @@ def test_markup_in_a_reason_is_printed_as_it_stands(record: RunRecord) -> None:
     changed = record.model_copy(update={"rows": (row,)})
     assert "[red]shape[/] (1|2) *star*" in table.to_text(changed, width=120)
     assert r"[red]shape[/] (1\|2) \*star\* second line" in markdown.to_text(changed)
+
+
+def test_many_skips_of_one_kind_say_how_many_other_reasons_there_are(record: RunRecord) -> None:
+    skipped = next(row for row in record.rows if isinstance(row.outcome, Skipped))
+    reasons = ("needs cuda", "needs cuda", "no bfloat16", "no windows")
+    rows = [
+        row.model_copy(update={"outcome": skipped.outcome.model_copy(update={"why": why})})
+        for row, why in zip(record.rows, reasons, strict=False)
+    ]
+    changed = record.model_copy(update={"rows": tuple(rows)})
+    text = table.to_text(changed, width=120)
+    assert "(4 rows): needs cuda; for 2 other reasons see --details" in text
+    assert all(why in table.to_text(changed, width=120, details=True) for why in reasons)
 
 
 def test_an_empty_record_renders(record: RunRecord) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names
+from dilabench.cli.options import DEFAULT_FOLDER, AsJson, Backends, RelativeTo, StrictPlugins, names
 from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dilabench.stats.decisions.policy import Policy
     from dilabench.store.lookup import Store
 
-DEFAULT_FOLDER = Path("benchmark_results")
 DEFAULT_BUDGET = "5m"
 # Of a baseline that updates itself: enough for a gate, and young enough to follow the machine.
 MOST_SESSIONS = 10

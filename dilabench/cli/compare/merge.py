@@ -5,11 +5,9 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson
+from dilabench.cli.options import DEFAULT_FOLDER, AsJson
 from dilabench.cli.terminal import note, say
 from dilabench.errors import counted
-
-DEFAULT_FOLDER = Path("benchmark_results")
 
 
 def merge(

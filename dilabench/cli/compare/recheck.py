@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.options import AsJson, StrictPlugins
+from dilabench.cli.options import DEFAULT_FOLDER, AsJson, StrictPlugins
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady, counted
 from dilabench.plugins.manager import discover
-
-DEFAULT_FOLDER = Path("benchmark_results")
 
 
 def recheck(

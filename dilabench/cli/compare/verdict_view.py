@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 # Left out first where the terminal is narrow.
 SPARE = ("A12", "MDE")
+LEGEND = (
+    "ratio: the candidate's time over the baseline's, and its interval (CI); MDE: the smallest slow-down that would "
+    "have been found four times in five; A12: how often a call of the candidate takes longer than one of the baseline, "
+    "0.50 where neither does"
+)
 # So many undecided pairs of one cause are told in full.
 MAX_TOLD = 2
 INDENT = "  "
@@ -51,6 +56,7 @@ def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | No
         rows = [_row(pair, case_name(pair.candidate) if against else _facing(pair), alike) for pair in pairs]
         print_table(title + against, columns, rows, right=columns[2:8], spare=SPARE)
     if comparison.pairs:
+        say_folded(LEGEND, INDENT)
         say()
     for text in _reasons(comparison.pairs):
         say_folded(text, INDENT)
@@ -75,7 +81,8 @@ def _reasons(pairs: Sequence["ComparedPair"]) -> Iterator[str]:
             notes.setdefault(one, []).append(pair)
     for alike in undecided.values():
         for pair in alike if len(alike) <= MAX_TOLD else alike[:1]:
-            more = f" (and {len(alike) - 1} pairs like it; --json has all)" if len(alike) > MAX_TOLD else ""
+            others = f" ({len(alike) - 1} more pairs are undecided for this cause; --json has all)"
+            more = others if len(alike) > MAX_TOLD else ""
             yield _reason(pair, pair.verdict.code, pair.verdict.reason, pair.verdict.hint) + more
     for text, noted in notes.items():
         more = f" and {len(noted) - 1} more" if len(noted) > 1 else ""

@@ -32,7 +32,6 @@ from dilabench.workload.ranges import CUSTOM, range_lengths
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
 
-DEFAULT_FOLDER = Path("benchmark_results")
 PATTERN_CACHE_ENTRIES = 64
 POOL_BYTES = 2**30
 TABLE = "table"
@@ -82,7 +81,7 @@ def run(
     plan: own.Plan = False,
     resume: own.Resume = None,
     sessions: own.Sessions = 1,
-    output: own.Output = DEFAULT_FOLDER,
+    output: own.Output = shared.DEFAULT_FOLDER,
     formats: own.Formats = None,
     keep: own.KeepInStore = True,
     columns: shared.Columns = None,
@@ -146,7 +145,7 @@ def run(
         resume=None if resume is None else folder_of_run(resume, output_base(output)),
         sessions=sessions,
         # A record may be copied to a file besides, and -o say where a run is that --resume names by its id.
-        folder=output if resume and Path(resume).exists() and output not in (DEFAULT_FOLDER, as_file) else None,
+        folder=output if resume and Path(resume).exists() and output not in (shared.DEFAULT_FOLDER, as_file) else None,
     )
     reporters = names(formats) or ["json" if as_json else TABLE]
     shown = {"details": details, "columns": shared.column_names(columns)}
@@ -210,6 +209,11 @@ def _carry_out(
     catalogue = found.catalogue
     request, earlier = asked.request(catalogue)
     request = asking_all(request, nodes)
+    if not look.plan and not look.dry_run:
+        from dilabench.engine.worker.process import warm_server
+
+        # The server that workers are forked from loads torch while this process loads and plans the rest.
+        warm_server()
     machine = detect(request.device)
     machine = nodes.machine(machine) if nodes else machine
     planned = expand(catalogue, machine, request)
@@ -224,8 +228,9 @@ def _carry_out(
     if look.dry_run:
         dry.show(planned, look.as_json)
         return ExitCode.OK
-    from dilabench.cli.run.execution import Execution, copy_record, new_header
+    from dilabench.cli.run.execution import Execution, copy_record, new_header, ready_to_draw
 
+    ready_to_draw()
     runs: list[tuple[ExitCode, str]] = []
     for number in range(1, asked.sessions + 1):
         header = new_header(found, machine, request)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,12 @@ class Execution:
     def _say(self, text: str) -> None:
         """Print a message: to stderr when stdout carries another format than the table."""
         say(text, err=[one.name for one in self.formats] != [TABLE])
+
+
+def ready_to_draw() -> None:
+    """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
+    for kind in ("bars", "curves"):
+        import_module(f"dilabench.report.plots.{kind}")
 
 
 def new_header(found: Found, machine: Machine, request: RunRequest) -> RunHeader:

@@ -23,7 +23,7 @@ from dilabench.predict.memory import WITHIN, MemoryPlan, longest_that_fits, plan
 from dilabench.predict.time import plan_time
 from dilabench.record import PlannedCase
 from dilabench.request import run_request
-from dilabench.suites.planner import Planner
+from dilabench.suites.planner import Planner, expand
 from dilabench.suites.room import memory_bytes, rank_memory_bytes
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_duration
 from dilabench.workload.spec import WorkloadRequest
@@ -36,6 +36,8 @@ HEAD = ("implementation", "backend", "mode", "batch", "length")
 COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
 TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "form", "memory", "fits", "time", "runs")
+# A column in which all rows say the same, as usual, is left out.
+USUAL = {"form": "-", "fits": "yes", "runs": "yes"}
 NO_TRACE = "no trace"
 NO = "NO"
 
@@ -58,6 +60,9 @@ Budget = Annotated[str | None, typer.Option("--budget", metavar="TIME", help="Ti
 
 
 def plan(
+    suite: Annotated[
+        str | None, typer.Argument(metavar="[SUITE]", help="Predict the cases of a suite: as run SUITE --plan.")
+    ] = None,
     implementations: own.Implementations = None,
     backends: shared.Backends = None,
     config: shared.Configs = None,
@@ -87,9 +92,11 @@ def plan(
     budget_s = None if budget is None else parse_duration(budget)
     counts = [parse_count(length, "length") for length in names(lengths)]
     workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode)
+    if suite is not None and (check or memory or batch_sizes):
+        raise ConfigError(f"--check, --memory and --batch-size are for `plan` without a suite; leave {suite!r} out")
     request = run_request(
         found.catalogue,
-        suite="plan",
+        suite=suite or "plan",
         configs=config or (),
         assignments=assignments or (),
         workload=workload,
@@ -102,6 +109,10 @@ def plan(
         ),
     )
     machine = detect(request.device)
+    if suite is not None:
+        planned = expand(found.catalogue, machine, request)
+        show_predictions(planned, Planner(found.catalogue, machine, request), as_json)
+        return
     if not counts:
         request = request.model_copy(update={"lengths": LENGTHS_CHECKED[machine.device] if check else LENGTHS})
     planner = Planner(found.catalogue, machine, request)
@@ -156,15 +167,25 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
                 "yes" if one.skip is None else f"no: {one.skip.why}",
             )
         )
-    print_table(None, TIME_COLUMNS, rows, right=("memory", "time"))
-    rates = sorted({plan_time(one.case, machine, cores).assumed_flops_per_s for one in planned})
-    assumed = ", ".join(f"{rate:.3g}" for rate in rates)
+    by_column = dict(zip(TIME_COLUMNS, zip(*rows, strict=True), strict=False))
+    dull = {name for name, usual in USUAL.items() if set(by_column.get(name, ())) == {usual}}
+    modes = set(by_column.get("mode", ()))
+    dull |= {"mode"} if len(modes) == 1 else set()
+    kept = [name for name in TIME_COLUMNS if name not in dull]
+    lines = list(zip(*(by_column.get(name, ()) for name in kept), strict=True))
+    print_table(f"mode {modes.pop()}" if "mode" in dull else None, kept, lines, right=("memory", "time"))
+    rates = sorted({plan_time(one.case, machine, cores).assumed_flops_per_s / 1e9 for one in planned})
+    assumed = ", ".join(f"{rate:.4g}" for rate in rates)
     duration = format_seconds(max(total_s, 1e-9))
     there = "unknown" if capacity is None else format_bytes(capacity)
-    say(
-        f"Predicted, not measured: memory as traced (there is {there}); one call of each case, or all pieces of a "
-        f"stream, in about {duration} at an assumed {assumed} FLOP/s. Nothing was run (--plan)."
+    fits = f"each fits into {there}" if "fits" in dull else f"this machine has {there}"
+    pieces = ", all pieces of a stream," if any(one.case.optimizations.stream_tokens for one in planned) else ""
+    say_folded(
+        f"Predicted, not measured; nothing was run. Memory is what tracing the code shows: {fits}. Time is that of one "
+        f"call of each case{pieces} at an assumed {assumed} GFLOP/s, {duration} in all; a run verifies each and calls "
+        "it often."
     )
+    say("* chosen by auto")
 
 
 def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:

@@ -1,8 +1,10 @@
 """What to say when a budget ended before the cases did: how to go on, and which budget would do."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from dilabench.cli.options import DEFAULT_FOLDER
 from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like, sufficient_budget_s
@@ -16,28 +18,36 @@ def without_time(record: RunRecord) -> tuple[Row, ...]:
 
 
 def way_on(record: RunRecord, machine: Machine, folder: Path, more_follow: bool = False) -> str | None:
-    """How to get the rest of a run that the budget or Ctrl-C ended; None where nothing is missing.
+    """How to get the rest of a run that the budget or Ctrl-C ended, the command on a line of its own to copy; None
+    where nothing is missing.
 
     The budget comes from what the measured cases took, builds and verification included, and grows with the work of the
     longer ones that are missing; without any, it comes from the predicted time, and is at least twice what was not
     enough. `more_follow`: the suite asks for more when it has these.
     """
     missing = without_time(record)
-    resume = f"dilabench run {record.suite} --resume {folder}"
+    resume = f"  dilabench run {record.suite} --resume {_named(record, folder)}"
     if not missing:
-        return f"go on with `{resume}`" if record.status == "interrupted" else None
+        return f"To go on:\n{resume}" if record.status == "interrupted" else None
     elapsed_s = elapsed_seconds(record)
     took_s = case_seconds(record.rows, elapsed_s)
     if took_s and elapsed_s:
         needed_s = sum(seconds_like(row.case, record.rows, took_s) for row in missing)
-        source = "from what those measured took, verification included"
+        source = "by what those measured took"
     else:
         cores = record.environment.cpu.cores
         predicted_s = min(sufficient_budget_s(row.case, machine, cores) for row in missing)
-        needed_s, source = max(predicted_s, 2 * elapsed_s), "for the first of them, predicted"
-    way = f"`{resume} {budget_option(needed_s)}` should suffice ({format_seconds(needed_s)} {source})"
-    rest = "; others follow from them and need more" if more_follow else ""
-    return f"{counted(len(missing), 'case')} had no time: {way}{rest}"
+        needed_s, source = max(predicted_s, 2 * elapsed_s), "predicted for the first"
+    rest = "; more follow" if more_follow else ""
+    had_no = f"{counted(len(missing), 'case')} had no time. To go on ({format_seconds(needed_s)} {source}{rest}):"
+    return f"{had_no}\n{resume} {budget_option(needed_s)}"
+
+
+def _named(record: RunRecord, folder: Path) -> str:
+    """The run as `--resume` finds it: short, by its id and -o, where its folder is named as runs name them."""
+    if not folder.name.endswith(f"-{record.run_id}"):
+        return shlex.quote(str(folder))
+    return record.run_id + ("" if folder.parent == DEFAULT_FOLDER else f" -o {shlex.quote(str(folder.parent))}")
 
 
 def together(folders: Sequence[str]) -> str:

@@ -130,7 +130,7 @@ def _target_facts(descriptor: object, catalogue: Catalogue, machine: Machine) ->
 
 def _suite_facts(suite: Suite, catalogue: Catalogue, machine: Machine) -> Facts:
     """What `dilabench run SUITE` without options comes to on this machine."""
-    yield "answer by", suite.axis.name
+    yield "answer", f"the fastest by {suite.axis.name}"
     yield "budget", "none" if suite.budget_s is None else f"{format_seconds(suite.budget_s)} (--budget sets another)"
     if suite.options:
         yield "own options", ", ".join(suite.options)
@@ -141,7 +141,12 @@ def _suite_facts(suite: Suite, catalogue: Catalogue, machine: Machine) -> Facts:
         yield "rows here", f"none as it stands: {error}"
         return
     cases = [one.case for one in planned if one.skip is None]
-    yield "rows here", f"{len(planned)}, of which {len(cases)} run here"
+    yield (
+        "rows here",
+        f"{len(planned)}, all of which run"
+        if len(cases) == len(planned)
+        else (f"{len(planned)}, of which {len(cases)} run"),
+    )
     yield "lengths here", ", ".join(map(format_count, sorted({one.case.workload.seq_len for one in planned})))
     yield "time here", expected_time(cases, machine, os.cpu_count() or 1, suite.budget_s)
 

@@ -45,11 +45,16 @@ def list_names(
         problems = [{"plugin": problem.plugin, "why": problem.why} for problem in found.problems]
         say(json.dumps({**listing, "problems": problems}, indent=2, ensure_ascii=False))
         return
-    for name, entries in listing.items():
+    for index, (name, entries) in enumerate(listing.items()):
+        if index:
+            say()
         _print(name, entries, why)
     if "workloads" in listing:
+        say()
         lengths = [(name, " ".join(map(str, RANGES[name]))) for name in RANGES]
         print_table("ranges (--range NAME, all, custom)", ("name", "lengths"), lengths)
+    if any(entry.get("aliases") for entries in listing.values() for entry in entries):
+        say("a = b: b is another name of a")
     for problem in found.problems:
         say(f"broken plug-in {problem.plugin}: {problem.why}")
 
@@ -103,7 +108,7 @@ def _print(name: str, entries: list[dict[str, Any]], why: bool) -> None:
         if not entry["usable"]:
             reasons.setdefault("; ".join(entry["reasons"]), []).append(entry["name"])
     for reason, names in reasons.items():
-        say_folded(f"not usable, {', '.join(names)}: {reason}", "  ")
+        say_folded(f"{', '.join(names)} cannot be used here: {reason}", "  ")
 
 
 def _cell(entry: dict[str, Any], column: str) -> str:

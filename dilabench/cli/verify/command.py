@@ -12,7 +12,7 @@ from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run.options import Implementations, Lengths, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
-from dilabench.cli.terminal import Lines, say
+from dilabench.cli.terminal import ROW_INDENT, say, say_folded
 from dilabench.cli.verify.everything import SIGNS, Marks, Trial, trials_of
 from dilabench.engine.worker.outcomes import Outcome, outcomes_of, said_of
 from dilabench.errors import ExitCode
@@ -27,7 +27,9 @@ from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
 # Small and awkward on purpose: no segment, block or rate divides N, and queries are grouped.
 SHAPE = {"batch_size": 1, "seq_len": 771, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-COLUMNS = ("implementation", "backend", "workload", "mode", "result", "details")
+MODES = {"both": "forward and backward"}
+# As wide as 'failed'.
+SIGN_WIDTH = 6
 
 
 def verify(
@@ -89,13 +91,29 @@ def verify(
 
 
 def _lines(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """A line per case, as soon as it is known."""
+    """A line per checked case under its workload, as soon as it is known; at the end what was skipped, by reason."""
     names_of = [_names(plan) for plan in planned]
-    lines, shown = Lines(COLUMNS, names_of), []
-    for cells, outcome in zip(names_of, outcomes, strict=True):
+    widths = [max(map(len, column)) for column in zip(*(names[:2] for names in names_of), strict=True)]
+    skipped: dict[str, dict[str, None]] = {}
+    shown: list[Outcome] = []
+    heading = ""
+    for (*columns, workload, mode), outcome in zip(names_of, outcomes, strict=True):
         shown.append(outcome)
         result, details = said_of(outcome)
-        lines.print((*cells, SIGNS[result], details))
+        if result == "skipped":
+            skipped.setdefault(columns[0], {}).update(dict.fromkeys(details.split("; ")))
+            continue
+        if heading != (heading := f"{workload} · {MODES.get(mode, mode)}"):
+            say(heading)
+        cells = [cell.ljust(width) for cell, width in zip(columns, widths, strict=True)]
+        say_folded("  ".join(["", SIGNS[result].ljust(SIGN_WIDTH), *cells, details]), ROW_INDENT)
+    alike: dict[str, list[str]] = {}
+    for name, reasons in skipped.items():
+        alike.setdefault("; ".join(reasons), []).append(name)
+    for why, several in alike.items():
+        say_folded(f"skipped {', '.join(several)}: {why}", "  ")
+    if any(backend.endswith("*") for _, backend, *_ in names_of):
+        say("* chosen by auto")
     return shown
 
 
@@ -144,7 +162,8 @@ def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
         (fields, *_) = pattern_type(kind).trials().values()
         defaults = [{"pattern": kind, **SHAPE, **fields, "causal": causal} for causal in (True, False)]
         planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
-    return planned
+    places = {place: index for index, place in enumerate(dict.fromkeys(_names(one)[2:] for one in planned))}
+    return tuple(sorted(planned, key=lambda one: places[_names(one)[2:]]))
 
 
 def _first_kind(implementation: Implementation) -> str:

@@ -10,19 +10,26 @@ from torch.autograd.profiler import profile
 from dilabench.record import KernelUse
 
 MAX_KERNELS = 100
+MEMORY_EVENT = "[memory]"
 
 
-def kernel_ledger(call: Callable[[], object], device: torch.device, trace: Path | None = None) -> tuple[KernelUse, ...]:
-    """The kernels of one call, longest first: CUDA kernels on a GPU, operators with their own time on a CPU.
+def profiled(call: Callable[[], object], device: torch.device, *, memory: bool = False) -> profile:
+    """One call under the profiler; with `memory`, what torch's allocators give and take as well."""
+    # torch.profiler.profile wraps this one and costs a second of imports.
+    on = "cuda" if device.type == "cuda" else None
+    with profile(use_device=on, use_kineto=True, profile_memory=memory) as profiler:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return profiler
+
+
+def kernel_ledger(profiler: profile, device: torch.device, trace: Path | None = None) -> tuple[KernelUse, ...]:
+    """The kernels of a profiled call, longest first: CUDA kernels on a GPU, operators with their own time on a CPU.
 
     Of more than 100 kernels the shortest are left out. With `trace`, a Chrome trace of the call is written there;
     raises OSError or RuntimeError when it cannot be.
     """
-    # torch.profiler.profile wraps this one and costs a second of imports.
-    with profile(use_device="cuda" if device.type == "cuda" else None, use_kineto=True) as profiler:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
@@ -35,7 +42,7 @@ def kernel_ledger(call: Callable[[], object], device: torch.device, trace: Path 
 
 
 def _entries(profiler: profile, device: torch.device) -> list[tuple[str, int]]:
-    events = profiler.function_events or []
+    events = [event for event in profiler.function_events or [] if event.name != MEMORY_EVENT]
     if device.type == "cuda":
         cuda = DeviceType.CUDA
         return [

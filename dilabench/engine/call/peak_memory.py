@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dilabench.engine.call.kernel_trace import MEMORY_EVENT, profiled
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.device import synchronize
 from dilabench.record import Memory
@@ -19,8 +20,10 @@ METHODS = {
 }
 
 
-def measure_memory(call: PreparedCall) -> Memory:
+def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> Memory:
     """Inputs, parameters, workspace (outputs and temporaries) and what is saved for backward; they add up to the peak.
+
+    On a CPU `profiled_call`, one of these calls under the profiler with its memory, spares another one.
 
     The peak covers forward and, unless the mode is forward, backward; gradients count as workspace, and so does what
     optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call. What
@@ -32,10 +35,14 @@ def measure_memory(call: PreparedCall) -> Memory:
     parameters = sum(parameter.nbytes for parameter in call.parameters())
     saved = _saved_for_backward(call) if call.workload.mode != "forward" else None
     held = call.held_bytes
-    # Garbage of the first call that goes during the measured one would count as memory that this one did not need: a
-    # caught exception keeps the frames it passed through, and those the tensors in them.
-    gc.collect()
-    extra = held + (_cuda_extra(call) if call.device.type == "cuda" else cpu_allocations(lambda: _whole_call(call))[1])
+    if profiled_call is not None:
+        extra = held + allocations(profiled_call)[1]
+    else:
+        # Garbage of the first call that goes during the measured one would count as memory that this one did not need:
+        # a caught exception keeps the frames it passed through, and those the tensors in them.
+        gc.collect()
+        on_cuda = call.device.type == "cuda"
+        extra = held + (_cuda_extra(call) if on_cuda else cpu_allocations(lambda: _whole_call(call))[1])
     return Memory(
         peak_bytes=inputs + parameters + max(extra, saved or 0),
         inputs_bytes=inputs,
@@ -66,17 +73,21 @@ def _cuda_extra(call: PreparedCall) -> int:
 
 
 def cpu_allocations(call: Callable[[], object]) -> tuple[int, int]:
-    """(bytes that stay, largest bytes above the start) of what torch's CPU allocator gives and takes during a call.
+    """`allocations` of a call on a CPU."""
+    return allocations(profiled(call, torch.device("cpu"), memory=True))
+
+
+def allocations(profiler: profile) -> tuple[int, int]:
+    """(bytes that stay, largest bytes above the start) of what torch's CPU allocator gave and took in a profiled call.
 
     The profiler is told of each block by the allocator itself, so that what operators allocate inside counts, and what
     is freed at once; blocks from before do not, whether they are freed or not.
     """
-    with profile(profile_memory=True) as profiler:
-        call()
     live = peak = 0
+    assert profiler.kineto_results is not None
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
+        if event.name() == MEMORY_EVENT:
+            live += event.nbytes()  # type: ignore[attr-defined]
             peak = max(peak, live)
     return live, peak
 

@@ -36,7 +36,7 @@ from dilabench.plugins.catalogue import load_target
 from dilabench.record import Note
 
 MAX_INPUT_SETS = 32
-SLOW_CALL_NS = 200_000_000
+SLOW_CALL_NS = 100_000_000
 
 # Replaces a part of the build context (messages, kernels) by nothing, so that the rest can be timed by itself.
 Ablation = Callable[[BuildContext], BuildContext]

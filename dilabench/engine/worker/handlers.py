@@ -17,7 +17,7 @@ from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.isolated_call import Stream, measure_isolated
-from dilabench.engine.call.kernel_trace import kernel_ledger
+from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.overlap_timing import time_parts
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
@@ -47,6 +47,9 @@ from dilabench.errors import first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.record import Note, Slot
 
+# Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
+# the one before but for some rows.
+CHECKED_CALLS = 2
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -76,7 +79,7 @@ class Handlers:
             "kernels": self._kernels,
             "warm_up": self._warm_up,
             "slot": self._slot,
-            "confirm": self._slot,
+            "last_slot": self._slot,
             "diagnose": self._diagnose,
             "memory": self._memory,
             "ceilings": self._ceilings,
@@ -126,9 +129,14 @@ class Handlers:
         return Reply(verification=verification, why=why)
 
     def _kernels(self, command: Command) -> Reply:
-        trace = command.arguments.get("trace")
-        call = self._calls[command.handle].fresh()
-        return Reply(kernels=kernel_ledger(call, self.device, Path(trace) if trace else None))
+        trace, call = command.arguments.get("trace"), self._calls[command.handle]
+        # On a CPU one call shows both; in mode backward the forward pass, which belongs to the peak, is not in it.
+        with_memory = self.device.type == "cpu" and call.workload.mode != "backward"
+        if with_memory:
+            gc.collect()
+        seen = profiled(call.fresh(), self.device, memory=with_memory)
+        kernels = kernel_ledger(seen, self.device, Path(trace) if trace else None)
+        return Reply(kernels=kernels, memory=measure_memory(call, seen) if with_memory else None)
 
     def _warm_up(self, command: Command) -> Reply:
         call = self._calls[command.handle]
@@ -159,24 +167,25 @@ class Handlers:
         )
 
     def _slot(self, command: Command) -> Reply:
-        """Samples, and now and then the check of what one of their calls gave. `confirm` is one more slot after the
-        last: nobody keeps its samples, and its last call is checked. A call cannot tell which of the two it is in."""
+        """Samples, and now and then the check of what one of their calls gave. Of the last slot of all, the last call
+        is checked. A call cannot tell which of the two it is in."""
         timer, call = self._timers[command.handle, command.arguments["timer"]], self._calls[command.handle]
         checker = self._checkers[command.handle]
-        last = command.name == "confirm"
+        last, wanted = command.name == "last_slot", command.arguments["count"]
+        count = max(wanted, CHECKED_CALLS) if last else wanted
         with _no_collection():
             with settings_kept(call.changed_settings):
                 call.timed_calls.begin(last, keeps=last or checker.affordable)
                 started = time.perf_counter_ns()
                 try:
-                    samples = timer.take(command.arguments["count"])
+                    samples = timer.take(count)
                 finally:
                     kept = call.timed_calls.end()
                 elapsed_ns = max(0, time.perf_counter_ns() - started)
             clocks = self._clocks.read()
         slot = Slot(
-            samples_ns=samples.samples_ns,
-            enqueue_ns=samples.enqueue_ns,
+            samples_ns=samples.samples_ns[-wanted:],
+            enqueue_ns=samples.enqueue_ns[-wanted:],
             sm_clock_mhz=clocks.sm_clock_mhz,
             power_mw=clocks.power_mw,
             temperature_c=clocks.temperature_c,

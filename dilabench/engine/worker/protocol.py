@@ -18,7 +18,7 @@ CommandName = Literal[
     "kernels",
     "warm_up",
     "slot",
-    "confirm",
+    "last_slot",
     "diagnose",
     "memory",
     "ceilings",

@@ -10,7 +10,7 @@ SUITES: tuple[Suite, ...] = (
         "dilabench.suites.overview.cases:quick",
         analysis="dilabench.suites.overview.findings:analyse",
         budget_s=55.0,
-        # Thirty turns of a call of 30 ms; with two thirds of them the winners at 4K were no longer told apart.
+        # Thirty turns of a call of 30 ms: with twenty the winners at 4K, 4 % apart, are mostly not told apart.
         sampling_s=1.0,
         priority=60,
         options=(),

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.engine.verify import Oracle, summary, verify
+from dilabench.engine.verify import Oracle, embeddings, summary, verify
+from dilabench.engine.verify.same_module import shell_of
 from dilabench.impls.multihead import build_gather
 from dilabench.impls.ring import multihead
 from dilabench.record import Verification
@@ -205,3 +206,41 @@ def test_the_slope_of_a_parameter_is_known_no_better_than_that_of_the_input() ->
         verification = verify(module, workload, takes="embeddings", seed=700064)
         assert verification.passed, summary(verification)
         assert any(check.name == "d q_proj.weight_slope" for check in verification.checks) == told
+
+
+def test_what_is_expected_is_shared_by_modules_that_are_the_same_around_their_attention(
+    make_workload: MakeWorkload, right: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    original = embeddings._expected
+    monkeypatch.setattr(embeddings, "_expected", lambda *asked: made.append(asked[0]) or original(*asked))
+    workload = make_workload(mode="both")
+    oracle = Oracle(workload, takes="embeddings")
+
+    def verified(module: nn.Module) -> Verification:
+        return verify(module, workload, takes="embeddings", oracle=oracle)
+
+    first, same, other = (Projected(workload, right(workload)) for _ in range(3))
+    with torch.no_grad():
+        other.k.bias[3] += 1e-6
+    found, again = verified(first), verified(same)
+    assert found.passed
+    assert again.checks == found.checks
+    assert made == [first]
+    # One number of a parameter tells them apart, and a wrong attention is found against what another module gave.
+    assert verified(other).passed
+    assert made == [first, other]
+    wrong = Projected(workload, lambda q, k, v: right(workload)(q, k, v) * 1.01)
+    assert "out" in failing(verified(wrong))
+
+
+def test_modules_with_more_than_plain_values_are_not_compared(make_workload: MakeWorkload, right: type) -> None:
+    workload = make_workload()
+    plain, hooked, odd = (Projected(workload, right(workload)) for _ in range(3))
+    hooked.o.register_forward_hook(lambda *_: None)
+    odd.scale = torch.ones(3)
+    assert shell_of(plain) is not None
+    assert shell_of(hooked) is None
+    assert shell_of(odd) is None
+    odd.scale = 2.0
+    assert not shell_of(odd).computes_as(shell_of(plain))

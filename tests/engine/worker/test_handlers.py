@@ -7,7 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dilabench.compare.across import compare_across
 from dilabench.engine.call.buffer_pool import SizedBufferPool
 from dilabench.engine.call.inputs import InputStore
-from dilabench.engine.call.kernel_trace import kernel_ledger
+from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.timers.wall import Wall
@@ -112,6 +112,14 @@ def test_memory_adds_up_to_its_peak(prepared, mode):
     assert memory.method
 
 
+@pytest.mark.parametrize("mode", ["forward", "both"])
+def test_the_call_that_shows_the_kernels_shows_the_same_memory(prepared, mode):
+    call = prepared("Projection", mode=mode, seq_len=1023)
+    seen = profiled(call.fresh(), CPU, memory=True)
+    assert measure_memory(call, seen) == measure_memory(call)
+    assert "[memory]" not in [kernel.name for kernel in kernel_ledger(seen, CPU)]
+
+
 class _KeepsWrapped(torch.autograd.Function):
     """Keeps two tensors of 1 MiB in one wrapper, as DTensors are kept: its own storage has no address."""
 
@@ -162,7 +170,7 @@ def test_a_fifth_more_memory_is_a_regression(prepared, make_row, make_record):
 
 def test_the_ledger_counts_operators(prepared, tmp_path):
     trace = tmp_path / "trace.json"
-    kernels = kernel_ledger(prepared("honest").fresh(), CPU, trace)
+    kernels = kernel_ledger(profiled(prepared("honest").fresh(), CPU), CPU, trace)
     names = {kernel.name: kernel.count for kernel in kernels}
     assert names["aten::_scaled_dot_product_flash_attention_for_cpu"] == 1
     assert [k.duration_ns for k in kernels] == sorted((k.duration_ns for k in kernels), reverse=True)

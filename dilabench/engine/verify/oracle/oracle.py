@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from dilabench.engine.verify.oracle.tolerance import (
 from dilabench.engine.verify.planes import Planes, make_planes
 from dilabench.impls.reference import accumulation_dtype, attend_rows, attend_rows_backward
 from dilabench.workload.spec import Workload
+
+if TYPE_CHECKING:
+    from dilabench.engine.verify.same_module import Shell
 
 # Rows on which the second call is compared; its other rows serve the dependency probe.
 SECOND_CALL_ROWS = 16
@@ -53,6 +57,8 @@ class Oracle:
         self.dtype = TORCH_DTYPE[workload.dtype]
         self.sample = sample or choose_sample(workload, seed)
         self.inputs: tuple[Tensor, ...] = self._draw_inputs()
+        # What is expected of a module around an attention, for the next that is the same (embeddings.py).
+        self.around: tuple[Shell, dict[str, Expected]] | None = None
 
     def restore(self) -> None:
         """Draw the inputs again, in new memory."""
