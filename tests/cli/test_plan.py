@@ -30,7 +30,9 @@ def test_plan_predicts_by_length_batch_and_implementation(cli):
     rows = json.loads(result.stdout)
     assert len(rows) == 2 * 2 * 2 * 2
     found = {(r["implementation"], r["mode"], r["batch_size"], r["seq_len"]): r["predicted_peak_bytes"] for r in rows}
-    assert found["strided", "forward", 2, 2**18] == 2 * found["strided", "forward", 1, 2**18]
+    # Tensors are twice as large; calls in turns are cut along the batch too, into as small ones or smaller.
+    one, two = (found["strided", "forward", batch, 2**18] for batch in (1, 2))
+    assert 1.8 * one < two <= 2 * one
     assert (
         found["gather", "both", 1, 2**18] > found["strided", "both", 1, 2**18] > found["strided", "forward", 1, 2**18]
     )

@@ -190,12 +190,14 @@ def loops_with_products(cubin: bytes, folder: Path) -> list[str]:
 MASKS = [(False, False), (False, True), (True, False)]
 # These have code of their own for a sequence that ends inside a tile.
 CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] and shape[2] != "backward_key"]
+SHIPPED = [
+    pytest.param(*shape, marks=pytest.mark.slow if shape[0] > 128 else ())
+    for shape in [*((*shape, False) for shape in shipped()), *CUT]
+]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
-@pytest.mark.parametrize(
-    ("dim", "causal", "direction", "config", "cut"), [*((*shape, False) for shape in shipped()), *CUT], ids=str
-)
+@pytest.mark.parametrize(("dim", "causal", "direction", "config", "cut"), SHIPPED, ids=str)
 def test_shipped_configurations(
     dim: int, causal: bool, direction: str, config: TileConfig, cut: bool, again: bool, tmp_path: Path
 ) -> None:

@@ -155,7 +155,7 @@ def rectangles(
         for segments in segments_of(branches[index], workload.seq_len):
             for block in _blocks(segments, lengths, chunk):
                 for call in _calls(workload, branches[index], segments, block, lengths, links):
-                    found += _parts(call, most)
+                    found += _parts(call, most, workload.seq_len)
     return tuple(found)
 
 
@@ -252,9 +252,10 @@ def _rectangle(
     return Rectangle(StridedRows(call, whole=False), StridedRows(seen, whole=False), log_count, diagonal)
 
 
-def _parts(rectangle: Rectangle, query_rows: int) -> Iterator[Rectangle]:
-    """The rectangle in parts of at most so many rows."""
+def _parts(rectangle: Rectangle, query_rows: int, seq_len: int) -> Iterator[Rectangle]:
+    """The rectangle in parts of at most so many rows, whose batch items follow each other as segments do."""
     call, seen = rectangle.rows.call, rectangle.seen.call
     ahead = seen.start.position - call.start.position
-    for part in at_most(call, query_rows):
-        yield _rectangle(part, ahead, seen.rows, seen.rate, rectangle.log_count, rectangle.diagonal)
+    for small in at_most(call, query_rows):
+        for part in regular_batches(small, seq_len):
+            yield _rectangle(part, ahead, seen.rows, seen.rate, rectangle.log_count, rectangle.diagonal)
