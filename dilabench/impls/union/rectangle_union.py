@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
@@ -144,8 +145,11 @@ def _at_once(
 ) -> None:
     """The call for every share, each in a thread of its own where nothing has to see its operators.
 
-    A profiler, which sees one thread, is among that: memory is measured by it.
+    A profiler, which sees one thread, is among that: memory is measured by it. Of tensors without data, whose memory is
+    traced, one share stands for all: they come one after another, and are alike.
     """
+    if isinstance(tensors[0], FakeTensor):
+        shares = shares[:1]
     threads = torch.get_num_threads()
     seen = torch._C._autograd._profiler_enabled() or not nothing_looks_on(*tensors)
     if len(shares) == 1 or threads == 1 or seen:
