@@ -33,9 +33,9 @@ from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
 from dilabench.kernels.fused.residue_plan import residue_plan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, tile_columns
+from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launches
-from dilabench.kernels.tuning import TileConfig, shipped, specialized_config, tail_of
+from dilabench.kernels.tuning import TileConfig, shipped, specialized_config, tile_columns
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels are interpreted, not compiled"
@@ -248,7 +248,7 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
     """The Hopper kernel as its launchers ask for it."""
     config = specialized_config(dim, 128)
     assert config is not None
-    kernel, tail = fused_forward_sm90._forward_kernel, tail_of(dim)
+    kernel, (_, tail) = fused_forward_sm90._forward_kernel, tile_columns(dim, 2)
     constants = {"DIM": dim, "TAIL": tail, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
     constants |= {"STAGES": config.num_stages, "RAGGED": cut, "RANGES": ranges, "MERGE": merge}
     constants["PERSISTENT"] = fused_forward_sm90.stays(dim, causal, cut or ranges or merge)

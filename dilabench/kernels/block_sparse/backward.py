@@ -24,10 +24,10 @@ from dilabench.kernels.block_sparse.forward import (
 )
 from dilabench.kernels.block_sparse.key_items import add_slots, slot_places
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, padded_dim
+from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import TileConfig, padded_dim
 
 _LOG2E = 1.4426950408889634
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)

@@ -14,9 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, padded_dim, product_precision
+from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, product_precision
 from dilabench.kernels.launches import COPY_BYTES, run
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import TileConfig, padded_dim
 
 _LOG2E = 1.4426950408889634
 

@@ -23,7 +23,6 @@ from dilabench.kernels.fused.row_layout import (
     check_scale,
     is_whole,
     launch_arguments,
-    tile_columns,
     whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
@@ -44,7 +43,7 @@ from dilabench.kernels.fused.tile_walk import (
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout, run
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
-from dilabench.kernels.tuning import TileConfig, tile_config
+from dilabench.kernels.tuning import TileConfig, tile_columns, tile_config
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 

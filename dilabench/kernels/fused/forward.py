@@ -20,7 +20,6 @@ from dilabench.kernels.fused.row_layout import (
     is_whole,
     launch_arguments,
     on_hopper,
-    tile_columns,
     whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
@@ -42,7 +41,7 @@ from dilabench.kernels.fused.tile_walk import (
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
-from dilabench.kernels.tuning import TileConfig, specialized_config, tile_config
+from dilabench.kernels.tuning import TileConfig, specialized_config, tile_columns, tile_config
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)

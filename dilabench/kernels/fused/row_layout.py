@@ -13,9 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launches import COPY_BYTES, Arguments
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import TileConfig, tile_columns
 
-SMALLEST_DIM, LARGEST_HEAD_DIM = 16, 256
+LARGEST_HEAD_DIM = 256
 
 # What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
 # integers that are 1 or that 16 divides.
@@ -112,29 +112,6 @@ def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescri
     shape = [batch, modulus, heads, length // modulus, dim]
     strides = [length * token, token, head, modulus * token, 1]
     return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, columns])
-
-
-# Below it a second tile costs more than it saves: D48 backward 5.18 ms in tiles of 64 columns, 5.44 in 32 and 16.
-_SMALLEST_HEAD_TILE = 64
-
-
-def tile_columns(dim: int, itemsize: int) -> tuple[int, int]:
-    """Columns of the tiles that hold a head dim: a power of two, and another behind it (0: none) where both together
-    are less than the next power of two. The columns beyond D are zeros, which change no product.
-
-    float32 has one tile: with two, head dims 72 and 160 ended in an illegal memory access on an H200 (Triton 3.6).
-    """
-    padded = padded_dim(dim)
-    head = padded // 2
-    if head < _SMALLEST_HEAD_TILE or itemsize > 2:
-        return padded, 0
-    tail = padded_dim(dim - head)
-    return (head, tail) if head + tail < padded else (padded, 0)
-
-
-def padded_dim(dim: int) -> int:
-    """The power of two that tiles have as head dim: the columns beyond D are zeros, which change no product."""
-    return max(SMALLEST_DIM, triton.next_power_of_2(dim))
 
 
 # Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
