@@ -35,7 +35,7 @@ class Chosen:
 def build(workload: Workload, context: BuildContext) -> Chosen:
     """Choose as the first call of this configuration does; the calls find what was measured."""
     began = time.perf_counter_ns()
-    choice, _ = automatic(workload, context.device, workload.mode != "forward")
+    choice, _ = automatic(workload, context.device)
     took_ns = time.perf_counter_ns() - began
     pattern = DilatedPattern.of(workload)
     options = {

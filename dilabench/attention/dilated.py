@@ -383,11 +383,12 @@ def _cached_computation(
                 "causal": options.causal,
                 "window": options.window,
                 "scale": options.scale,
+                "mode": "both" if options.wants_gradient else "forward",
                 **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
             },
         )
         if options.backend == AUTO:
-            return automatic(workload, device, options.wants_gradient)[1]
+            return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
         case = Case(implementation="dilated_attention", workload=workload.replace(mode="forward"))
         backend = backend_of(options.backend, case, device.type)
@@ -396,7 +397,7 @@ def _cached_computation(
     return strided.build(workload, BuildContext(device=device, backend=backend))
 
 
-def automatic(workload: Workload, device: torch.device, wants_gradient: bool) -> tuple[Choice, _Computation]:
+def automatic(workload: Workload, device: torch.device) -> tuple[Choice, _Computation]:
     """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
 
     A rule may leave the backend open; then it is the best dense kernel below strided views. Raises ConfigError when
@@ -412,14 +413,15 @@ def automatic(workload: Workload, device: torch.device, wants_gradient: bool) ->
         found = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
         return found if isinstance(found, _Computation) else None
 
-    asked = workload.replace(mode="both" if wants_gradient else "forward")
+    # Who asks for a backward pass will call a forward pass before it.
+    asked = workload if workload.mode == "forward" else workload.replace(mode="both")
     choice = first_use.fastest(planner, asked, device, build)
     found = build(Case(implementation=choice.implementation, backend=choice.backend, workload=asked))
     if found is not None:
         return choice, found
     case = Case(implementation="dilated_attention", workload=workload.replace(mode="both"))
     backend = backend_of(AUTO, case, device.type)
-    computation = strided.build(workload, BuildContext(device=device, backend=backend))
+    computation = strided.build(asked, BuildContext(device=device, backend=backend))
     return Choice("strided", backend.name, choice.source), computation
 
 

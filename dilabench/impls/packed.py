@@ -224,8 +224,8 @@ def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
-        detached=workload.pattern.is_detached,
-        zero_keys=log_zero_keys(workload, context.device, apart=workload.pattern.is_detached),
+        detached=workload.detaches_merge,
+        zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
     )
     return ByBranches(union)
 

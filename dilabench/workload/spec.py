@@ -152,6 +152,11 @@ class Workload(Model):
         """Whether every query sees every key of its sequence, causal mask and window aside."""
         return all(self.pattern.is_dense(shape) for shape in dict.fromkeys(self.shapes))
 
+    @property
+    def detaches_merge(self) -> bool:
+        """Whether gradients are asked for in which the weights of a merge count as constants (semantics.md §2)."""
+        return self.mode != "forward" and self.pattern.is_detached
+
     def as_dense(self) -> "Workload":
         """The same shape with every key visible: what dense kernels and yardsticks compute."""
         return self.model_copy(update={"pattern": DENSE})

@@ -55,6 +55,7 @@ def workloads(draw: st.DrawFn, kind: str = "dilated", merge_grad: str = "exact",
             "causal": causal,
             "window": (draw(st.sampled_from((-1, 0, 5))), draw(st.sampled_from((-1, 0) if causal else (-1, 0, 3)))),
             "scale": draw(st.sampled_from((None, 0.3))),
+            "mode": "both",
         }
     )
 

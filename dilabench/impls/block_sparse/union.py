@@ -71,7 +71,7 @@ def block_union(
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
-        detached=workload.pattern.is_detached,
+        detached=workload.detaches_merge,
     )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,14 @@ from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import nothing_looks_on
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.nesting import chains
+from dilabench.impls.union.own_means import OwnMeans
 from dilabench.impls.union.rectangles import DIAGONAL_ROWS, LEAST_ROWS, Rectangle, rectangles
 from dilabench.impls.union.union import Rows, Union
 from dilabench.workload.spec import UNBOUNDED, Workload
 from dilabench.workload.work import flops
+
+ShareT = TypeVar("ShareT")
+ResultT = TypeVar("ResultT")
 
 # Of a forward pass; threads of our own take milliseconds to start, and calls grow small.
 LEAST_FLOPS = 8e9
@@ -43,20 +48,24 @@ class RectangleUnion(Union):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Union.forward`."""
+        """As `Union.forward`; kept of a call are its out and lse."""
         output = onto or self._empty_output(q)
 
-        def attend(share: Sequence[Rectangle]) -> None:
+        def attend(share: Sequence[Rectangle]) -> list[Tensor]:
+            kept: list[Tensor] = []
             for rows in share:
                 result = self._attend(rows, q, k, v)
                 (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
+                if self.detached:
+                    kept += result
                 # The next call must not find this result still in memory.
                 del result
+            return kept
 
-        _at_once(attend, self.shares(), q, k, v)
+        kept = _at_once(attend, self._shares_of(q), q, k, v)
         if self.zero_keys is not None:
-            add_null_mass_(*output, self.zero_keys)
-        return *output, []
+            add_null_mass_(*output, self.zero_keys.logsumexp(0, keepdim=True))
+        return *output, [tensor for of_share in kept for tensor in of_share]
 
     def backward(
         self,
@@ -66,24 +75,46 @@ class RectangleUnion(Union):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        _kept: Sequence[Tensor] = (),
+        kept: Sequence[Tensor] = (),
         onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Union.backward`."""
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         dq, dk, dv = onto or (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        shares = self._shares_of(q)
+        means: OwnMeans | None = None
+        if self.detached:
+            parts = 1 + max(part for share in shares for rows in share for part in rows.parts)
+            means = OwnMeans(dout, lse, parts, self.zero_keys)
+        left = iter(kept)
+        kept_of = [list(islice(left, 2 * len(share))) for share in shares]
 
-        def add_gradients(share: Sequence[Rectangle]) -> None:
-            for rows in share:
-                of_queries, *of_keys = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, None)
+        def add_gradients(index: int) -> None:
+            if means:
+                self._add_means(means, shares[index], q, k, v, kept_of[index])
+            for rows in shares[index]:
+                own = means.as_out(rows) if means else None
+                of_queries, *of_keys = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
                 rows.add_queries(dq, of_queries)
                 for total, part in zip((dk, dv), of_keys, strict=True):
                     rows.add_keys(total, part)
                 del of_queries, of_keys, part
 
-        _at_once(add_gradients, self.shares(), dout, q, k, v)
+        _at_once(add_gradients, range(len(shares)), dout, q, k, v)
         return dq, dk, dv
+
+    def _add_means(
+        self, means: OwnMeans, share: Sequence[Rectangle], q: Tensor, k: Tensor, v: Tensor, kept: list[Tensor]
+    ) -> None:
+        """Of every call of the share, computed again where its result is not kept."""
+        for rows, index in zip(share, range(0, 2 * len(share), 2), strict=True):
+            means.add(rows, *(kept[index : index + 2] or self._attend(rows, q, k, v)))
+
+    def _shares_of(self, x: Tensor) -> Sequence[Sequence[Rectangle]]:
+        """All shares; one stands for all, which are alike, where memory is traced and none keeps anything."""
+        shares = self.shares()
+        return shares[:1] if isinstance(x, FakeTensor) and not self.detached else shares
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         assert isinstance(rows, Rectangle)
@@ -103,7 +134,7 @@ def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion |
 
 
 def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion:
-    """The union of any padded workload without a window whose merge weights are not detached."""
+    """The union of any padded workload without a window."""
     count = gcd(torch.get_num_threads(), workload.num_kv_heads)
     heads = workload.num_heads // count
 
@@ -122,7 +153,8 @@ def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
-        zero_keys=log_zero_keys(workload, context.device),
+        detached=workload.detaches_merge,
+        zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
     )
 
 
@@ -132,7 +164,7 @@ def _saves_pairs(workload: Workload) -> bool:
     A single branch stays a single call: dense attention is what the backend's kernel makes of it.
     """
     branches = branches_of(workload)
-    if len(branches) == 1 or workload.window != UNBOUNDED or workload.pattern.is_detached:
+    if len(branches) == 1 or workload.window != UNBOUNDED:
         return False
     rows = max(-(-branch.segment_length // branch.rate) for branch in branches)
     return (workload.causal and rows > 2 * DIAGONAL_ROWS) or any(
@@ -140,26 +172,18 @@ def _saves_pairs(workload: Workload) -> bool:
     )
 
 
-def _at_once(
-    call: Callable[[Sequence[Rectangle]], None], shares: Sequence[Sequence[Rectangle]], *tensors: Tensor
-) -> None:
-    """The call for every share, each in a thread of its own where nothing has to see its operators.
+def _at_once(call: Callable[[ShareT], ResultT], shares: Sequence[ShareT], *tensors: Tensor) -> list[ResultT]:
+    """The results of all calls, each in a thread of its own where nothing has to see its operators.
 
-    A profiler, which sees one thread, is among that: memory is measured by it. Of tensors without data, whose memory is
-    traced, one share stands for all: they come one after another, and are alike.
+    A profiler, which sees one thread, is among that: memory is measured by it.
     """
-    if isinstance(tensors[0], FakeTensor):
-        shares = shares[:1]
     threads = torch.get_num_threads()
     seen = torch._C._autograd._profiler_enabled() or not nothing_looks_on(*tensors)
     if len(shares) == 1 or threads == 1 or seen:
-        for share in shares:
-            call(share)
-        return
+        return [call(share) for share in shares]
     try:
         with ThreadPoolExecutor(len(shares), initializer=_begin, initargs=(max(1, threads // len(shares)),)) as pool:
-            for _ in pool.map(call, shares):
-                pass
+            return list(pool.map(call, shares))
     finally:
         # What one thread sets is the default of all threads to come.
         torch.set_num_threads(threads)

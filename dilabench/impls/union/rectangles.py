@@ -32,12 +32,17 @@ DIAGONAL_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """`union.Rows` whose keys are other rows than the queries'. `log_count`: of the branches that give its pairs."""
+    """`union.Rows` whose keys are other rows than the queries'. `parts`: of the branches that give its pairs."""
 
     rows: StridedRows
     seen: StridedRows
-    log_count: float
+    parts: tuple[int, ...]
     diagonal: bool
+
+    @property
+    def log_count(self) -> float:
+        """Logarithm of how many branches give its pairs."""
+        return log(len(self.parts))
 
     @property
     def rate(self) -> int:
@@ -142,20 +147,21 @@ def rectangles(
         for branch in branches_of(workload)
     ]
     most = max(1, workload.tokens * len(heads) // 2)
-    alike: dict[tuple[int, tuple[int, ...], int, bool], list[Chain]] = {}
+    alike: dict[tuple[tuple[int, ...], int, bool], list[Chain]] = {}
     for chain in chains(branches, workload.seq_len, least_rows):
         # Where the diagonal ends must be the same for all branches of a chain.
         chunk = lcm(diagonal_rows * chain[0].rate, chain[-1].rate) if workload.causal else 0
-        for index, link in enumerate(chain):
-            lengths = tuple(one.length for one in chain[: index + 1])
-            key = link.branch, lengths, chunk, index + 1 < len(chain)
+        for index in range(len(chain)):
+            key = tuple(one.branch for one in chain[: index + 1]), chunk, index + 1 < len(chain)
             alike.setdefault(key, []).append(chain[index : index + 2])
     found: list[Rectangle] = []
-    for (index, lengths, chunk, _), links in sorted(alike.items(), key=lambda item: item[0]):
-        for segments in segments_of(branches[index], workload.seq_len):
-            for block in _blocks(segments, lengths, chunk):
-                for call in _calls(workload, branches[index], segments, block, lengths, links):
-                    found += _parts(call, most, workload.seq_len)
+    # Branch by branch: what a branch is the first to write, others merge into.
+    for (indices, chunk, _), links in sorted(alike.items(), key=lambda item: (item[0][0][-1], item[0])):
+        nested = [branches[index] for index in indices]
+        for segments in segments_of(nested[-1], workload.seq_len):
+            for block in _blocks(segments, [branch.segment_length for branch in nested], chunk):
+                for call in _calls(workload, nested, segments, block, links):
+                    found += _cut(call, most, workload.seq_len)
     return tuple(found)
 
 
@@ -184,17 +190,19 @@ def _blocks(segments: Segments, lengths: Sequence[int], chunk: int) -> Iterator[
 
 
 def _calls(
-    workload: Workload,
-    branch: Branch,
-    segments: Segments,
-    block: Block,
-    lengths: Sequence[int],
-    links: Sequence[Chain],
+    workload: Workload, nested: Sequence[Branch], segments: Segments, block: Block, links: Sequence[Chain]
 ) -> Iterator[Rectangle]:
-    """The calls of a block of a branch for the heads of these links, each with the next of its chain if any."""
-    log_count = log(sum(block.start // one == (block.start + block.length - 1) // one for one in lengths))
+    """The calls of a block of the last of these branches, for the heads of these links.
+
+    A link has the next one of its chain beside it, if any; the branches before it hold the pairs of those blocks that
+    lie in one of their segments, too.
+    """
+    branch = nested[-1]
     first = branch.first and block.diagonal
     plain = block.diagonal and workload.causal
+    last = block.start + block.length - 1
+    holding = (one.part for one in nested if block.start // one.segment_length == last // one.segment_length)
+    parts = (branch.part,) if plain else tuple(holding)
     of_heads = [
         (link[0].place, [(Residue(link[0].place.position, branch.rate),) * 2] if plain else _residues(link))
         for link in links
@@ -227,7 +235,7 @@ def _calls(
                 )
                 ahead_of_queries = block.key - block.query + ahead
                 for regular in regular_batches(call, workload.seq_len):
-                    yield _rectangle(regular, ahead_of_queries, key_rows, key_rate, 0.0 if plain else log_count, plain)
+                    yield _rectangle(regular, ahead_of_queries, key_rows, key_rate, parts, plain)
 
 
 def _residues(chain: Chain) -> list[tuple[Residue, Residue]]:
@@ -245,17 +253,17 @@ def _residues(chain: Chain) -> list[tuple[Residue, Residue]]:
 
 
 def _rectangle(
-    call: StridedCall, ahead: int, key_rows: int, key_rate: int, log_count: float, diagonal: bool
+    call: StridedCall, ahead: int, key_rows: int, key_rate: int, parts: tuple[int, ...], diagonal: bool
 ) -> Rectangle:
     """A call over keys that begin so many positions after the queries."""
     seen = replace(call, start=call.start.after(Place(ahead, 0, 0)), rows=key_rows, rate=key_rate)
-    return Rectangle(StridedRows(call, whole=False), StridedRows(seen, whole=False), log_count, diagonal)
+    return Rectangle(StridedRows(call, whole=False), StridedRows(seen, whole=False), parts, diagonal)
 
 
-def _parts(rectangle: Rectangle, query_rows: int, seq_len: int) -> Iterator[Rectangle]:
-    """The rectangle in parts of at most so many rows, whose batch items follow each other as segments do."""
+def _cut(rectangle: Rectangle, query_rows: int, seq_len: int) -> Iterator[Rectangle]:
+    """The rectangle in pieces of at most so many rows, whose batch items follow each other as segments do."""
     call, seen = rectangle.rows.call, rectangle.seen.call
     ahead = seen.start.position - call.start.position
     for small in at_most(call, query_rows):
-        for part in regular_batches(small, seq_len):
-            yield _rectangle(part, ahead, seen.rows, seen.rate, rectangle.log_count, rectangle.diagonal)
+        for piece in regular_batches(small, seq_len):
+            yield _rectangle(piece, ahead, seen.rows, seen.rate, rectangle.parts, rectangle.diagonal)

@@ -233,8 +233,8 @@ def union_of(
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
-        detached=workload.pattern.is_detached,
-        zero_keys=log_zero_keys(workload, device, apart=workload.pattern.is_detached),
+        detached=workload.detaches_merge,
+        zero_keys=log_zero_keys(workload, device, apart=workload.detaches_merge),
     )
 
 
