@@ -113,11 +113,9 @@ def plan(
         planned = expand(found.catalogue, machine, request)
         show_predictions(planned, Planner(found.catalogue, machine, request), as_json)
         return
-    if not counts:
-        request = request.model_copy(update={"lengths": LENGTHS_CHECKED[machine.device] if check else LENGTHS})
     planner = Planner(found.catalogue, machine, request)
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
-    planned = _cases(planner, batches)
+    planned = _cases(planner, batches, LENGTHS_CHECKED[machine.device] if check else LENGTHS)
     plan_ahead([one.case for one in planned], machine.device, found.catalogue)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
     if check:
@@ -188,9 +186,10 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     say("* chosen by auto")
 
 
-def _cases(planner: Planner, batches: Sequence[int]) -> tuple[PlannedCase, ...]:
+def _cases(planner: Planner, batches: Sequence[int], lengths: Sequence[int]) -> tuple[PlannedCase, ...]:
+    """Every batch size and mode of what was asked for, at these lengths where nothing says another."""
     planned: list[PlannedCase] = []
-    for asked in planner.workload_requests([{}]):
+    for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
         implementations = planner.implementations(_default(planner, asked))
         modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
         for batch in batches:
@@ -237,6 +236,8 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
     with ThreadPoolExecutor() as pool:
         found_lengths = zip(alike, pool.map(lambda one: _longest(one, planner, capacity), alike.values()), strict=True)
     longest = {key: f"{length:,}".replace(",", "_") for key, length in found_lengths if length is not None}
+    if not longest:
+        return
     say()
     ranks = max(one.case.world_size for one in planned)
     title = f"The longest sequence that fits into {format_bytes(capacity)}" + (

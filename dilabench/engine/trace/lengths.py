@@ -64,14 +64,18 @@ def traced(spec: CaseSpec, device: str) -> MemoryPlan:
 
 def _line(spec: CaseSpec, length: int, device: str, effort: int) -> tuple[_Point, _Point] | None:
     """Two lengths that took not too long, if a third shows that memory grows in proportion by then."""
+    # Where ranks cut no segment of the length, they cut none of those beside it.
+    alike = (spec.case.workload.pattern.cut_length or 1) * spec.case.world_size
+    unit = alike if length % alike == 0 else 1
     far = length // 2
-    while far // 4 >= SHORTEST:
+    while far // 4 >= max(SHORTEST, unit):
         try:
-            points = [(at, _traced_at(spec, at, device, effort)) for at in (far, far // 2, far // 4)]
+            lengths = [part // unit * unit for part in (far, far // 2, far // 4)]
+            points = [(at, _traced_at(spec, at, device, effort)) for at in lengths]
         except TooLongError:
             far //= 4
             continue
-        expected = _along(points[2], points[1], far).peak_bytes
+        expected = _along(points[2], points[1], lengths[0]).peak_bytes
         straight = abs(expected / points[0][1].peak_bytes - 1) <= STRAIGHT
         return (points[1], points[0]) if straight else None
     return None

@@ -3,8 +3,9 @@
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.plan import plan_memory
 from dilabench.record import Case
+from dilabench.workload.last_length import last_length
+from dilabench.workload.spec import MAX_SEQ_LEN
 
-LONGEST = 2**40
 # The answer is right to this part of it: a step more does not fit.
 RESOLUTION = 256
 
@@ -13,9 +14,10 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
     """The largest sequence length of the case whose plan fits into so many bytes; None without a plan, 0 if none.
 
     The batch size, heads and branches stay; packed sequences and a mask from a file have the length that they have,
-    and give None. To a step of about a three-hundredth, and confirmed: it fits, a step more does not. Over ranks, where
-    lengths that cut segments need more than those that do not, a longer one may fit, too. It is a prediction: `extreme`
-    finds the length by real runs.
+    and give None; a pattern that refuses long sequences may end the search at its own longest. To a step of about a
+    three-hundredth, and confirmed: it fits, a step more does not. Over ranks, where lengths that cut segments need more
+    than those that do not, a longer one may fit, too; where only the latter can be traced, the step is the distance
+    between them. It is a prediction: `extreme` finds the length by real runs.
     """
     if case.workload.pattern.has_fixed_length or case.workload.layout == "packed":
         return None
@@ -25,19 +27,27 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
         found = plan_memory(case.model_copy(update={"workload": workload}), device, catalogue)
         return None if found is None else found.peak_bytes
 
-    length = case.workload.seq_len
-    fits, too_long = (0, 0), (LONGEST, LONGEST)
-    while (needed := peak(length)) is not None:
+    length, last = case.workload.seq_len, last_length(case.workload)
+    fits, too_long = (0, 0), (MAX_SEQ_LEN, MAX_SEQ_LEN)
+    least_step = 1
+    while True:
+        needed = peak(length)
+        if needed is None:
+            # Where ranks cut segments, a trace may take too long: then only lengths at which they cut none count.
+            least_step = (case.workload.pattern.cut_length or 1) * case.world_size
+            if length % least_step == 0 or length < least_step:
+                return None
+            length = length // least_step * least_step
+            continue
         if needed <= capacity_bytes:
             fits = (length, needed)
         else:
             too_long = (length, needed)
         low, high = fits[0], too_long[0]
-        step = _step(low or high)
-        if high - low <= step or low >= LONGEST // 2:
+        step = max(least_step, _step(low or high))
+        if high - low <= step or low >= min(last, MAX_SEQ_LEN // 2):
             return low
-        length = _guess(fits, too_long, capacity_bytes, step)
-    return None
+        length = min(last, _guess(fits, too_long, capacity_bytes, step))
 
 
 def _step(length: int) -> int:
@@ -48,9 +58,9 @@ def _step(length: int) -> int:
 def _guess(fits: tuple[int, int], too_long: tuple[int, int], capacity: int, step: int) -> int:
     """Where a line through what is known reaches the capacity, inside what is not known, on a multiple of the step."""
     (low, low_bytes), (high, high_bytes) = fits, too_long
-    if high == LONGEST:
+    if high == MAX_SEQ_LEN:
         # Nothing was too long yet: in proportion, and a step beyond, so that the next may be the end.
-        return min(LONGEST // 2, max(low + step, low * capacity // max(1, low_bytes) // step * step + step))
+        return min(MAX_SEQ_LEN // 2, max(low + step, low * capacity // max(1, low_bytes) // step * step + step))
     at = low + (high - low) * (capacity - low_bytes) // max(1, high_bytes - low_bytes)
     nearest = at // step * step
     return min(max(nearest, low + step), high - 1) if low else max(1, min(nearest, high // 2))

@@ -15,11 +15,11 @@ from dilabench.suites.planner import Planner, as_dense
 from dilabench.suites.room import memory_bytes
 from dilabench.units import parse_count
 from dilabench.workload.cuts import cut_length, why_uncut
+from dilabench.workload.last_length import last_length
 from dilabench.workload.spec import WorkloadRequest
 
 MODES = ("forward", "both")
 MAX_SEQ_LENGTH = 2**20
-LONGEST = 2**40
 FIRST_LENGTH = 2**13
 SHORTEST = 2**8
 # A search ends when the shortest length that did not fit is within this part of the longest that did.
@@ -54,8 +54,10 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> WorkloadRequest:
     """Chunks need a sequence that can be cut."""
-    workload = asked.model_copy(update={"seq_len": LONGEST}).resolve(planner.machine.auto_dtype)
-    cut = cut_length(workload) if way.chunked else None
+    if not way.chunked:
+        return asked
+    workload = asked.resolve(planner.machine.auto_dtype)
+    cut = cut_length(workload.replace(seq_len=last_length(workload)))
     return asked if cut is None else asked.model_copy(update={"seq_len": max(asked.seq_len, 2 * cut)})
 
 
@@ -75,7 +77,7 @@ def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tup
     """The next length of every search that is not over."""
     planned: list[PlannedCase] = []
     for search in searches(rows):
-        length = search.next_length(_longest(request))
+        length = search.next_length(search.last_length(request))
         if length is not None:
             planned += search.at(_foreseen(search, length, planner, request), planner, request)
     return tuple(planned)
@@ -106,6 +108,10 @@ class Search:
     def interrupted(self) -> Row | None:
         """A row that ended in another way: wrong, out of time, not supported. The search stops there."""
         return next((row for row in self.rows if row not in self.fitting and not did_not_fit(row)), None)
+
+    def last_length(self, request: RunRequest) -> int:
+        """The longest length that is asked for and that the pattern takes."""
+        return min(_longest(request), last_length(self.rows[0].case.workload))
 
     def next_length(self, longest_wanted: int) -> int | None:
         """The next length to try, None when the search is over.
@@ -140,7 +146,7 @@ class Search:
 
 def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
     """The length to try instead, where predictions know better than doubling and halving."""
-    machine, longest = planner.machine, _longest(request)
+    machine, longest = planner.machine, search.last_length(request)
     limit = request.options.get("memory_limit")
     available = memory_bytes(machine) if limit is None else parse_count(limit, "memory_limit")
     if available is None or search.longest == 0:

@@ -44,6 +44,12 @@ def test_a_length_that_is_given_has_no_longest(peaks):
     assert longest_that_fits(case, "cpu", 2**40, peaks.catalogue()) is None
 
 
+def test_the_longest_is_one_that_the_pattern_takes(peaks):
+    zero_keys = {"segment_lengths": (8, 12), "dilation_rates": (1, 8), "padding": "zero_key"}
+    case = peaks.case_of("strided", "sdpa-flash", {"kind": "dilated", **zero_keys}, seq_len=10)
+    assert longest_that_fits(case, "cpu", 2**40, peaks.catalogue()) == 12
+
+
 @pytest.mark.parametrize(
     ("implementation", "backend"), [("dense", "math"), pytest.param("reference", None, marks=pytest.mark.slow)]
 )
