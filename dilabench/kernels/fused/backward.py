@@ -312,7 +312,7 @@ def fused_backward(
     lse = lse.contiguous()
     known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), dout, out, lse)))
     scale, whole, steps = known.once("checked", lambda: _checked((q, k, v), given, plan, scale, tiles))
-    dq, dk, dv = onto or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = onto or [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     if onto is None and not plan.groups[0].covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     operands = given if whole else {name: whole_classes(x, plan.modulus) for name, x in given.items()}

@@ -200,7 +200,7 @@ def fused_forward(
     batch, length, num_heads, _ = q.shape
     covered = plan.groups[0].covers_every_row
     if covered:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty((batch, num_heads, length), dtype=torch.float32, device=q.device)
     else:
         out = q.new_zeros(q.shape)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from dilabench.kernels.fused.branch_group import (
@@ -53,7 +53,7 @@ class ResiduePlan:
     def complete(self) -> bool:
         return not self.leftover
 
-    @property
+    @cached_property
     def modulus(self) -> int:
         """What a length must be a multiple of for the rows of every group to be whole."""
         return math.lcm(*(group.modulus for group in self.groups))
