@@ -80,6 +80,14 @@ def test_lse_carries_no_gradient() -> None:
     assert torch.equal(lse, function.with_lse(*inputs())[1])
 
 
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = inputs()
+    loss = strided.build(WORKLOAD, context())(q, k, v).square().sum()
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_detached_merge_is_not_one_operator_and_gives_the_same() -> None:
     workload = WORKLOAD.replace(pattern={**WORKLOAD.pattern.model_dump(), "merge_grad": "detached"})
