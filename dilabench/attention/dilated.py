@@ -341,8 +341,8 @@ class _Computation(Protocol):
 
 def _computation(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> _Computation:
     """The computation for these tensors, made once per shape; refuses what does not fit together."""
-    kinds = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
-    return _cached_computation(kinds, options)
+    of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
+    return _cached_computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
 
 
 def _check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:

@@ -63,6 +63,9 @@ def outside_compilers(function: Callable[..., ResultT], *arguments: Any) -> Resu
     return apart(*arguments)
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
 def nothing_looks_on(*tensors: Tensor) -> bool:
     """Whether a call is no more than a call: no compiler, mode or function transform that must see one operator.
 
@@ -73,7 +76,7 @@ def nothing_looks_on(*tensors: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
     )
-    return not looked_at and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return not looked_at and _PLAIN.issuperset(map(type, tensors))
 
 
 def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,12 +99,19 @@ class _Function(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return None, None, None, None
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        return None, *ctx.computation.backward(dout, q, k, v, out, lse, *([kept] if kept else []))
+        # What refuses a second derivative takes microseconds, and nobody asks for one where gradients are off already.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dout)
+
+
+def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return None, None, None, None
+    q, k, v, out, lse, *kept = ctx.saved_tensors
+    return None, *ctx.computation.backward(dout, q, k, v, out, lse, *([kept] if kept else []))
+
+
+_gradients_once = once_differentiable(_gradients)
 
 
 def as_one_operator(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

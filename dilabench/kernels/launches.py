@@ -8,12 +8,14 @@ differs are the addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
+
+from dilabench.kernels.direct_launch import DirectLaunch
 
 # Bulk copies step in units of so many bytes, and Triton specialises on addresses that are a multiple of them.
 COPY_BYTES = 16
@@ -84,36 +86,54 @@ class _Repeated:
     """A launch whose tensors are exchanged. It holds on to none of them, only to what else it was given (tables)."""
 
     def __init__(self, launched: Launched, tensors: Mapping[str, Tensor]) -> None:
-        self._run = launched.compiled[(*launched.grid, 1, 1)[:3]]
-        self._values = [launched.arguments[name] for name in launched.kernel.arg_names]
-        self._tensors: list[tuple[int, str]] = []
-        self._descriptors: list[tuple[int, str, Any]] = []
+        grid = (*launched.grid, 1, 1)[:3]
+        way = DirectLaunch.of(launched.compiled, grid) or _TritonLaunch(launched.compiled, grid)
+        self._run = way.run
+        self._values: list[Any] = [*way.before]
+        self._exchanged: list[tuple[int, str, Callable[[Tensor], Any] | None]] = []
         for place, argument in enumerate(launched.kernel.arg_names):
+            value = launched.arguments[argument]
             name, _, form = argument.rpartition("_")
             name = name.removesuffix("_tail")
-            if name not in tensors or self._values[place] is None:
-                continue
-            if form == "ptr":
-                self._tensors.append((place, name))
-                self._values[place] = None
-            elif form == "desc":
-                self._descriptors.append((place, name, _with_base(self._values[place], None)))
-                self._values[place] = None
+            described: Callable[[Tensor], Any] | None = None
+            behind: Sequence[Any] = ()
+            if value is not None and (form == "desc" or (form == "ptr" and name in tensors)):
+                if form == "desc":
+                    described, behind = way.described(place, value)
+                self._exchanged.append((len(self._values), name, described))
+                value = None
+            self._values += (value, *behind)
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         values = self._values.copy()
-        for place, name in self._tensors:
-            values[place] = tensors[name]
-        for place, name, descriptor in self._descriptors:
-            values[place] = _with_base(descriptor, tensors[name])
-        self._run(*values)
+        for place, name, described in self._exchanged:
+            values[place] = described(tensors[name]) if described else tensors[name]
+        self._run(values)
 
 
-def _with_base(descriptor: Any, base: Tensor | None) -> Any:
-    """The same view of another tensor, by a descriptor of Triton or Gluon, without the checks that the first passed."""
-    other = object.__new__(type(descriptor))
-    vars(other).update(vars(descriptor), base=base)
-    return other
+class _TritonLaunch:
+    """Launches of a compiled kernel on one grid as Triton makes them. As `DirectLaunch`, for every Triton."""
+
+    before = ()
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...]) -> None:
+        self._runner = compiled[grid]
+
+    def described(self, _place: int, descriptor: Any) -> tuple[Callable[[Tensor], Any], tuple[()]]:
+        """The same view of another tensor, by a descriptor of Triton or Gluon, without the checks that the first
+        passed.
+        """
+        facts, kind = vars(descriptor) | {"base": None}, type(descriptor)
+
+        def of_tensor(base: Tensor) -> Any:
+            other = object.__new__(kind)
+            vars(other).update(facts, base=base)
+            return other
+
+        return of_tensor, ()
+
+    def run(self, values: list[Any]) -> None:
+        self._runner(*values)
 
 
 def layout(x: Tensor) -> tuple[Hashable, ...]:

@@ -4,7 +4,7 @@
 
 A row has two of them, lse and rowsum(out * dout). They stand in blocks of sixteen rows, first those of one kind, then
 those of the other: a kernel that reads both needs one address, the other is at a fixed distance, and it reads them
-without masks, since a tile begins with a block and rows that no token has hold infinity and 0.
+without masks, since a tile begins with a block and rows that no token has hold `_NO_TOKEN`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from dilabench.kernels.launches import Launches, run
 # Rows of a block, all of which are there: sixteen bytes and more are read at once.
 STATS_BLOCK = 16
 _BLOCK = tl.constexpr(STATS_BLOCK)
+
+# exp2(x - lse) is 0 for an lse so large, and its product with a difference from so large a sum, which is finite, too.
+_NO_TOKEN = 1e38
 
 
 class StatsLayout(NamedTuple):
@@ -110,11 +113,8 @@ def row_sums(
     """
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
-    blocks = layout.rows // STATS_BLOCK
-    stats = lse.new_empty((batch, num_heads, layout.modulus, layout.segments, blocks, 2, STATS_BLOCK))
-    if not layout.is_filled_by(length):
-        stats[..., 0, :] = float("inf")
-        stats[..., 1, :] = 0.0
+    shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // STATS_BLOCK, 2, STATS_BLOCK)
+    stats = lse.new_empty(shape) if layout.is_filled_by(length) else lse.new_full(shape, _NO_TOKEN)
     tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}
     if known is not None and known.repeat(name, tensors):
         return stats

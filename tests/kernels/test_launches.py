@@ -1,18 +1,27 @@
 """Launches that repeat: the tensors are exchanged, all else stays."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.attention import dilated_attention
+from dilabench.kernels import direct_launch
 from dilabench.kernels import launches as module
-from dilabench.kernels.launches import Launches, layout, run
+from dilabench.kernels.launches import Launched, Launches, layout, run
 
 
 class Compiled:
-    """What a kernel becomes; keeps what it was run with."""
+    """What a kernel becomes; keeps what it was run with. Not by any launcher of Triton's."""
+
+    run = None
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -61,6 +70,51 @@ def test_a_launch_that_ran_nothing_is_not_repeated() -> None:
     known = Launches()
     known.keep("forward", run(Kernel(), (1,), {}), {})
     assert not known.repeat("forward", {})
+
+
+# How the launcher of a kernel is told to encode a descriptor: for the copy engine of a Hopper, or not at all.
+ENCODED = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("encoding", [ENCODED, None])
+def test_a_direct_launch_gives_the_function_in_c_what_triton_gives_it(
+    encoding: dict[str, Any] | None, hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != direct_launch._TAKES:
+        pytest.skip("this Triton launches in another way, and so do we through it")
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *given: given)
+    active = SimpleNamespace(utils=utils, get_current_device=lambda: 1, get_current_stream=lambda device: 70 + device)
+    monkeypatch.setattr(driver, "_active", active)
+    calls: list[tuple[Any, ...]] = []
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        monkeypatch.setattr(hook, "calls", [print] if hooked else [])
+
+    names = ("q_desc", "scale", "k_desc", "out_ptr", "table_ptr")
+    signature = dict(enumerate(("tensordesc<bf16[1,64]>", "fp32", "tensordesc<bf16[1,64]>", "*bf16", "*i32")))
+    launcher = object.__new__(nvidia.CudaLauncher)
+    function = nvidia.wrap_handle_tensordesc(lambda *given: calls.append(given), signature, [encoding] * 2)
+    none = dict.fromkeys((f"{kind}_scratch_{what}" for kind in ("global", "profile") for what in ("size", "align")), 0)
+    vars(launcher).update(none, launch=function, launch_cooperative_grid=False, launch_pdl=True)
+    compiled = object.__new__(CompiledKernel)
+    vars(compiled).update(module=5, function=6, packed_metadata=(4, 1, 0), _run=launcher, src=None, name="kernel")
+
+    q, k, out, table = (torch.zeros(8, 64) for _ in range(4))
+    descriptors = (TensorDescriptor(x, [8, 64], [64, 1], [1, 64]) for x in (q, k))
+    values = (next(descriptors), 0.5, next(descriptors), out, table)
+    known, tensors = Launches(), {"q": q, "k": k, "out": out}
+    kernel = SimpleNamespace(arg_names=names)
+    known.keep("forward", Launched(kernel, compiled, (7,), dict(zip(names, values, strict=True))), tensors)
+    assert known.repeat("forward", tensors)
+    compiled[7, 1, 1](*values)
+
+    ours, theirs = calls
+    facts = direct_launch._FACTS
+    assert len(ours) == len(theirs)
+    assert [a for a, b in zip(ours, theirs, strict=True) if isinstance(b, Tensor) and a is not b] == []
+    different = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a is not b and a != b]
+    assert different == ([facts] if hooked else [facts, facts + 1, facts + 2])
+    assert not hooked or ours[facts].get() == theirs[facts].get()
 
 
 def test_layouts_differ_by_what_kernels_are_compiled_for() -> None:
