@@ -12,6 +12,24 @@ MOST_REQUESTS = 2**16
 GIVEN_BY_IT = ("layout", "seq_len", "cu_seqlens", "batch_size")
 
 
+def with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request once `batch` stands as those that it means, and bounds alone say how long they are.
+
+    Raises ValueError where both `batch` and one of the others are given.
+    """
+    if "batch" in data:
+        clash = sorted(data.keys() & set(GIVEN_BY_IT))
+        if clash:
+            raise ValueError(f"batch={data['batch']!r} says what {clash[0]} is; leave one of the two out")
+        return {name: value for name, value in data.items() if name != "batch"} | packed_fields(data["batch"])
+    bounds = data.get("cu_seqlens")
+    if isinstance(bounds, str):
+        bounds = bounds.strip("()[] ").split(",")
+    if isinstance(bounds, list | tuple) and bounds and "seq_len" not in data:
+        return {**data, "seq_len": bounds[-1]}
+    return data
+
+
 def packed_fields(text: Any) -> dict[str, Any]:
     """The fields of a packed workload whose sequences are the batch's requests, in their order.
 

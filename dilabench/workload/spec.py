@@ -25,7 +25,7 @@ from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.registry import kinds_with, pattern_type, read_pattern, request_fields, with_present_names
 from dilabench.units import format_count
 from dilabench.validation import Model, content_hash, describe, read_count, unknown_key, validated
-from dilabench.workload.batch_spec import GIVEN_BY_IT, packed_fields
+from dilabench.workload.batch_spec import with_packed_fields
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -112,11 +112,13 @@ class Workload(Model):
 
     def _check_packed(self) -> None:
         bounds = self.cu_seqlens
-        if bounds is None:
+        if not bounds:
             raise ValueError("layout 'packed' needs cu_seqlens, for example cu_seqlens=0,512,1024")
         if bounds[0] != 0 or bounds[-1] != self.seq_len or any(a >= b for a, b in itertools.pairwise(bounds)):
+            shown = ", ".join(map(str, bounds if len(bounds) < 8 else (*bounds[:3], "...", bounds[-1])))
             raise ValueError(
-                f"cu_seqlens {list(bounds)} must rise from 0 to seq_len={self.seq_len} (the number of packed tokens)"
+                f"cu_seqlens [{shown}] must rise from 0 to seq_len={self.seq_len} (the number of packed tokens); "
+                "give one of the two alone"
             )
         if self.batch_size != 1:
             raise ValueError(
@@ -191,14 +193,6 @@ class Workload(Model):
         return f"{shape} {short}{causal}{window}{packed}"
 
 
-def _unpacked_batch(data: dict[str, Any]) -> dict[str, Any]:
-    """`batch`, which names the sequences of a packed workload in vLLM's grammar, as the fields that it stands for."""
-    clash = sorted(data.keys() & set(GIVEN_BY_IT))
-    if clash:
-        raise ValueError(f"batch={data['batch']!r} says what {clash[0]} is; leave one of the two out")
-    return {name: value for name, value in data.items() if name != "batch"} | packed_fields(data["batch"])
-
-
 class WorkloadRequest(Model):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
@@ -258,9 +252,7 @@ class WorkloadRequest(Model):
         """Read what is not a field of the shape as the pattern that has such a field reads it."""
         if not isinstance(data, dict):
             return data
-        if "batch" in data:
-            data = _unpacked_batch(data)
-        data = with_present_names(data)
+        data = with_present_names(with_packed_fields(data))
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
             kinds = tuple(kinds_with(name))

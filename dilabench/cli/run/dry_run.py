@@ -10,7 +10,8 @@ from dilabench.record import PlannedCase
 from dilabench.units import format_bytes
 from dilabench.workload.work import flops, tensor_bytes
 
-COLUMNS = ("#", "implementation", "backend", "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
+RANKS = "ranks"
+COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
 
 
 def show(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
@@ -18,9 +19,10 @@ def show(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
     if as_json:
         say(json.dumps([_as_data(one) for one in planned], indent=1))
         return
-    print_table(
-        None, COLUMNS, [_cells(index, plan) for index, plan in enumerate(planned, 1)], right=("FLOPs", "tensors")
-    )
+    columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
+    rows = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]
+    cells = [tuple(row[name] for name in columns) for row in rows]
+    print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"))
     reasons: dict[str, list[str]] = {}
     for index, plan in enumerate(planned, 1):
         if plan.skip is not None:
@@ -54,6 +56,7 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         str(index),
         implementation_text(case),
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        str(case.world_size),
         workload.label(),
         workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
         workload.mode,

@@ -1,6 +1,6 @@
 """Suite `distributed`: strong and weak scaling over ranks, and which implementation wins at which length."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from dilabench.metadata import SCALING
 from dilabench.patterns.dense import DENSE
@@ -8,7 +8,8 @@ from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
 from dilabench.suites.ring.cases import beside_one_device, ranks_here
-from dilabench.workload.spec import DEFAULT_PATTERN
+from dilabench.workload.last_length import last_length
+from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
 STRONG, WEAK = "strong", "weak"
 LENGTHS_CUDA = (16384, 65536)
@@ -20,22 +21,38 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Each length on 1, 2, 4, ... ranks up to `--nproc` (strong), and the shortest per rank on each (weak)."""
     most = request.nproc if request.nproc > 1 else ranks_here(planner)
     cuda = planner.machine.device == "cuda"
-    lengths = request.lengths or (LENGTHS_CUDA if cuda else LENGTHS_CPU)
-    defaults: list[dict[str, Any]] = [
-        {"pattern": pattern, "batch_size": 1, "num_heads": 32 if cuda else 4, "head_dim": 128 if cuda else 64}
-        for pattern in PATTERNS
-    ]
+    shape = {"batch_size": 1, "num_heads": 32 if cuda else 4, "head_dim": 128 if cuda else 64}
+    asked = planner.workload_requests(
+        [
+            {"pattern": pattern, "seq_len": length, **shape}
+            for length in (LENGTHS_CUDA if cuda else LENGTHS_CPU)
+            for pattern in PATTERNS
+        ]
+    )
     cases: dict[str, PlannedCase] = {}
     for ranks in rank_counts(most):
-        for scaling, chosen in ((STRONG, lengths), (WEAK, (min(lengths) * ranks,))):
-            asked = planner.asking(lengths=chosen)
-            for workload in asked.workload_requests(defaults):
+        for scaling, workloads in ((STRONG, asked), (WEAK, _per_rank(asked, ranks, planner))):
+            for workload in workloads:
                 mode = request.overrides.get("mode", "both")
                 one = workload.model_copy(update={"mode": mode})
-                for planned in beside_one_device(one, asked, ranks):
+                for planned in beside_one_device(one, planner, ranks):
                     labels = planned.labels | SCALING.entry(scaling)
                     cases.setdefault(planned.case.case_id, planned.model_copy(update={"labels": labels}))
     return tuple(cases.values())
+
+
+def _per_rank(asked: Sequence[WorkloadRequest], ranks: int, planner: Planner) -> Iterator[WorkloadRequest]:
+    """The shortest of those that differ only in length, so long on each rank; none whose sequences are given."""
+    shortest: dict[WorkloadRequest, int] = {}
+    for one in asked:
+        alike = one.model_copy(update={"seq_len": 1})
+        shortest[alike] = min(one.seq_len, shortest.get(alike, one.seq_len))
+    for alike, length in shortest.items():
+        longer = alike.model_copy(update={"seq_len": length * ranks})
+        workload = alike.model_copy(update={"seq_len": length}).resolve(planner.machine.auto_dtype)
+        given = workload.layout == "packed" or workload.pattern.has_fixed_length
+        if not given and last_length(workload) >= longer.seq_len:
+            yield longer
 
 
 def rank_counts(most: int) -> tuple[int, ...]:
