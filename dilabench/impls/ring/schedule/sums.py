@@ -157,6 +157,13 @@ class Sum:
         else:
             self.put(part, first)
 
+    def add_rows(self, other: Sum, source: int, rows: int, first: int) -> None:
+        """Add rows [source, source + rows) of another sum to those from `first` on, before they are rounded there."""
+        for part, at in other._parts:
+            start, stop = max(source, at), min(source + rows, at + part.shape[1])
+            if start < stop:
+                self.put(part[:, start - at : stop - at], first + start - source)
+
     def add_parcel(self, parcel: Parcel, packed: Tensor) -> None:
         """Add the packed form of a parcel to its place."""
         if parcel.index is None:
