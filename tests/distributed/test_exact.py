@@ -78,6 +78,16 @@ def test_the_projected_ring_has_the_gradients_of_one_device(launch):
         assert max(differences) < 1e-12
 
 
+@pytest.mark.parametrize("numbers", [1, 4001])
+def test_gradients_of_parameters_are_rounded_once(numbers, launch):
+    import ring_cases
+
+    found = launch(ring_cases.parameters_summed, 3, [numbers])
+    assert all(right for right, _ in found)
+    # As an all-reduce: each element to whoever sums it, and the sum to the two others.
+    assert sum(received for _, received in found) == 2 * 2 * 2 * numbers
+
+
 def test_a_second_call_repeats_the_first(launch):
     import ring_cases
 

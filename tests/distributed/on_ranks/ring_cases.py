@@ -225,6 +225,16 @@ def projected(world):
     return [difference(a, b) for a, b in zip(ours, wanted, strict=True)]
 
 
+def parameters_summed(world, numbers):
+    """Whether bfloat16 gradients of parameters are the ranks' sum rounded once, and the bytes that came for it."""
+    shares = torch.randn(world.size, numbers, generator=torch.Generator().manual_seed(4)).bfloat16()
+    parameter = torch.zeros(numbers, dtype=torch.bfloat16, requires_grad=True)
+    (same,) = multihead._SummedGradients.apply(world, parameter)
+    (gradient,) = torch.autograd.grad(same, [parameter], shares[world.rank])
+    right = torch.equal(gradient, shares.sum(0, dtype=torch.float32).bfloat16())
+    return right, world.traffic.counters().get("received_parameters_bytes", 0)
+
+
 def counted(world, name, one):
     """Bytes received and sent by each kind, in forward and in backward, in a call on shards."""
     function = BUILDS[name](one, context(world))
