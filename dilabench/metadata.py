@@ -142,6 +142,7 @@ TRAFFIC: Mapping[str, str] = {
     "gradients": "dK and dV",
     "heads": "q, k, v and out of whole heads (Ulysses)",
     "whole": "whole tensors",
+    "parameters": "gradients of parameters",
 }
 
 FEW_SAMPLES = NoteKind("few_samples", "the budget ended before the least number of samples", "count")

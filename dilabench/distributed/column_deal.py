@@ -6,12 +6,11 @@ pattern, its causal mask and its window alone: the closed form of what `column-b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dilabench.distributed.balance import busiest_bytes
-from dilabench.distributed.row_deal import PAIRS_PER_KEY, Sight, balanced
+from dilabench.distributed.row_deal import PAIRS_PER_KEY, Sight, balanced, sampled_keys
 from dilabench.patterns.hidden_rows import HiddenRows
 from dilabench.patterns.pattern import SequenceShape
 from dilabench.workload.spec import Workload
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dilabench.patterns.pattern import Positions
-
-# That stand for all where deals are compared.
-SAMPLED_KEYS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +74,11 @@ def _held(hidden: HiddenRows, shape: SequenceShape, ranks: int) -> tuple[tuple[r
     np.add.at(edges, seen.stops, 1)
     before = np.concatenate([[0], np.cumsum(shape.length + np.cumsum(edges[:-1]))])
     # The rows that see each of some keys, in rising intervals.
-    keys = np.unique(np.linspace(0, shape.length - 1, SAMPLED_KEYS).astype(np.int64))
+    keys = sampled_keys(shape.length)
     first, stop = (
         side[:, keys] for side in seen.seen(np.zeros_like(everything), np.full_like(everything, len(before)))
     )
-
-    def seen_by(chunks: Sequence[int]) -> NDArray[np.bool_]:
-        low, high = (np.array(side)[:, None, None] for side in (chunks[:-1], chunks[1:]))
-        found: NDArray[np.bool_] = (np.maximum(first, low) < np.minimum(stop, high)).any(1)
-        return found
-
-    sight = Sight(keys, seen_by, PAIRS_PER_KEY * shape.num_kv_heads / shape.num_heads)
+    sight = Sight.of_rows(keys, first, stop, PAIRS_PER_KEY * shape.num_kv_heads / shape.num_heads)
     return balanced(shape.length, ranks, lambda chunks: np.diff(before[list(chunks)]).tolist(), sight=sight)
 
 

@@ -3,7 +3,8 @@
 A document is worth its area under the mask, not its length: cut in order, the ranks of a packed batch finish far apart.
 The chunk that sees most pairs goes first, to the rank with the least work among those that have room (longest
 processing time first; MAGI-1 deals its chunks likewise, arXiv 2505.13211). Of a causal sequence alone that is the
-zigzag cut. What is counted here is a function of the workload alone. No torch, no tensors.
+zigzag cut. Under a window, where successive chunks need few keys of others, they are dealt as evenly as what that sends
+is worth. What is counted here is a function of the workload alone. No torch, no tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ ENOUGH, FEWEST_ROWS, MOST_PER_RANK = 0.99, 128, 64
 # And send more keys. While one of them comes, its K and V and nothing else, a GPU attends to about so many pairs of as
 # many heads: 600 TFLOP/s over 400 GB/s of NVLink are 1500 (4·D FLOPs a pair, 4·D bytes a key of 16 bits).
 PAIRS_PER_KEY = 1000
+# Query heads for each key/value head where tokens are dealt before their heads are known: as in large models.
+USUAL_GROUP = 8
+# Keys that stand for all where deals are compared.
+SAMPLED_KEYS = 2048
 
 Runs = tuple[range, ...]
 
@@ -44,6 +49,18 @@ class Sight(NamedTuple):
     seen_by: Callable[[Sequence[int]], NDArray[np.bool_]]
     price: float
 
+    @classmethod
+    def of_rows(cls, keys: NDArray[np.int64], first: NDArray[np.int64], stop: NDArray[np.int64], price: float) -> Sight:
+        """Of keys that the rows [first, stop) see, in one interval or several: both [intervals, S]."""
+        import numpy as np
+
+        def seen_by(edges: Sequence[int]) -> NDArray[np.bool_]:
+            low, high = (np.array(side)[:, None, None] for side in (edges[:-1], edges[1:]))
+            found: NDArray[np.bool_] = (np.maximum(first, low) < np.minimum(stop, high)).any(1)
+            return found
+
+        return cls(keys, seen_by, price)
+
     def cost(self, edges: Sequence[int], owners: Sequence[int], ranks: int) -> float:
         """What the rank to which most comes waits for."""
         import numpy as np
@@ -52,6 +69,13 @@ class Sight(NamedTuple):
         holder, seen = owner[np.searchsorted(edges, self.keys, side="right") - 1], self.seen_by(edges)
         shares = [(seen[owner == rank].any(0) & (holder != rank)).mean() for rank in range(ranks)]
         return self.price * edges[-1] * float(max(shares))
+
+
+def sampled_keys(length: int) -> NDArray[np.int64]:
+    """Positions of keys that stand for all, rising."""
+    import numpy as np
+
+    return np.unique(np.linspace(0, length - 1, SAMPLED_KEYS).astype(np.int64))
 
 
 def balanced(
@@ -187,7 +211,23 @@ def _deal(bounds: tuple[Interval, ...], reach: Reach, ranks: int) -> RowDeal:
             for chunk in chunks
         ]
 
-    return RowDeal(sequences, reach, balanced(sequences[-1].stop, ranks, work_of))
+    return RowDeal(sequences, reach, balanced(sequences[-1].stop, ranks, work_of, sight=_sight(sequences, reach)))
+
+
+def _sight(sequences: Runs, reach: Reach) -> Sight | None:
+    """Which keys rows see under a window. None without one: a chunk then sees far back wherever it lies, and evenness
+    comes first."""
+    import numpy as np
+
+    left, right = reach
+    if left is None or right is None:
+        return None
+    starts = np.array([one.start for one in sequences])
+    keys = sampled_keys(sequences[-1].stop)
+    at = np.searchsorted(starts, keys, side="right") - 1
+    stops = np.array([one.stop for one in sequences])[at]
+    first, stop = np.maximum(starts[at], keys - right), np.minimum(stops, keys + left + 1)
+    return Sight.of_rows(keys, first[None], stop[None], PAIRS_PER_KEY / USUAL_GROUP)
 
 
 def overlap(one: range, other: range) -> range:

@@ -213,12 +213,12 @@ class World:
         work = dist.all_to_all_single(into, from_, list(take), list(give), group=self.group, async_op=True)
         return received, Pending([work], [flat], aliases)
 
-    def all_gather(self, shard: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    def all_gather(self, shard: Tensor, sizes: Sequence[Sequence[int]], kind: str = "whole") -> list[Tensor]:
         """Every rank's tensor, of the given shapes, on every rank."""
         counts = [torch.Size(size).numel() for size in sizes]
         flat = shard.contiguous().view(-1)
         everywhere = flat.repeat(self.size)
-        received, pending = self.all_to_all(everywhere, [flat.numel()] * self.size, counts, "whole")
+        received, pending = self.all_to_all(everywhere, [flat.numel()] * self.size, counts, kind)
         pending.wait()
         return [part.view(tuple(size)) for part, size in zip(received.split(counts), sizes, strict=True)]
 

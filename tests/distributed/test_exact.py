@@ -28,6 +28,7 @@ def test_heads_and_sequence_over_a_mesh_are_as_exact(ranks, launch):
     cases = ring_cases.on_a_mesh(ranks)
     assert len(cases) > 9
     assert launch(ring_cases.exact, ranks, [["ulysses-ring"], cases]) == [[]] * ranks
+    assert launch(ring_cases.with_packed_kernel, ranks, [["ulysses-ring"]]) == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, slow(5)])
@@ -49,7 +50,8 @@ def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
 def test_packed_sequences_in_one_call_are_as_exact(ranks, launch):
     import ring_cases
 
-    assert launch(ring_cases.with_packed_kernel, ranks, [["ulysses", *sorted(ring_cases.GATHERING)]]) == [[]] * ranks
+    names = ["ring-varlen", "ulysses", *sorted(ring_cases.GATHERING)]
+    assert launch(ring_cases.with_packed_kernel, ranks, [names]) == [[]] * ranks
 
 
 @pytest.mark.slow
@@ -60,8 +62,7 @@ def test_any_packing_is_as_exact(ranks, launch):
     packings = ring_cases.random_packings(ranks, 12)
     by_pieces = ["zigzag-allgather", "balanced-allgather", "ring-varlen", "ulysses"]
     assert launch(ring_cases.exact, ranks, [by_pieces, packings]) == [[]] * ranks
-    in_one = ["zigzag-allgather", "balanced-allgather", "ulysses"]
-    assert launch(ring_cases.with_packed_kernel, ranks, [in_one, packings]) == [[]] * ranks
+    assert launch(ring_cases.with_packed_kernel, ranks, [by_pieces, packings]) == [[]] * ranks
 
 
 def test_a_ring_that_forgets_returned_gradients_is_caught(launch):
@@ -76,6 +77,16 @@ def test_the_projected_ring_has_the_gradients_of_one_device(launch):
 
     for differences in launch(ring_cases.projected, 3):
         assert max(differences) < 1e-12
+
+
+@pytest.mark.parametrize("numbers", [1, 4001])
+def test_gradients_of_parameters_are_rounded_once(numbers, launch):
+    import ring_cases
+
+    found = launch(ring_cases.parameters_summed, 3, [numbers])
+    assert all(right for right, _ in found)
+    # As an all-reduce: each element to whoever sums it, and the sum to the two others.
+    assert sum(received for _, received in found) == 2 * 2 * 2 * numbers
 
 
 def test_a_second_call_repeats_the_first(launch):

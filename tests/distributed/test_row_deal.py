@@ -92,6 +92,17 @@ def test_packed_documents_are_in_balance_and_send_less_than_a_ring(ranks):
     assert RING_VARLEN.load_balance(one, ranks) > 0.99
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_window_sends_its_reach_and_leaves_packed_documents_in_balance(ranks):
+    alone = RowDeal.of(workload(0, 8192, window=(512, 0)), ranks)
+    moved = [[alone.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)]
+    assert (np.array(moved) == np.diag([8192 // ranks] * ranks) + np.diag([512] * (ranks - 1), 1)).all()
+    preset = discover().catalogue.workloads.get("packed_documents_128k")
+    one = workload(*preset.fields["cu_seqlens"], window=(1024, 0))
+    assert BALANCED_ALLGATHER.load_balance(one, ranks) > 0.98
+    assert received_bytes(one, RowDeal.of(one, ranks)) < 0.1 * received_bytes(one, RowDeal.zigzag(one, ranks))
+
+
 def unused(*_tensors, **_options):
     raise AssertionError
 

@@ -65,6 +65,30 @@ def test_a_sum_is_as_accurate(count, middle, monkeypatch):
     assert all(torch.equal(part, copy) for (part, _), copy in zip(parts, kept, strict=True))
 
 
+@pytest.mark.parametrize("count", range(1, len(RANGES) + 1))
+def test_rows_of_another_sum_are_not_rounded_on_the_way(count, monkeypatch):
+    torch.manual_seed(count)
+    parts = [(torch.randn(B, rows, H, D).bfloat16(), first) for first, rows in RANGES[:count]]
+
+    def combine():
+        other = sums.Sum((B, N, H, D), torch.bfloat16, torch.device("cpu"))
+        for part, first in parts:
+            other.put(part, first)
+        total = sums.Sum((B, 9, H, D), torch.bfloat16, torch.device("cpu"))
+        total.add_rows(other, 2, 8, 1)
+        # In bfloat16 this leaves of a sum what rounding it loses.
+        total.put(-other.finish()[:, 2:10], 1)
+        return total.finish(torch.float32)
+
+    exact = torch.zeros(B, N, H, D, dtype=torch.float64)
+    for part, first in parts:
+        exact[:, first : first + part.shape[1]] += part
+    lost = torch.zeros(B, 9, H, D, dtype=torch.float64)
+    lost[:, 1:] = (exact - exact.bfloat16())[:, 2:10]
+    for found in both_ways(monkeypatch, combine):
+        torch.testing.assert_close(found.double(), lost, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("count", range(len(RANGES) + 1))
 @pytest.mark.parametrize("middle", [None, 0, 3, 6])
 def test_a_softmax_is_as_accurate(count, middle, monkeypatch):

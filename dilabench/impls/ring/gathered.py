@@ -102,8 +102,8 @@ class Gathered(Calls):
         pending = self.world.swap(self._gathered(*gradients), receives, "gradients")
         dk, dv = Sum.like(k), Sum.like(v)
         for stretch in self.own:
-            for total, gradient in zip((dk, dv), gradients, strict=True):
-                total.put(gradient.narrow(1, stretch.gathered, stretch.rows), stretch.local)
+            for total, gathered in zip((dk, dv), (dkeys, dvalues), strict=True):
+                total.add_rows(gathered, stretch.gathered, stretch.rows, stretch.local)
         self.attend_backward(self.early, (dq, dk, dv), dout, q, k, v, out, lse)
         # Put together while the last gradients travel.
         whole_dq = dq.finish()

@@ -18,6 +18,7 @@ from dilabench.distributed.world import World
 from dilabench.impls.multihead import SEED, ProjectedAttention
 from dilabench.impls.ring import block_sparse, rings
 from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.sums import wide
 from dilabench.workload.spec import Workload
 
 
@@ -51,7 +52,7 @@ class ShardedProjection(nn.Module):
 
 
 class _SummedGradients(torch.autograd.Function):
-    """The parameters themselves; their gradients summed over the ranks in one flat buffer."""
+    """The parameters themselves; their gradients summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, world: World, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -62,9 +63,20 @@ class _SummedGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        ctx.world.sum_in_place([flat])
-        parts = flat.split([gradient.numel() for gradient in gradients])
+        parts = _summed(ctx.world, flat).split([gradient.numel() for gradient in gradients])
         return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
+
+
+def _summed(world: World, flat: Tensor) -> Tensor:
+    """[n] summed over the ranks: each sums its part of all shares in a wider dtype and rounds it once.
+
+    An all-reduce moves as many bytes, but rounds the sum so far at every rank that it passes.
+    """
+    sizes = [flat.numel() * (rank + 1) // world.size - flat.numel() * rank // world.size for rank in range(world.size)]
+    shares, pending = world.all_to_all(flat, sizes, [sizes[world.rank]] * world.size, "parameters")
+    pending.wait()
+    part = shares.view(world.size, -1).sum(0, dtype=wide(flat.dtype)).to(flat.dtype)
+    return torch.cat(world.all_gather(part, [(size,) for size in sizes], "parameters"))
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedProjection | ProjectedAttention:
