@@ -19,9 +19,11 @@ _PER_LENGTH = (
     *(f"{side}_{axis}" for side in ("lse", "part_lse") for axis in "sgal"),
     *(f"n_{axis}" for axis in "gla"),
 )
+# Rows of lse begin at any position, whose address is a multiple of 16 bytes for some lengths only.
+_ANYWHERE = ("lse_ptr", "part_lse_ptr")
 
 
-@triton.jit(do_not_specialize=_PER_LENGTH)
+@triton.jit(do_not_specialize=_PER_LENGTH, do_not_specialize_on_alignment=_ANYWHERE)
 def _merge_rows_kernel(
     out_ptr,
     lse_ptr,
@@ -137,7 +139,8 @@ def _merge_rows_triton_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse
         out, lse, branch_out, branch_lse = (x.unsqueeze(0) for x in (out, lse, branch_out, branch_lse))
     n_s, n_g, n_l, n_a, dim = out.shape
     columns = triton.next_power_of_2(dim)
-    rows = max(1, min(32, 4096 // columns, triton.next_power_of_2(n_l)))
+    # Not fewer for short segments: the last one of a sequence is of any length.
+    rows = max(1, min(32, 4096 // columns))
     programs = n_s * n_g * n_a * triton.cdiv(n_l, rows)
     if programs >= 2**31:
         raise ValueError(

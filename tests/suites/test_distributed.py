@@ -1,3 +1,5 @@
+import pytest
+
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.request import RunRequest
@@ -26,3 +28,18 @@ def test_strong_scaling_keeps_the_length_and_weak_the_length_per_rank():
     # Every parallel row has its single-device row.
     single = {one.case.workload.seq_len for one in cases if one.case.world_size == 1}
     assert single == {512, 1024, 2048, 4096}
+
+
+@pytest.mark.parametrize(("preset", "weak"), [("packed_documents_32k", set()), ("tiny", {(2, 2), (4, 4)})])
+def test_a_preset_has_its_own_length_and_grows_where_its_sequences_can(preset, weak):
+    catalogue = discover().catalogue
+    request = RunRequest(suite="distributed", nproc=4, presets=(preset,))
+    parallel = [one for one in distributed.expand(request, Planner(catalogue, CPU, request)) if one.case.world_size > 1]
+    own = catalogue.workloads.get(preset).fields["seq_len"]
+    times = {
+        scaling: {
+            (one.case.world_size, one.case.workload.seq_len / own) for one in parallel if scaling in one.labels.values()
+        }
+        for scaling in ("strong", "weak")
+    }
+    assert times == {"strong": {(2, 1), (4, 1)}, "weak": weak}

@@ -27,6 +27,7 @@ def test_a_batch_is_a_packed_workload(text, bounds):
     assert found == workload(
         "layout=packed", f"seq_len={bounds[-1]}", "batch_size=1", f"cu_seqlens={bounds}", "num_heads=4"
     )
+    assert found == workload("layout=packed", "batch_size=1", f"cu_seqlens={bounds}", "num_heads=4")
 
 
 @pytest.mark.parametrize(
