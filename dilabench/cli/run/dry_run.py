@@ -20,9 +20,8 @@ def show(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
         say(json.dumps([_as_data(one) for one in planned], indent=1))
         return
     columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
-    rows = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]
-    cells = [tuple(row[name] for name in columns) for row in rows]
-    print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"))
+    by_name = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]
+    print_table(None, columns, [tuple(cells[name] for name in columns) for cells in by_name], right=(RANKS, "FLOPs", "tensors"))
     reasons: dict[str, list[str]] = {}
     for index, plan in enumerate(planned, 1):
         if plan.skip is not None:
