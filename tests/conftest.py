@@ -4,6 +4,7 @@ reason, where there is none; texts are laid out at a fixed width.
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is visible to torch"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_device_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where tests share the processor, their runs need not wait for those of another process, nor for anyone else's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            patch.setenv("DILABENCH_LOCK_DIR", str(tmp_path_factory.mktemp("locks")))
+        yield
 
 
 @pytest.fixture(scope="session")

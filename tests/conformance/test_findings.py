@@ -160,9 +160,17 @@ def test_importing_what_we_ship_does_nothing_else():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), [("timer", "wall"), ("implementation", "ring")])
-def test_what_runs_in_workers_conforms(kind, name):
-    check_plugin(name, kind=kind, device="cpu")
+def test_a_timer_that_runs_in_workers_conforms():
+    check_plugin("wall", kind="timer", device="cpu")
+
+
+@pytest.mark.slow
+def test_an_implementation_over_ranks_conforms():
+    findings = Findings()
+    check_implementation(CATALOGUE.implementations.get("ring"), CATALOGUE, CPU, findings, kinds=("dense",))
+    results = {one.name: one.result for one in findings}
+    assert set(results.values()) <= {"right", "skipped"}
+    assert results["2 ranks"] == results["memory"] == "right"
 
 
 def test_a_failure_of_the_suite_is_an_assertion_with_every_reason(monkeypatch):

@@ -133,7 +133,8 @@ def listening(pid):
 
 def test_only_torch_listens_and_silent_clients_hold_nothing_up(tmp_path):
     port = free_port()
-    nodes = [dilabench(([], "127.0.0.1", "lo", number), port, tmp_path, *ASKED) for number in range(2)]
+    asked = (*ASKED, "--timing", "simple")
+    nodes = [dilabench(([], "127.0.0.1", "lo", number), port, tmp_path, *asked) for number in range(2)]
     texts, clients, command_lines = [], {}, {}
     waiting = threading.Thread(target=lambda: texts.extend(ended(node) for node in nodes))
     waiting.start()

@@ -16,20 +16,23 @@ from dilabench.workload.spec import WorkloadRequest
 
 CASES = {
     "planned": {
-        "batch_size": 1,
         "seq_len": 256,
         "segment_lengths": (64, 128, 256),
         "dilation_rates": (1, 2, 4),
         "causal": False,
     },
     "gqa causal": {
-        "batch_size": 1,
         "seq_len": 192,
         "num_kv_heads": 2,
         "segment_lengths": (64, 96, 192),
         "dilation_rates": (1, 2, 6),
     },
-    "rates that do not divide": {"seq_len": 160, "segment_lengths": (32, 100, 160), "dilation_rates": (1, 3, 6)},
+    "rates that do not divide": {
+        "batch_size": 2,
+        "seq_len": 160,
+        "segment_lengths": (32, 100, 160),
+        "dilation_rates": (1, 3, 6),
+    },
     "window": {"seq_len": 150, "segment_lengths": (64, 100), "dilation_rates": (2, 3), "window": (30, 0)},
     "zero keys": {
         "seq_len": 192,
@@ -39,6 +42,7 @@ CASES = {
         "padding": "zero_key",
     },
     "zero keys, ragged": {
+        "batch_size": 2,
         "seq_len": 150,
         "segment_lengths": (32, 96, 300),
         "dilation_rates": (1, 3, 4),
@@ -47,6 +51,7 @@ CASES = {
         "offset": "blocked",
     },
     "detached": {
+        "batch_size": 2,
         "seq_len": 150,
         "num_kv_heads": 2,
         "segment_lengths": (64, 128, 300),
@@ -63,14 +68,12 @@ CASES = {
         "merge_grad": "detached",
     },
     "detached, rates that do not divide": {
-        "batch_size": 1,
         "seq_len": 160,
         "segment_lengths": (32, 100, 160),
         "dilation_rates": (1, 3, 6),
         "merge_grad": "detached",
     },
     "detached, packed": {
-        "batch_size": 1,
         "seq_len": 130,
         "layout": "packed",
         "cu_seqlens": (0, 58, 130),
@@ -86,7 +89,6 @@ CASES = {
         "merge_grad": "detached",
     },
     "packed": {
-        "batch_size": 1,
         "seq_len": 250,
         "layout": "packed",
         "cu_seqlens": (0, 1, 58, 250),
@@ -107,7 +109,7 @@ CASES = {
 
 def errors(fields: dict[str, object]) -> dict[str, float]:
     request = WorkloadRequest.model_validate(
-        {"batch_size": 2, "num_heads": 4, "head_dim": 16, "mode": "both", **fields}
+        {"batch_size": 1, "num_heads": 4, "head_dim": 16, "mode": "both", **fields}
     )
     workload = request.resolve("float32")
     context = BuildContext(device=torch.device("cpu"))

@@ -125,7 +125,12 @@ class Oracle:
     @cached_property
     def expected(self) -> tuple[Expected, Expected]:
         """out [b, R, H, D] and lse [b, H, R] on the sampled rows."""
-        return expected_rows(self._heads, self.workload, self.sample.rows, self.dtype, self._alike)
+        return expected_rows(self._heads, self.workload, self.sample.rows, self.dtype, self._plain, self._alike)
+
+    @cached_property
+    def _plain(self) -> tuple[Tensor, Tensor]:
+        """out and lse of the plain computation on the sampled rows."""
+        return attend_rows(*self._heads, self.workload, self.sample.rows, plain_dtype(self.dtype))
 
     @cached_property
     def _alike(self) -> float:
@@ -147,8 +152,7 @@ class Oracle:
         exact = attend_rows_backward(dout, *self._heads, out, lse, self.workload, rows, keys)
         sizes = gradient_sizes(dout, *self._heads, lse, self.workload, rows, keys, exact)
         dtype = plain_dtype(self.dtype)
-        plain_out, plain_lse = attend_rows(*self._heads, self.workload, rows, dtype)
-        plain = attend_rows_backward(dout, *self._heads, plain_out, plain_lse, self.workload, rows, keys, dtype)
+        plain = attend_rows_backward(dout, *self._heads, *self._plain, self.workload, rows, keys, dtype)
         floor = gradient_floor_ulps(self.workload, self.dtype)
         dq, dk, dv = (
             expect(*parts, self.workload, self.dtype, floor, self._alike)
@@ -179,10 +183,11 @@ class Oracle:
     @cached_property
     def second_expected(self) -> tuple[Expected, ...]:
         """out of each second call on `second_rows`, [b, R', H, D]."""
-        results = []
+        results, rows = [], self.second_rows
         for call in range(self.planes.calls):
             q, k, v = (self.chosen(tensor) for tensor in self.second_inputs(call))
-            results.append(expected_rows((q, k, v), self.workload, self.second_rows, self.dtype)[0])
+            plain = attend_rows(q, k, v, self.workload, rows, plain_dtype(self.dtype))
+            results.append(expected_rows((q, k, v), self.workload, rows, self.dtype, plain)[0])
         return tuple(results)
 
     @cached_property
@@ -196,11 +201,17 @@ class Oracle:
 
 
 def expected_rows(
-    heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype, alike: float = 0.0
+    heads: tuple[Tensor, Tensor, Tensor],
+    workload: Workload,
+    rows: Tensor,
+    dtype: torch.dtype,
+    plain: tuple[Tensor, Tensor],
+    alike: float = 0.0,
 ) -> tuple[Expected, Expected]:
-    """What out and lse must be at `rows`, from q, k, v of [B, N, ·, D]. alike: `rounding.alike_weights`."""
+    """What out and lse must be at `rows`, from q, k, v of [B, N, ·, D]. plain: those of `attend_rows` in
+    `plain_dtype(dtype)`. alike: `rounding.alike_weights`."""
     out, lse = attend_rows(*heads, workload, rows)
-    plain_out, plain_lse = attend_rows(*heads, workload, rows, plain_dtype(dtype))
+    plain_out, plain_lse = plain
     lse_dtype = accumulation_dtype(dtype)
     size, lse_size = forward_sizes(*heads, lse, out, workload, rows, weight_ulps=eps(lse_dtype) / eps(dtype))
     lse_expected = expect(lse, lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
