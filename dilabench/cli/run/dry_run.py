@@ -21,7 +21,8 @@ def show(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
         return
     columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
     by_name = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]
-    print_table(None, columns, [tuple(cells[name] for name in columns) for cells in by_name], right=(RANKS, "FLOPs", "tensors"))
+    cells = [tuple(row[name] for name in columns) for row in by_name]
+    print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"))
     reasons: dict[str, list[str]] = {}
     for index, plan in enumerate(planned, 1):
         if plan.skip is not None:
