@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 ALONE = ["ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "balanced-allgather", "ulysses"]
 
 
-PACKED = ["ring-varlen", "zigzag-allgather", "balanced-allgather", "ulysses"]
+PACKED = ["zigzag-allgather", "balanced-allgather", "ulysses"]
 
 
 @pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in ALONE), *((name, True) for name in PACKED)])
@@ -26,18 +26,6 @@ def test_a_part_alone_does_that_part_and_nothing_else(name, packed, launch):
         assert whole[1] > 0
         assert computation == (whole[0], 0)
         assert communication == (0, whole[1])
-
-
-def test_a_hop_of_packed_sequences_is_one_launch_in_the_same_bytes(launch):
-    import part_cases
-    import ring_cases
-
-    one = ring_cases.packed(0, 1, 3, 290, 700, 1024)
-    in_one = [whole for whole, *_ in launch(part_cases.ablated, 3, ["ring-varlen", one])]
-    by_pieces = launch(ring_cases.counted, 3, ["ring-varlen", one])
-    # Own keys and those of two ranks, forward and backward.
-    assert [calls for calls, _ in in_one] == [6] * 3
-    assert [sent for _, sent in in_one] == [sum(step["received_bytes"] for step in steps) for steps in by_pieces]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -44,8 +44,9 @@ class AllGather:
         gathered, pending = self._exchange(packed, k.dtype, k, share.gives, share.needs, "keys")
         share.attend_own(results, q, k, v)
         pending.wait()
-        for holder, *arrived in self._split(gathered, share.needs, k):
-            share.attend_remote(holder, results, q, arrived)
+        for holder, keys, values in self._arrived(gathered, k):
+            first_row = share.needs[holder].first
+            share.attend(share.reads[holder], results, q, keys, values, first_row)
         out, lse = results.finish()
         if self.zero_keys is not None:
             add_null_mass_(out, lse, self.zero_keys)
@@ -58,8 +59,8 @@ class AllGather:
         share = self.share
         dq, dk, dv = Sum.like(q), Sum.like(k), Sum.like(v)
         packed: list[Tensor] = []
-        for holder, *arrived in self._split(kept[0], share.needs, k):
-            packed += share.remote_backward(holder, dq, dout, q, arrived, out, lse)
+        for holder, keys, values in self._arrived(kept[0], k):
+            packed += share.remote_backward(holder, dq, dout, q, keys, values, out, lse)
         dtype = share.gradient_dtype
         returned, pending = self._exchange(packed, dtype, k, share.needs, share.gives, "gradients")
         share.attend_own_backward((dq, dk, dv), dout, q, k, v, out, lse)
@@ -87,6 +88,12 @@ class AllGather:
             for parcels in (give, take)
         )
         return self.share.world.all_to_all(flat, given, taken, kind)
+
+    def _arrived(self, gathered: Tensor, k: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Holder, K and V of each part of the gathered buffer."""
+        for holder, *packed in self._split(gathered, self.share.needs, k):
+            keys, values = (self.share.needs[holder].unpack(x, k.shape[2]) for x in packed)
+            yield holder, keys, values
 
     def _split(self, flat: Tensor, parcels: Mapping[int, Parcel], k: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Rank and both tensors of each parcel in a flat buffer."""

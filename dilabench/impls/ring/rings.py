@@ -8,8 +8,7 @@ earlier rank needs all queries and the first half of its keys, one from a later 
 all its keys: half a block either way, and only that is computed. For dilated patterns it pays only where branches of
 low rate span ranks.
 `ring-varlen`: packed sequences of any lengths, each cut over all ranks. A sequence shorter than the number of chunks
-leaves some ranks without a row of it; nothing is padded. A hop is one launch where the backend has a kernel for packed
-sequences and there is no window.
+leaves some ranks without a row of it; nothing is padded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Cut, contiguous, zigzag
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.hops import Ring
-from dilabench.impls.ring.schedule.packed_calls import in_packed_calls
 from dilabench.impls.ring.schedule.share import share_of
 from dilabench.workload.spec import Workload
 
@@ -47,5 +45,5 @@ def build_varlen(workload: Workload, context: BuildContext) -> ShardedAttention:
 
 
 def _ring(workload: Workload, context: BuildContext, cut: Cut, overlap: bool) -> ShardedAttention:
-    share = in_packed_calls(workload, context, cut) or share_of(workload, context, cut)
+    share = share_of(workload, context, cut)
     return ShardedAttention(workload, share.shards, share.world, Ring(share, overlap=overlap))

@@ -15,7 +15,6 @@ from dilabench.distributed.some_ranks import SomeRanks
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.hops import Ring
-from dilabench.impls.ring.schedule.packed_calls import in_packed_calls
 from dilabench.impls.ring.schedule.share import share_of
 from dilabench.impls.ring.ulysses import HeadDeal, Ulysses
 from dilabench.workload.equal_parts import against_mesh, mesh_degrees
@@ -37,8 +36,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     group = SomeRanks.of(world, range(place * heads, (place + 1) * heads))
     across = SomeRanks.of(world, range(member, world.size, heads))
     of_some_heads = workload.replace(num_heads=workload.num_heads // heads, num_kv_heads=workload.num_kv_heads // heads)
-    of_group, cut = replace(context, world=across), zigzag if workload.causal else contiguous
-    share = in_packed_calls(of_some_heads, of_group, cut) or share_of(of_some_heads, of_group, cut)
+    share = share_of(of_some_heads, replace(context, world=across), zigzag if workload.causal else contiguous)
     rows = contiguous([(0, share.shards.rows[place])], heads)
     deal = HeadDeal.of(workload.num_heads, workload.num_kv_heads, heads)
     algorithm = Ulysses(group, rows, deal, Ring(share, overlap=True))

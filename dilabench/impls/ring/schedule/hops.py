@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dilabench.distributed.world import Pending
-from dilabench.impls.ring.schedule.packed_calls import PackedShare
 from dilabench.impls.ring.schedule.share import Share
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
 
@@ -47,7 +46,7 @@ class Ring:
     the backward pass; without it hops and computation take turns.
     """
 
-    share: Share | PackedShare
+    share: Share
     overlap: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -58,7 +57,8 @@ class Ring:
             if distance == 0:
                 self.share.attend_own(results, q, k, v)
             elif arrival.holder is not None:
-                self.share.attend_remote(arrival.holder, results, q, arrival.packed)
+                keys, values, first_row = self._unpacked(arrival, k.shape[2])
+                self.share.attend(self.share.reads[arrival.holder], results, q, keys, values, first_row)
         return *results.finish(), tuple(arrival.packed) if self.overlap else ()
 
     def backward(
@@ -73,7 +73,7 @@ class Ring:
             if distance == 0:
                 self.share.attend_own_backward((dq, dk, dv), dout, q, k, v, out, lse)
                 continue
-            gradients = self._gradients(arrival, dq, dout, q, out, lse)
+            gradients = self._gradients(arrival, dq, dout, q, k.shape[2], out, lse)
             returns.append(self._give_back(distance, arrival.holder, gradients, k))
             # Pending messages hold what they still send; all else makes room for the next step.
             del arrival, gradients
@@ -117,11 +117,20 @@ class Ring:
         pending = world.swap(sends, receives, "keys")
         return Arrival(holder if receives else None, pending, receives.get(holder, []))
 
-    def _gradients(self, arrival: Arrival, dq: Sum, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+    def _gradients(
+        self, arrival: Arrival, dq: Sum, dout: Tensor, q: Tensor, num_kv_heads: int, out: Tensor, lse: Tensor
+    ) -> list[Tensor]:
         """Packed dK and dV of what arrived, if anything did; dq is added to."""
         if arrival.holder is None:
             return []
-        return self.share.remote_backward(arrival.holder, dq, dout, q, arrival.packed, out, lse)
+        keys, values, _ = self._unpacked(arrival, num_kv_heads)
+        return self.share.remote_backward(arrival.holder, dq, dout, q, keys, values, out, lse)
+
+    def _unpacked(self, arrival: Arrival, num_kv_heads: int) -> tuple[Tensor, Tensor, int]:
+        assert arrival.holder is not None
+        parcel = self.share.needs[arrival.holder]
+        keys, values = (parcel.unpack(packed, num_kv_heads) for packed in arrival.packed)
+        return keys, values, parcel.first
 
     def _give_back(self, distance: int, holder: int | None, gradients: list[Tensor], k: Tensor) -> Return:
         """Send dK and dV to their holder, receive those that the reader of this rank's keys has made."""

@@ -65,11 +65,6 @@ def parcel_for(pieces: Sequence[Piece], rows: int, num_kv_heads: int, device: to
     needed = torch.zeros(rows, num_kv_heads, dtype=torch.bool)
     for piece in pieces:
         piece.mark_keys(needed)
-    return parcel_of(needed, device)
-
-
-def parcel_of(needed: Tensor, device: torch.device) -> Parcel:
-    """The vectors that are marked in a bool [rows, K] of the holder's, at least one."""
     touched = needed.any(1).nonzero()
     first, stop = int(touched[0]), int(touched[-1]) + 1
     inside = needed[first:stop]

@@ -89,8 +89,8 @@ def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch:
     every_row = branch.rate == 1 and branch.segment_length >= workload.seq_len
     collapse = reader == holder and every_row and own_dense(workload, shards, reader)
     for start, end in workload.sequences:
-        readers = within(shards.parts[reader], start, end)
-        holders = within(shards.parts[holder], start, end)
+        readers = _within(shards.parts[reader], start, end)
+        holders = _within(shards.parts[holder], start, end)
         if collapse and len(readers) > 1 and _inside(readers, start, end):
             rows = sum(span.length for span in readers)
             residues = tuple(sorted({place.position for place in branch.places}))
@@ -102,7 +102,7 @@ def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch:
                 yield from _span_tiles(workload, branch, queries, keys, start, end)
 
 
-def within(spans: Sequence[Span], start: int, end: int) -> Sequence[Span]:
+def _within(spans: Sequence[Span], start: int, end: int) -> Sequence[Span]:
     """Those of rising spans that share something with [start, end), without a look at all of them."""
     first = bisect_right(spans, start, key=lambda span: span.stop)
     return spans[first : bisect_left(spans, end, lo=first, key=lambda span: span.start)]

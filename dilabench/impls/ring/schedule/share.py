@@ -65,24 +65,14 @@ class Share(Calls):
                 total.put(part)
         self.attend_backward(self.own, sums, dout, q, k, v, out, lse)
 
-    def attend_remote(self, holder: int, results: Softmax, q: Tensor, arrived: Sequence[Tensor]) -> None:
-        """Add the results on a holder's keys; K and V as they came."""
-        keys, values = self._unpacked(holder, arrived)
-        self.attend(self.reads[holder], results, q, keys, values, self.needs[holder].first)
-
     def remote_backward(
-        self, holder: int, dq: Sum, dout: Tensor, q: Tensor, arrived: Sequence[Tensor], out: Tensor, lse: Tensor
+        self, holder: int, dq: Sum, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> list[Tensor]:
-        """dK and dV of what came of a holder, packed as it came; dq is added to."""
+        """Packed dK and dV of what was read of a holder; dq is added to. k and v as unpacked."""
         parcel = self.needs[holder]
-        k, v = self._unpacked(holder, arrived)
         sums = dq, Sum.like(k), Sum.like(v)
         self.attend_backward(self.reads[holder], sums, dout, q, k, v, out, lse, parcel.first)
         return [parcel.pack_rows(total.finish(self.gradient_dtype)) for total in sums[1:]]
-
-    def _unpacked(self, holder: int, arrived: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        keys, values = (self.needs[holder].unpack(x, self.workload.num_kv_heads) for x in arrived)
-        return keys, values
 
 
 def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:

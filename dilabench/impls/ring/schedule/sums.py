@@ -41,12 +41,9 @@ class Softmax:
         self._totals: tuple[Tensor, Tensor] | None = None
 
     def put(self, out: Tensor, lse: Tensor) -> None:
-        """Results [B, N, H, D] and [B, H, N] for all queries."""
-        if self._parts and not self._defers:
-            total, total_lse = self._folded()
-            merge_rows_(total, total_lse, out.to(total.dtype), lse)
-        else:
-            self._wait(out, lse, 0)
+        """Results [B, N, H, D] and [B, H, N] for all queries; only as the first ones."""
+        assert not self._parts
+        self._parts.append((out, lse, 0))
 
     def place(self, _piece: Piece) -> Tensor | None:
         """None: no result has a place before it is merged."""
@@ -56,18 +53,15 @@ class Softmax:
         """Results of a piece, [B·G, L, A, D] and [B·G, A, L]."""
         first = piece.query_rows(self._q.shape[2])
         if first is not None and (self._defers or (not self._parts and out.shape[1] == self._q.shape[1])):
-            self._wait(out, lse, first)
+            if len(self._parts) == MOST_PARTS:
+                self._folded()
+            self._parts.append((out, lse, first))
             return
         total, total_lse = self._folded()
         part = piece.apart(out)
         if total.device.type == "cpu" or total.dtype == torch.float64:
             part = part.to(total.dtype)
         merge_rows_(piece.view_queries(total), piece.view_lse(total_lse), part, piece.apart(lse))
-
-    def _wait(self, out: Tensor, lse: Tensor, first: int) -> None:
-        if len(self._parts) == MOST_PARTS:
-            self._folded()
-        self._parts.append((out, lse, first))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, and lse."""
