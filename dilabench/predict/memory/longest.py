@@ -15,9 +15,9 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
 
     The batch size, heads and branches stay; packed sequences and a mask from a file have the length that they have,
     and give None; a pattern that refuses long sequences may end the search at its own longest. To a step of about a
-    three-hundredth, and confirmed: it fits, a step more does not. Over ranks, where lengths that cut segments need more
-    than those that do not, a longer one may fit, too; where only the latter can be traced, the step is the distance
-    between them. It is a prediction: `extreme` finds the length by real runs.
+    three-hundredth, and confirmed: it fits, a step more does not. Over ranks lengths that cut segments need more than
+    those that do not: there only the latter are looked at, where a few of them fit. It is a prediction: `extreme` finds
+    the length by real runs.
     """
     if case.workload.pattern.has_fixed_length or case.workload.layout == "packed":
         return None
@@ -29,25 +29,21 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
 
     length, last = case.workload.seq_len, last_length(case.workload)
     fits, too_long = (0, 0), (MAX_SEQ_LEN, MAX_SEQ_LEN)
-    least_step = 1
-    while True:
-        needed = peak(length)
-        if needed is None:
-            # Where ranks cut segments, a trace may take too long: then only lengths at which they cut none count.
-            least_step = (case.workload.pattern.cut_length or 1) * case.world_size
-            if length % least_step == 0 or length < least_step:
-                return None
-            length = length // least_step * least_step
-            continue
+    uncut = (case.workload.pattern.cut_length or 1) * case.world_size
+    while (needed := peak(length)) is not None:
         if needed <= capacity_bytes:
             fits = (length, needed)
         else:
             too_long = (length, needed)
         low, high = fits[0], too_long[0]
-        step = max(least_step, _step(low or high))
+        step = _step(low or high)
+        if case.world_size > 1 and 4 * uncut <= _guess(fits, too_long, capacity_bytes, step):
+            # Where ranks cut no segment; elsewhere a trace of many segments takes long.
+            step = max(step, uncut)
         if high - low <= step or low >= min(last, MAX_SEQ_LEN // 2):
             return low
         length = min(last, _guess(fits, too_long, capacity_bytes, step))
+    return None
 
 
 def _step(length: int) -> int:
