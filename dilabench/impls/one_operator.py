@@ -99,19 +99,12 @@ class _Function(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        # What refuses a second derivative takes microseconds, and nobody asks for one where gradients are off already.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dout)
-
-
-def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return None, None, None, None
-    q, k, v, out, lse, *kept = ctx.saved_tensors
-    return None, *ctx.computation.backward(dout, q, k, v, out, lse, *([kept] if kept else []))
-
-
-_gradients_once = once_differentiable(_gradients)
+        if dout is None:
+            return None, None, None, None
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        return None, *ctx.computation.backward(dout, q, k, v, out, lse, *([kept] if kept else []))
 
 
 def as_one_operator(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

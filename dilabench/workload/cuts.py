@@ -14,6 +14,11 @@ def cut_length(workload: Workload) -> int | None:
     return length if length is not None and workload.layout == "padded" and length < workload.seq_len else None
 
 
+def uncut_step(workload: Workload, ranks: int) -> int:
+    """Lengths that are multiples of this have no segment on two of so many equal parts, where there are cuts."""
+    return (workload.pattern.cut_length or 1) * ranks
+
+
 def why_uncut(workload: Workload) -> str:
     """The reason for which `cut_length` is None, for a row that needs cuts."""
     pattern = workload.pattern

@@ -9,8 +9,10 @@ def last_length(workload: Workload) -> int:
     """The last length up to which the pattern takes longer sequences than the workload's; MAX_SEQ_LEN for any length.
 
     Zero keys, for one, end at the first segment that its rate does not divide. Longer ones that are possible again are
-    not looked for.
+    not looked for. A length that is given is the last one, too.
     """
+    if workload.has_given_length:
+        return workload.seq_len
     (shape,) = workload.shapes
 
     def possible(length: int) -> bool:

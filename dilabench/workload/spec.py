@@ -159,6 +159,11 @@ class Workload(Model):
         """Whether gradients are asked for in which the weights of a merge count as constants (semantics.md §2)."""
         return self.mode != "forward" and self.pattern.is_detached
 
+    @property
+    def has_given_length(self) -> bool:
+        """Whether it has the length that it has: bounds of packed sequences, or a pattern's own list, say so."""
+        return self.layout == "packed" or self.pattern.has_fixed_length
+
     def as_dense(self) -> "Workload":
         """The same shape with every key visible: what dense kernels and yardsticks compute."""
         return self.model_copy(update={"pattern": DENSE})

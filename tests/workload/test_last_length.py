@@ -16,3 +16,9 @@ def test_the_next_one_is_refused(pattern: dict[str, object], last: int) -> None:
     assert workload.replace(seq_len=last)
     with pytest.raises(ValueError, match=r"seq_len|positions"):
         workload.replace(seq_len=last + 1)
+
+
+def test_sequences_that_are_given_get_no_longer() -> None:
+    fields = {"batch_size": 1, "num_heads": 8, "num_kv_heads": 8, "head_dim": 4, "causal": False, "dtype": "float32"}
+    packed = {"pattern": {"kind": "dense"}, "layout": "packed", "cu_seqlens": (0, 4, 10), "seq_len": 10}
+    assert last_length(Workload.model_validate({**packed, **fields})) == 10

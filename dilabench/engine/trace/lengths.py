@@ -14,6 +14,7 @@ from dilabench.engine.trace.storages import TooLongError
 from dilabench.engine.trace.traced_memory import trace
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.predict.memory import MemoryPlan
+from dilabench.workload.cuts import uncut_step
 from dilabench.workload.spec import Workload
 
 # How many operators a trace may run: two seconds' worth on an idle core, and more where shorter lengths are no guide.
@@ -65,7 +66,7 @@ def traced(spec: CaseSpec, device: str) -> MemoryPlan:
 def _line(spec: CaseSpec, length: int, device: str, effort: int) -> tuple[_Point, _Point] | None:
     """Two lengths that took not too long, if a third shows that memory grows in proportion by then."""
     # Where ranks cut no segment of the length, they cut none of those beside it.
-    alike = (spec.case.workload.pattern.cut_length or 1) * spec.case.world_size
+    alike = uncut_step(spec.case.workload, spec.case.world_size)
     unit = alike if length % alike == 0 else 1
     far = length // 2
     while far // 4 >= max(SHORTEST, unit):
@@ -89,7 +90,7 @@ def _along(near: _Point, far: _Point, length: int) -> MemoryPlan:
 
 def _can_be_shorter(spec: CaseSpec) -> bool:
     workload, chunk = spec.case.workload, spec.case.optimizations.query_chunk
-    return workload.layout != "packed" and not workload.pattern.has_fixed_length and not chunk
+    return not workload.has_given_length and not chunk
 
 
 def _traced_at(spec: CaseSpec, length: int, device: str, effort: int) -> MemoryPlan:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.sharding import Shards
+from dilabench.distributed.sharding import Shards, contiguous
 from dilabench.distributed.world import World
 from dilabench.impls.multihead import SEED, ProjectedAttention
 from dilabench.impls.ring import block_sparse, rings
@@ -72,7 +72,7 @@ def _summed(world: World, flat: Tensor) -> Tensor:
 
     An all-reduce moves as many bytes, but rounds the sum so far at every rank that it passes.
     """
-    sizes = [flat.numel() * (rank + 1) // world.size - flat.numel() * rank // world.size for rank in range(world.size)]
+    sizes = contiguous([(0, flat.numel())], world.size).rows
     shares, pending = world.all_to_all(flat, sizes, [sizes[world.rank]] * world.size, "parameters")
     pending.wait()
     part = shares.view(world.size, -1).sum(0, dtype=wide(flat.dtype)).to(flat.dtype)

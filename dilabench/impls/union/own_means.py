@@ -32,6 +32,7 @@ class OwnMeans:
         """Merge the result of a call into the parts that give its pairs."""
         mean = (rows.queries(self._dout) * out).sum(-1, keepdim=True)
         for part in rows.parts:
+            # Within one part its pairs count once, not as often as there are parts.
             rows.rows.merge(self._means[part], self._lses[part], mean, lse)
 
     def as_out(self, rows: Rectangle) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from math import gcd
 from typing import Any, TypeVar
 
@@ -87,12 +87,13 @@ class RectangleUnion(Union):
         if self.detached:
             parts = 1 + max(part for share in shares for rows in share for part in rows.parts)
             means = OwnMeans(dout, lse, parts, self.zero_keys)
-        left = iter(kept)
-        kept_of = [list(islice(left, 2 * len(share))) for share in shares]
+        results = zip(kept[::2], kept[1::2], strict=True)
+        kept_of = [tuple(islice(results, len(share))) for share in shares]
 
         def add_gradients(index: int) -> None:
             if means:
-                self._add_means(means, shares[index], q, k, v, kept_of[index])
+                for rows, result in zip_longest(shares[index], kept_of[index]):
+                    means.add(rows, *(result or self._attend(rows, q, k, v)))
             for rows in shares[index]:
                 own = means.as_out(rows) if means else None
                 of_queries, *of_keys = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
@@ -103,13 +104,6 @@ class RectangleUnion(Union):
 
         _at_once(add_gradients, range(len(shares)), dout, q, k, v)
         return dq, dk, dv
-
-    def _add_means(
-        self, means: OwnMeans, share: Sequence[Rectangle], q: Tensor, k: Tensor, v: Tensor, kept: list[Tensor]
-    ) -> None:
-        """Of every call of the share, computed again where its result is not kept."""
-        for rows, index in zip(share, range(0, 2 * len(share), 2), strict=True):
-            means.add(rows, *(kept[index : index + 2] or self._attend(rows, q, k, v)))
 
     def _shares_of(self, x: Tensor) -> Sequence[Sequence[Rectangle]]:
         """All shares; one stands for all, which are alike, where memory is traced and none keeps anything."""

@@ -3,6 +3,7 @@
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.plan import plan_memory
 from dilabench.record import Case
+from dilabench.workload.cuts import uncut_step
 from dilabench.workload.last_length import last_length
 from dilabench.workload.spec import MAX_SEQ_LEN
 
@@ -19,7 +20,7 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
     those that do not: there only the latter are looked at, where a few of them fit. It is a prediction: `extreme` finds
     the length by real runs.
     """
-    if case.workload.pattern.has_fixed_length or case.workload.layout == "packed":
+    if case.workload.has_given_length:
         return None
 
     def peak(length: int) -> int | None:
@@ -29,7 +30,7 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
 
     length, last = case.workload.seq_len, last_length(case.workload)
     fits, too_long = (0, 0), (MAX_SEQ_LEN, MAX_SEQ_LEN)
-    uncut = (case.workload.pattern.cut_length or 1) * case.world_size
+    uncut = uncut_step(case.workload, case.world_size)
     while (needed := peak(length)) is not None:
         if needed <= capacity_bytes:
             fits = (length, needed)

@@ -50,8 +50,7 @@ def _per_rank(asked: Sequence[WorkloadRequest], ranks: int, planner: Planner) ->
     for alike, length in shortest.items():
         longer = alike.model_copy(update={"seq_len": length * ranks})
         workload = alike.model_copy(update={"seq_len": length}).resolve(planner.machine.auto_dtype)
-        given = workload.layout == "packed" or workload.pattern.has_fixed_length
-        if not given and last_length(workload) >= longer.seq_len:
+        if last_length(workload) >= longer.seq_len:
             yield longer
 
 
