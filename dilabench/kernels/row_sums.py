@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Row sums for the backward pass, in the order in which the fused kernels read rows: class by class.
 
-A row has two of them, lse and rowsum(out * dout). They stand in blocks of sixteen rows, first those of one kind, then
-those of the other: a kernel that reads both needs one address, the other is at a fixed distance, and it reads them
-without masks, since a tile begins with a block and rows that no token has hold `_NO_TOKEN`.
+A row has two of them, lse and rowsum(out * dout). They stand in blocks of sixteen rows or more, first those of one
+kind, then those of the other: a kernel that reads both needs one address, the other is at a fixed distance, and it
+reads them without masks, since a tile begins with a block and rows that no token has hold `_NO_TOKEN`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,28 @@ _NO_TOKEN = 1e38
 class StatsLayout(NamedTuple):
     """Rows of N tokens as [R, segments, rows]: token t at class t mod R and row t // R, ``segment_rows`` to a segment.
 
-    ``rows`` is that many or more, a multiple of `STATS_BLOCK`.
+    ``rows`` is that many or more, a multiple of ``block``, the rows that stand together.
     """
 
     modulus: int
     segments: int
     segment_rows: int
     rows: int
+    block: int = STATS_BLOCK
 
     @classmethod
-    def of(cls, length: int, modulus: int = 1, segment_rows: int | None = None, tile: int = STATS_BLOCK) -> StatsLayout:
+    def of(
+        cls,
+        length: int,
+        modulus: int = 1,
+        segment_rows: int | None = None,
+        tile: int = STATS_BLOCK,
+        block: int = STATS_BLOCK,
+    ) -> StatsLayout:
         """Of N tokens in segments of so many rows, all in one by default; each begins with a tile of its own."""
         most = -(-length // modulus)
-        segment_rows, tile = min(segment_rows or most, most), max(tile, STATS_BLOCK)
-        return cls(modulus, -(-most // segment_rows), segment_rows, -(-segment_rows // tile) * tile)
+        segment_rows, tile = min(segment_rows or most, most), max(tile, block)
+        return cls(modulus, -(-most // segment_rows), segment_rows, -(-segment_rows // tile) * tile, block)
 
     def is_filled_by(self, length: int) -> bool:
         """Whether N tokens leave no row without one."""
@@ -53,7 +61,12 @@ def stats_places(row):
     """Where lse * log2(e) of rows stands, counted from the first row of a segment of a class; `STATS_BLOCK` further on
     stands rowsum(out * dout).
     """
-    return (row // _BLOCK) * (2 * _BLOCK) + row % _BLOCK
+    return _places(row, _BLOCK)
+
+
+@triton.jit
+def _places(row, BLOCK: tl.constexpr):
+    return (row // BLOCK) * (2 * BLOCK) + row % BLOCK
 
 
 @triton.jit(do_not_specialize=["length", "segments", "segment_rows", "stats_rows", "R"])
@@ -77,6 +90,7 @@ def _row_sums_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     # delta = rowsum(out * dout) and the base-2 lse, written as [B, H, R, segments, stats_rows / block, 2, block].
     pid = tl.program_id(0)
@@ -96,24 +110,24 @@ def _row_sums_kernel(
     row = tokens // R
     segment = ((batch * n_heads + head) * R + tokens % R) * segments + row // segment_rows
     row %= segment_rows
-    target = 2 * segment * stats_rows + stats_places(row)
+    target = 2 * segment * stats_rows + _places(row, BLOCK)
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(stats_ptr + target, log2_lse, valid)
-    tl.store(stats_ptr + target + _BLOCK, delta, valid)
+    tl.store(stats_ptr + target + BLOCK, delta, valid)
 
 
 def row_sums(
     out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout, known: Launches | None = None, name: object = None
 ) -> Tensor:
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
-    ``[B, H, R, segments, rows / STATS_BLOCK, 2, STATS_BLOCK]``.
+    ``[B, H, R, segments, rows / block, 2, block]``.
 
     known: launches of the pass, which may have this one under this name.
     """
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
-    shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // STATS_BLOCK, 2, STATS_BLOCK)
+    shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // layout.block, 2, layout.block)
     stats = lse.new_empty(shape) if layout.is_filled_by(length) else lse.new_full(shape, _NO_TOKEN)
     tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}
     if known is not None and known.repeat(name, tensors):
@@ -133,6 +147,7 @@ def row_sums(
         "HEAD_DIM": dim,
         "DIM": columns,
         "ROWS": rows,
+        "BLOCK": layout.block,
     }
     launched = run(_row_sums_kernel, (triton.cdiv(length, rows) * batch * num_heads,), arguments)
     if known is not None:

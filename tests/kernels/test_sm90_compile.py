@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float32
 
 from dilabench.kernels import merge, sum_parts
 from dilabench.kernels.block_sparse import backward as block_sparse_backward
@@ -30,12 +30,19 @@ from dilabench.kernels.block_sparse import forward as block_sparse_forward
 from dilabench.kernels.block_sparse import plan as block_plan
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90
 from dilabench.kernels.fused import backward as fused_backward
+from dilabench.kernels.fused import backward_sm90 as fused_backward_sm90
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launches
-from dilabench.kernels.tuning import TileConfig, shipped, specialized_config, tile_columns
+from dilabench.kernels.tuning import (
+    TileConfig,
+    shipped,
+    specialized_backward_config,
+    specialized_config,
+    tile_columns,
+)
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels are interpreted, not compiled"
@@ -400,3 +407,59 @@ def leaves(types, path):
     if isinstance(types, str):
         return [(path, types)]
     return [leaf for place, inner in enumerate(types) for leaf in leaves(inner, (*path, place))]
+
+
+# Bytes parked outside of the loops.
+BACKWARD_PARKED = 12
+
+
+def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool):
+    """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``)."""
+    config = specialized_backward_config(dim, causal, 128, 1 << 30)
+    assert config is not None
+    kernel = fused_backward_sm90._backward_kernel
+    constants = {"DIM": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages}
+    constants |= {"CAUSAL": causal, "RAGGED": ragged, "ADD": not shared, "SHARED": shared, "PER_HEAD": False}
+    if not shared:
+        constants["slots_ptr"] = None
+    if heads_per_kv is not None:
+        constants["heads_per_kv"] = heads_per_kv
+    # Shape and kind of each tile that is no 64 rows of queries.
+    tiles = {"k_desc": (config.block_n, dim), "v_desc": (config.block_n, dim)}
+    sums = {"stats_desc": (2 * config.block_m,), "sums_desc": (config.block_m, dim // 2)}
+    signature, values, attributes = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+        elif name.endswith("_desc"):
+            element = float32 if name in sums else bfloat16
+            shape = list((tiles | sums).get(name, (config.block_m, dim)))
+            layout = NVMMASharedLayout.get_default_for(shape, element)
+            signature[name] = f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
+        elif name.endswith("_ptr"):
+            signature[name] = {"dk_ptr": "*bf16", "dv_ptr": "*bf16", "slots_ptr": "*fp32"}.get(name, "*i32")
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name.startswith("scale") else "i32"
+            if name not in NOT_ALIGNED:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    return assembled(GluonASTSource(kernel, signature, values, attributes), {"num_warps": config.num_warps})
+
+
+@pytest.mark.parametrize(
+    ("dim", "causal", "ragged", "heads_per_kv", "shared"),
+    [
+        (128, False, True, None, False),
+        (128, True, False, 1, False),
+        (64, False, False, 1, False),
+        (128, True, False, 1, True),
+    ],
+)
+def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool) -> None:
+    built, report = specialised_backward(dim, causal, ragged, heads_per_kv, shared)
+    ptx = built.asm["ptx"]
+    assert "cp.reduce.async.bulk.tensor" in ptx, "dQ is added by the copy engine"
+    assert "setmaxnreg" in ptx, "the producer warp must give its registers to the consumers"
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= BACKWARD_PARKED, report
+    assert "serialized" not in report, report
+    assert built.metadata.shared <= 227 * 1024

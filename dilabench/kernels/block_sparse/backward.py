@@ -2,7 +2,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Backward of block-sparse attention: dQ by query tiles, dK and dV by key tiles; no atomics, so it is deterministic.
 
-Both rebuild p = exp(scale * q.k - lse) from a *given* lse, which may be that of a larger softmax.
+On a Hopper GPU one kernel does both (`backward_sm90`) where that is faster and nobody asked torch for deterministic
+algorithms. All rebuild p = exp(scale * q.k - lse) from a *given* lse, which may be that of a larger softmax.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.block_sparse.backward_sm90 import backward_tiles, run_backward
 from dilabench.kernels.block_sparse.forward import (
     check,
     head_rows,
@@ -22,10 +24,11 @@ from dilabench.kernels.block_sparse.forward import (
     launch_arguments,
     visible_pairs,
 )
-from dilabench.kernels.block_sparse.key_items import add_slots, slot_places
+from dilabench.kernels.block_sparse.key_items import KeyItems, add_slots, slot_places
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launched, Launches, run
+from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
@@ -301,23 +304,31 @@ def block_sparse_backward(
 
     A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
     """
-    known = plan.launches("backward", dout, q, k, v, out, lse, scale, query_config, key_config)
+    at_once = None if query_config or key_config else backward_tiles(q, k, v, dout, plan)
+    known = plan.launches("backward", dout, q, k, v, out, lse, scale, query_config, key_config, at_once)
     known.once("checked", lambda: check(q, k, v, plan))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv}
+    sums = empty_sums(q, k, at_once) if at_once else None
+    if at_once and sums is not None:
+        stats_layout = StatsLayout.of(q.shape[1], tile=at_once.block_m, block=at_once.block_m)
+        tensors |= {"sums": sums, "stats": row_sums(out, dout, lse.contiguous(), stats_layout, known, "blocks of sums")}
+        work, slots = _key_work(plan, at_once, q, k)
+        run_backward(tensors, dq, slots, work, plan, scale, at_once, known)
+        add_slots(slots, work, dk, dv, scale)
+        return dq, dk, dv
     batch, rows, num_heads, _ = q.shape
     dim, num_kv_heads = padded_dim(q.shape[-1]), k.shape[2]
     by_query = plan.config(dim, "backward_query", q.element_size(), query_config)
     by_key = plan.config(dim, "backward_key", q.element_size(), key_config)
     stats_layout = StatsLayout.of(rows, tile=max(by_query.block_m, by_key.block_m))
     stats = row_sums(out, dout, lse.contiguous(), stats_layout, known, "row sums")
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    work = plan.key_items(by_key, num_heads, num_kv_heads, q.device)
-    slots = stats.new_empty((batch * num_kv_heads, work.slots, 2, by_key.block_n, dim))
-    tensors = {"q": q, "k": k, "v": v, "dout": dout, "stats": stats}
-    of_queries, of_keys = tensors | {"dq": dq}, tensors | {"dk": dk, "dv": dv, "slots": slots}
+    work, slots = _key_work(plan, by_key, q, k)
+    of_queries, of_keys = tensors | {"dq": dq, "stats": stats}, tensors | {"slots": slots, "stats": stats}
     if not known.repeat("dq", of_queries):
         tiles = -(-rows // by_query.block_m)
         own = {"dq_desc": head_rows(dq, by_query.block_m), "heads_per_kv": num_heads // num_kv_heads, "n_tiles": tiles}
-        shared = _arguments(tensors, plan, scale, by_query, by_key=False)
+        shared = _arguments(of_queries, plan, scale, by_query, by_key=False)
         launched = run(_block_query_kernel, (batch * num_heads * tiles,), shared | own)
         _keep(known, "dq", launched, of_queries)
     if not known.repeat("dk, dv", of_keys):
@@ -333,11 +344,19 @@ def block_sparse_backward(
             "PER_HEAD": sets > 1,
             "GROUP": num_heads // num_kv_heads,
         }
-        shared = _arguments(tensors, plan, scale, by_key, by_key=True)
+        shared = _arguments(of_keys, plan, scale, by_key, by_key=True)
         launched = run(_block_key_kernel, (batch * num_kv_heads * n_items,), shared | own)
         _keep(known, "dk, dv", launched, of_keys)
     add_slots(slots, work, dk, dv, scale)
     return dq, dk, dv
+
+
+def _key_work(plan: Plan, tiles: TileConfig, q: Tensor, k: Tensor) -> tuple[KeyItems, Tensor]:
+    """The lists by key as work of programs, and room for the sums of tiles that several of them share."""
+    batch, _, num_heads, dim = q.shape
+    work = plan.key_items(tiles, num_heads, k.shape[2], q.device)
+    shape = (batch * k.shape[2], work.slots, 2, tiles.block_n, padded_dim(dim))
+    return work, q.new_empty(shape, dtype=torch.float32)
 
 
 def _arguments(

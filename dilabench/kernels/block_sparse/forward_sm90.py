@@ -6,6 +6,8 @@ every mask head is a kind of its own; only the work lists differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,17 +21,21 @@ _LOG2E = 1.4426950408889634
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
-    """Whether the kernel serves it: half precision, a head dim that it is faster for, whole tiles, no window, regular
-    strides, on sm_90. Batch items follow each other at one distance, so that of several the keys must be the queries'
-    rows.
-    """
+    """Whether the kernel serves it and is faster for its head dim."""
     tiles = specialized_config(q.shape[-1], plan.block_size)
-    if tiles is None:
-        return False
+    return tiles is not None and serves((q, k, v), plan, tiles, plan.keys // tiles.block_n)
+
+
+def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: int) -> bool:
+    """Whether the Hopper kernels serve q, k, v and what lies like q: half precision, whole tiles, no window, regular
+    strides, on sm_90, lists of so many tiles. Batch items follow each other at one distance, so that of several the
+    keys must be the queries' rows.
+    """
+    q = operands[0]
     whole = all(rows % tiles.longest == 0 for rows in (plan.block_size, plan.rows, plan.keys))
-    fits = whole and plan.keys // tiles.block_n <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
+    fits = whole and listed <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
     unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
-    regular = all(is_row_addressable(x) for x in (q, k, v))
+    regular = all(is_row_addressable(x) for x in operands)
     return q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
 
 
@@ -112,7 +118,16 @@ def _device_lists(plan: Plan, tiles: TileConfig, num_heads: int, device: torch.d
     """Work lists on the device, and for each head its (mask head, class shift)."""
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
-        heads = torch.arange(num_heads, dtype=torch.int32, device=device) * plan.mask_heads // num_heads
-        return *work_lists(plan, tiles, device), torch.stack((heads, torch.zeros_like(heads)), 1)
+        return *work_lists(plan, tiles, device), head_kinds(plan, num_heads, device)
 
     return plan.keep(("sm90", tiles, num_heads, device), make)
+
+
+def head_kinds(plan: Plan, num_heads: int, device: torch.device) -> Tensor:
+    """int32 [H, 2]: mask head and class shift of each head."""
+
+    def make() -> Tensor:
+        heads = torch.arange(num_heads, dtype=torch.int32, device=device) * plan.mask_heads // num_heads
+        return torch.stack((heads, torch.zeros_like(heads)), 1)
+
+    return plan.keep(("head kinds", num_heads, device), make)

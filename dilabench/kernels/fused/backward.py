@@ -3,7 +3,8 @@
 """Backward of dilated attention over the union of branches: dQ by query tiles, dK and dV by key tiles, no atomics.
 
 Both kernels rebuild p = exp(scale * q.k + log m - lse) from the merged lse, so the gradient is that of the merged
-result, and groups of branches only add up.
+result, and groups of branches only add up. On a Hopper GPU one kernel does both (`backward_sm90`) where that is faster
+and nobody asked torch for deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.fused.backward_at_once import AtOnce, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
@@ -42,6 +44,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout, run
+from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, tile_columns, tile_config
 
@@ -305,54 +308,69 @@ def fused_backward(
     added to ``onto`` (contiguous) where that is given. ``padded``: q, k, v and dout from `whole_classes`.
 
     Exact also when ``plan.leftover`` is not empty: the caller adds those branches' gradients, computed from the same
-    out and lse. Deterministic. Raises ValueError as `fused_forward` does.
+    out and lse. The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
+    Raises ValueError as `fused_forward` does.
     """
     tiles = (query_config, key_config)
     given = dict(zip(("q", "k", "v", "dout"), padded or (q, k, v, dout), strict=True))
     lse = lse.contiguous()
     known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), dout, out, lse)))
-    scale, whole, steps = known.once("checked", lambda: _checked((q, k, v), given, plan, scale, tiles))
+    scale, whole = known.once("checked", lambda: _checked((q, k, v), given, plan, scale))
     dq, dk, dv = onto or [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    if onto is None and not plan.groups[0].covers_every_row:
-        dq.zero_(), dk.zero_(), dv.zero_()
     operands = given if whole else {name: whole_classes(x, plan.modulus) for name, x in given.items()}
-    for index, (group, query_tiles, key_tiles, stats_layout) in enumerate(steps):
-        add = index > 0 or onto is not None
-        stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", index))
+    at_once, sums = [], None
+    if tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
+        at_once = known.once("at once", lambda: _at_once(plan, operands))
+        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles) if at_once else None
+    if sums is None:
+        at_once = []
+    groups = [group for group in plan.groups if all(group is not step.group for step in at_once)]
+    first = at_once[0].group if at_once else groups[0]
+    if onto is None and not first.covers_every_row:
+        dq.zero_(), dk.zero_(), dv.zero_()
+    add = onto is not None
+    if sums is not None:
+        run_at_once(at_once, operands, out, lse, (dq, dk, dv), sums, plan.causal, scale, add, known)
+        add = True
+    for index, group in enumerate(groups):
+        query_tiles, key_tiles = _tiles_of(group, q, plan.causal, *tiles)
+        tile = max(query_tiles.block_m, key_tiles.block_m)
+        stats_layout = StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
+        name = (sums is None, index)
+        stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", *name))
         tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-        if not known.repeat(("dq", index), tensors):
+        if not known.repeat(("dq", *name), tensors):
             launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add)
-            known.keep(("dq", index), launched, tensors)
-        if not known.repeat(("dk, dv", index), tensors):
+            known.keep(("dq", *name), launched, tensors)
+        if not known.repeat(("dk, dv", *name), tensors):
             launched = _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add)
-            known.keep(("dk, dv", index), launched, tensors)
+            known.keep(("dk, dv", *name), launched, tensors)
+        add = True
     return dq, dk, dv
 
 
-_Step = tuple[BranchGroup, TileConfig, TileConfig, StatsLayout]
-
-
 def _checked(
-    operands: tuple[Tensor, Tensor, Tensor],
-    given: dict[str, Tensor],
-    plan: ResiduePlan,
-    scale: float | None,
-    tiles: tuple[TileConfig | None, TileConfig | None],
-) -> tuple[float, bool, list[_Step]]:
-    """The scale, whether kernels can read all operands as they are, and what is computed group by group."""
-    q = operands[0]
+    operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Tensor], plan: ResiduePlan, scale: float | None
+) -> tuple[float, bool]:
+    """The scale, and whether kernels can read all operands as they are."""
     check_operands(*operands, plan)
-    steps, dim = [], sum(tile_columns(q.shape[-1], q.element_size()))
-    for group in plan.groups:
-        fit = (group.largest_tile, q.element_size())
-        query_tiles = tiles[0] or tile_config(dim, plan.causal, "backward_query", *fit)
-        key_tiles = tiles[1] or tile_config(dim, plan.causal, "backward_key", *fit)
-        query_tiles, key_tiles = query_tiles.fitted(group.largest_tile), key_tiles.fitted(group.largest_tile)
-        tile = max(query_tiles.block_m, key_tiles.block_m)
-        stats_layout = StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
-        steps.append((group, query_tiles, key_tiles, stats_layout))
-    whole = all(is_whole(x, plan.modulus) for x in given.values())
-    return check_scale(scale, q.shape[-1]), whole, steps
+    return check_scale(scale, operands[0].shape[-1]), all(is_whole(x, plan.modulus) for x in given.values())
+
+
+def _at_once(plan: ResiduePlan, operands: dict[str, Tensor]) -> list[AtOnce]:
+    """The groups for which one kernel does both passes."""
+    of_groups = (AtOnce.of(group, operands["q"], operands["k"], plan.causal) for group in plan.groups)
+    return [step for step in of_groups if step is not None]
+
+
+def _tiles_of(
+    group: BranchGroup, q: Tensor, causal: bool, query_config: TileConfig | None, key_config: TileConfig | None
+) -> tuple[TileConfig, TileConfig]:
+    """The tiles of both passes, those that are given or else the best, fitted to the group."""
+    dim, fit = sum(tile_columns(q.shape[-1], q.element_size())), (group.largest_tile, q.element_size())
+    by_query = query_config or tile_config(dim, causal, "backward_query", *fit)
+    by_key = key_config or tile_config(dim, causal, "backward_key", *fit)
+    return by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
 
 
 def _run_query(

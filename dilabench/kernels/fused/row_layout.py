@@ -34,6 +34,9 @@ PER_LENGTH = (
     "longer_classes",
     "super_rows",
     "stats_blocks",
+    "stats_rows",
+    "first_kv_head",
+    "some_kv_heads",
     "item_major",
     "rows",
     "key_rows",
@@ -115,7 +118,7 @@ def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescri
 
 
 # Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
-_L2_RESIDENT_BYTES = 24 << 20
+L2_RESIDENT_BYTES = 24 << 20
 _LOG2E = 1.4426950408889634
 
 
@@ -146,7 +149,7 @@ def launch_arguments(
         "longer_classes": group.longer_classes,
         "super_rows": group.super_rows,
         "n_blocks": n_blocks,
-        "item_major": int(2 * k.numel() * k.element_size() <= _L2_RESIDENT_BYTES),
+        "item_major": int(2 * k.numel() * k.element_size() <= L2_RESIDENT_BYTES),
         "R": group.modulus,
         "HEAD_DIM": q.shape[-1],
         "HEAD": head,

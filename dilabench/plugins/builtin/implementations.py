@@ -192,7 +192,6 @@ IMPLEMENTATIONS = (
         "dilabench.impls.fused:build",
         supports=FUSED,
         requires=("cuda>=sm80", "triton"),
-        deterministic=True,
         priority=20,
         preferred_for=replace(FUSED, check=_better_branch_by_branch),
         tiles="dilabench.kernels.tile_candidates:candidates",

@@ -85,7 +85,6 @@ RINGS = (
             zero_keys=False,
         ),
         requires=("cuda>=sm80", "triton"),
-        deterministic=True,
         priority=70,
     ),
     Implementation(

@@ -1,0 +1,90 @@
+"""Block-sparse backward through the Hopper kernel of dilated attention (`fused.backward_sm90`).
+
+As in the forward pass, a block mask is to that kernel a group of branches with one class (modulus 1), in which every
+tile pair counts once and every mask head is a kind of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, serves
+from dilabench.kernels.block_sparse.key_items import KeyItems
+from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
+from dilabench.kernels.launches import Launched, Launches, run
+from dilabench.kernels.query_sums import write_sums
+from dilabench.kernels.tuning import TileConfig, specialized_backward_config
+
+_LOG2E = 1.4426950408889634
+
+
+def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) -> TileConfig | None:
+    """The tiles of the kernel where it serves these tensors and wins, else None."""
+    tiles = specialized_backward_config(q.shape[-1], plan.causal, plan.block_size, k.numel() // k.shape[-1])
+    if tiles is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
+        return None
+    return tiles if serves((q, k, v, dout), plan, tiles, plan.rows // tiles.block_m) else None
+
+
+def run_backward(
+    tensors: dict[str, Tensor],
+    dq: Tensor,
+    slots: Tensor,
+    work: KeyItems,
+    plan: Plan,
+    scale: float,
+    tiles: TileConfig,
+    known: Launches,
+) -> None:
+    """Write dq, dk and dv; the sums of key tiles that several programs share, to their slots."""
+    sums, heads, kv_heads = tensors["sums"], dq.shape[2], tensors["k"].shape[2]
+    tensors = tensors | {"slots": slots}
+    for first in range(0, heads, sums.shape[2]):
+        if first:
+            sums.zero_()
+        if not known.repeat(("at once", first), tensors):
+            launched = _run(tensors, work, plan, first * kv_heads // heads, scale, tiles)
+            known.keep(("at once", first), launched, tensors)
+        write_sums(sums, scale, dq[:, :, first : first + sums.shape[2]], add=False)
+
+
+def _run(
+    tensors: dict[str, Tensor], work: KeyItems, plan: Plan, first_kv_head: int, scale: float, tiles: TileConfig
+) -> Launched:
+    # The kernel module needs a Triton with Gluon's Hopper instructions.
+    from dilabench.kernels.fused.backward_sm90 import _backward_kernel, tile_arguments
+
+    q = tensors["q"]
+    spans, entries, _ = plan.tables(tiles, by_key=True, device=q.device)
+    sets, n_items, _ = work.items.shape
+    shared = tile_arguments(tensors, 1, first_kv_head, tiles)
+    n_blocks = q.shape[0] * shared["some_kv_heads"]
+    own = {
+        "slots_ptr": tensors["slots"],
+        "items_ptr": work.items,
+        "lookup_ptr": spans,
+        "entries_ptr": plan.keep(("counted once", tiles, q.device), lambda: entries | 1 << (TILE_BITS + CLASS_BITS)),
+        "heads_ptr": head_kinds(plan, q.shape[2], q.device),
+        "scale": scale,
+        "scale_log2": scale * _LOG2E,
+        "n_supers": 1,
+        "full_supers": 1,
+        "n_kinds": plan.mask_heads,
+        "n_items": n_items,
+        "n_tiles": spans.shape[1],
+        "super_rows": plan.keys,
+        "whole_rows": plan.keys,
+        "longer_classes": 0,
+        "length": plan.keys,
+        "n_blocks": n_blocks,
+        "item_major": 0,
+        "n_slots": work.slots,
+        "CAUSAL": plan.causal,
+        "RAGGED": False,
+        "ADD": False,
+        "SHARED": True,
+        "PER_HEAD": sets > 1,
+    }
+    return run(_backward_kernel, (n_items * n_blocks,), shared | own)

@@ -1,0 +1,112 @@
+"""Both passes of the backward at once in the Hopper kernel (`backward_sm90`): for which groups of branches, and how."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper
+from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.launches import Arguments, Launched, Launches, launch
+from dilabench.kernels.query_sums import write_sums
+from dilabench.kernels.row_sums import StatsLayout, row_sums
+from dilabench.kernels.tuning import TileConfig, specialized_backward_config
+
+_LOG2E = 1.4426950408889634
+
+
+class AtOnce(NamedTuple):
+    """A group of branches with its tiles and where the statistics of rows stand."""
+
+    group: BranchGroup
+    tiles: TileConfig
+    stats_layout: StatsLayout
+
+    @classmethod
+    def of(cls, group: BranchGroup, q: Tensor, k: Tensor, causal: bool) -> AtOnce | None:
+        """None where the kernel does not serve the group, or two passes are faster."""
+        if q.element_size() != 2 or not on_hopper(q.device):
+            return None
+        tiles = specialized_backward_config(q.shape[-1], causal, group.largest_tile, k.numel() // k.shape[-1])
+        if tiles is None:
+            return None
+        where = (group.length, group.modulus, group.super_rows)
+        return cls(group, tiles, StatsLayout.of(*where, tile=tiles.block_m, block=tiles.block_m))
+
+
+def run_at_once(
+    steps: list[AtOnce],
+    operands: dict[str, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    sums: Tensor,
+    causal: bool,
+    scale: float,
+    add: bool,
+    known: Launches,
+) -> None:
+    """Write, or ``add``, the gradients of these groups. sums: from `empty_sums`, for some heads after the other."""
+    dq, dk, dv = gradients
+    dout = operands["dout"][:, : out.shape[1]]
+    heads, kv_heads, some = operands["q"].shape[2], operands["k"].shape[2], sums.shape[2]
+    stats = [
+        row_sums(out, dout, lse, step.stats_layout, known, ("at once", "row sums", index))
+        for index, step in enumerate(steps)
+    ]
+    for first in range(0, heads, some):
+        if first:
+            sums.zero_()
+        for index, (step, rows) in enumerate(zip(steps, stats, strict=True)):
+            tensors = operands | {"stats": rows, "sums": sums, "dk": dk, "dv": dv}
+            if not known.repeat(("at once", index, first), tensors):
+                launched = _run(step, tensors, first * kv_heads // heads, causal, scale, add or index > 0)
+                known.keep(("at once", index, first), launched, tensors)
+        write_sums(sums, scale, dq[:, :, first : first + some], add)
+
+
+def _run(
+    step: AtOnce, tensors: dict[str, Tensor], first_kv_head: int, causal: bool, scale: float, add: bool
+) -> Launched:
+    # The kernel module needs a Triton with Gluon's Hopper instructions.
+    from dilabench.kernels.fused.backward_sm90 import _backward_kernel, tile_arguments
+
+    group, config, _ = step
+    q, keys = tensors["q"], tensors["k"]
+    tables = tile_tables(group, config.block_n, config.block_m, causal, True, q.device)
+    shared = tile_arguments(tensors, group.modulus, first_kv_head, config)
+    n_items, n_blocks = tables.order.shape[1], q.shape[0] * shared["some_kv_heads"] * group.n_supers
+
+    def arguments(ragged: bool) -> Arguments:
+        own = {
+            "slots_ptr": None,
+            "items_ptr": tables.order,
+            "lookup_ptr": tables.lookup,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            "scale": scale,
+            "scale_log2": scale * _LOG2E,
+            "n_supers": group.n_supers,
+            "full_supers": group.full_supers,
+            "n_kinds": len(group.kinds),
+            "n_items": n_items,
+            "n_tiles": tables.lookup.shape[3],
+            "super_rows": group.super_rows,
+            "whole_rows": group.whole_rows,
+            "longer_classes": group.longer_classes,
+            "length": group.length,
+            "n_blocks": n_blocks,
+            "item_major": int(2 * keys.numel() * keys.element_size() <= L2_RESIDENT_BYTES),
+            "n_slots": 0,
+            "CAUSAL": causal,
+            "RAGGED": ragged and not causal,
+            "ADD": add,
+            "SHARED": False,
+            "PER_HEAD": False,
+        }
+        return (n_items * n_blocks,), shared | own
+
+    kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -1,0 +1,469 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""The backward pass for Hopper, written in Gluon: five products for a pair of tiles where two passes need seven.
+
+A program owns a key tile. One warp copies the query tiles that see it; two consumer warpgroups own half of its keys
+each, hold their dK and dV in registers and share what they know of a query tile, dS, through shared memory: each
+multiplies all of it with half of the columns of K. That share of dQ is added to what is in memory by the bulk copy
+engine, in float32 and in no fixed order, so that the last bits of dQ differ from call to call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view
+from dilabench.kernels.tuning import TileConfig
+
+_TILE_BITS = gl.constexpr(TILE_BITS)
+_TILE_MASK = gl.constexpr((1 << TILE_BITS) - 1)
+_CLASS_MASK = gl.constexpr((1 << CLASS_BITS) - 1)
+_COUNT_SHIFT = gl.constexpr(TILE_BITS + CLASS_BITS)
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+# Tiles of dS that are kept. A consumer writes that of a step over the one of four steps before, for it has seen that of
+# two steps before from the other, which by then had done with the older one.
+_BUFFERS = gl.constexpr(4)
+
+
+@builtin
+def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Begin to add a tile of shared memory to one of a tensor, element by element."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+class _Form(NamedTuple):
+    """What is compiled in."""
+
+    DIM: int
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    CAUSAL: bool
+    RAGGED: bool
+    ADD: bool
+    SHARED: bool
+    PER_HEAD: bool
+
+    def __repr__(self) -> str:
+        """Part of the names of functions, which may not hold every sign."""
+        return "_".join(str(int(value)) for value in self)
+
+
+@gluon.constexpr_function
+def _form(*values):
+    return _Form(*values)
+
+
+@gluon.jit
+def _turned(u, shift, R):
+    residue = u + shift
+    return gl.where(residue < R, residue, residue - R)
+
+
+@gluon.jit
+def _locate(grid, heads, tables, R, form: gl.constexpr):
+    """Where a program works: batch, K/V head, super-segment, variant of lists, its item, and the key tile (negative:
+    none) with its class.
+    """
+    n_supers, full_supers, n_items, n_blocks, item_major = grid
+    _, _, heads_per_kv, first_kv_head, some_kv_heads = heads
+    items_ptr, _, _, heads_ptr, _, _ = tables
+    pid = gl.program_id(0)
+    item = gl.where(item_major != 0, pid // n_blocks, pid % n_items)
+    block = gl.where(item_major != 0, pid % n_blocks, pid // n_items)
+    super_index = block % n_supers
+    kv_head = first_kv_head + (block // n_supers) % some_kv_heads
+    batch = block // n_supers // some_kv_heads
+    variant = (super_index >= full_supers).to(gl.int32)
+    if form.value.SHARED:
+        item_ptr = items_ptr + ((kv_head if form.value.PER_HEAD else 0) * n_items + item) * 4
+        tile = gl.load(item_ptr)
+        residue = 0
+    else:
+        item_ptr = items_ptr + (variant * n_items + item) * 2
+        u = gl.load(item_ptr)
+        tile = gl.where(u < 0, u, gl.load(item_ptr + 1))
+        residue = _turned(u, gl.load(heads_ptr + kv_head * heads_per_kv * 2 + 1), R)
+    return batch, kv_head, super_index, variant, item_ptr, tile, residue
+
+
+@gluon.jit
+def _list_of(head, residue, tile, variant, item_ptr, tables, R, form: gl.constexpr):
+    """The list of a head: its first entry; the program's first place in it, that of masked entries, and the end; the
+    class shift of the head.
+    """
+    _, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles = tables
+    kind = gl.load(heads_ptr + head * 2)
+    shift = gl.load(heads_ptr + head * 2 + 1)
+    own = _turned(residue, R - shift, R)
+    list_at = lookup_ptr + (((variant * n_kinds + kind) * R + own) * n_tiles + tile) * 3
+    low = 0
+    n_full = gl.load(list_at + 1)
+    n = n_full + gl.load(list_at + 2)
+    if form.value.SHARED:
+        low = gl.load(item_ptr + 1)
+        n = gl.minimum(gl.load(item_ptr + 2), n)
+    return entries_ptr + gl.load(list_at), low, n_full, n, shift
+
+
+@gluon.jit
+def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R, form: gl.constexpr):
+    """Copy the key tile, then the query tiles of its lists with their statistics."""
+    DIM: gl.constexpr = form.value.DIM
+    BLOCK_M: gl.constexpr = form.value.BLOCK_M
+    BLOCK_N: gl.constexpr = form.value.BLOCK_N
+    STAGES: gl.constexpr = form.value.STAGES
+    q_desc, k_desc, v_desc, dout_desc, stats_desc = descriptors
+    q_token, q_head, k_token, k_head, v_token, v_head, dout_token, dout_head = strides
+    q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
+    key_full, query_full, query_empty, _, _ = barriers
+    sequence_rows, key_rows, super_rows, _, _, stats_rows = rows
+    n_heads, _, heads_per_kv, _, _ = heads
+    n_supers = grid[0]
+    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
+    if tile >= 0:
+        key_row = batch * key_rows + super_index * super_rows + tile * BLOCK_N
+        mbarrier.expect(key_full, 2 * BLOCK_N * DIM * 2)
+        at = [key_row, residue * k_token + kv_head * k_head]
+        tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
+        at = [key_row, residue * v_token + kv_head * v_head]
+        tma.async_copy_global_to_shared(v_desc, at, key_full, v_smem.index(0))
+        base_row = batch * sequence_rows + super_index * super_rows
+        # For the consumers, step 0 is one that found nothing.
+        mbarrier.arrive(query_full.index(0), count=1)
+        step = 1
+        for member in range(heads_per_kv):
+            head = kv_head * heads_per_kv + member
+            first, low, _, n, shift = _list_of(head, residue, tile, variant, item_ptr, tables, R, form)
+            head_stats = (batch * n_heads + head) * R
+            for j in range(low, n):
+                entry = gl.load(first + j)
+                stage = step % STAGES
+                phase = (step // STAGES) & 1
+                partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
+                query_row = (entry & _TILE_MASK) * BLOCK_M
+                row = base_row + query_row
+                mbarrier.wait(query_empty.index(stage), phase ^ 1)
+                full = query_full.index(stage)
+                mbarrier.expect(full, 2 * BLOCK_M * (DIM * 2 + 4))
+                at = [row, partner * q_token + head * q_head]
+                tma.async_copy_global_to_shared(q_desc, at, full, q_smem.index(stage))
+                at = [row, partner * dout_token + head * dout_head]
+                tma.async_copy_global_to_shared(dout_desc, at, full, dout_smem.index(stage))
+                stats_row = ((head_stats + partner) * n_supers + super_index) * stats_rows + query_row
+                tma.async_copy_global_to_shared(stats_desc, [2 * stats_row], full, stats_smem.index(stage))
+                step += 1
+
+
+@gluon.jit
+def _begin_queries(half: gl.constexpr, step, none, tiles, ds_full, form: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin half of the columns of dS.K of a step."""
+    COLUMNS: gl.constexpr = form.value.DIM // 2
+    k_smem, ds_smem = tiles[1], tiles[5]
+    mbarrier.wait(ds_full.index(step % _BUFFERS), (step // _BUFFERS) & 1)
+    zero = gl.full([form.value.BLOCK_M, COLUMNS], 0.0, gl.float32, LAYOUT)
+    ds = ds_smem.index(step % _BUFFERS).permute((1, 0))
+    k_columns = k_smem.index(none).slice(half * COLUMNS, COLUMNS, dim=1)
+    return warpgroup_mma(ds, k_columns, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_queries(half: gl.constexpr, dq, sums_desc, row, column, dq_smem, form: gl.constexpr):
+    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer."""
+    dq_smem.index(half).store(dq)
+    fence_async_shared()
+    gl.thread_barrier()
+    add_shared_to_global(sums_desc, [row, column + half * (form.value.DIM // 2)], dq_smem.index(half))
+
+
+@gluon.jit
+def _store(x, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Write rows before ``end``, with ADD to what is there."""
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    at = ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+    if ADD:
+        x += gl.load(at, (rows < end)[:, None], 0.0).to(gl.float32)
+    gl.store(at, x.to(ptr.dtype.element_ty), (rows < end)[:, None])
+
+
+@gluon.jit
+def _consume(
+    half: gl.constexpr, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form: gl.constexpr
+):
+    """Half of the keys of a tile: dk and dv in registers, and half of the columns of every share of dq."""
+    DIM: gl.constexpr = form.value.DIM
+    BLOCK_M: gl.constexpr = form.value.BLOCK_M
+    BLOCK_N: gl.constexpr = form.value.BLOCK_N
+    STAGES: gl.constexpr = form.value.STAGES
+    CAUSAL: gl.constexpr = form.value.CAUSAL
+    RAGGED: gl.constexpr = form.value.RAGGED
+    ROWS: gl.constexpr = BLOCK_N // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KEY_LAYOUT, k_width=2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    sums_desc, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
+    q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
+    key_full, query_full, query_empty, ds_full, turns = barriers
+    sequence_rows, _, super_rows, whole_rows, longer_classes, _ = rows
+    _, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads = heads
+    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
+    if tile >= 0:
+        dk = gl.full([ROWS, DIM], 0.0, gl.float32, KEY_LAYOUT)
+        dv = gl.full([ROWS, DIM], 0.0, gl.float32, KEY_LAYOUT)
+        zero = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
+        first_row = tile * BLOCK_N + half * ROWS
+        rows_left = whole_rows - super_index * super_rows
+        end = gl.minimum(super_rows, rows_left + (residue < longer_classes).to(gl.int32))
+        base_row = batch * sequence_rows + super_index * super_rows
+        query = gl.arange(0, BLOCK_M, layout=COLUMN_LAYOUT)
+        # Every step adds to dQ what the one before found. The first follows one that found nothing.
+        ds_smem.index(0).slice(half * ROWS, ROWS, dim=0).store(gl.full([ROWS, BLOCK_M], 0.0, q_smem.dtype, S_LAYOUT))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ds_full.index(0), count=1)
+        mbarrier.arrive(query_empty.index(0), count=1)
+        step = 1
+        row_before = base_row
+        column_before = 0
+        mbarrier.wait(key_full, 0)
+        for member in range(heads_per_kv):
+            head = kv_head * heads_per_kv + member
+            first, low, n_full, n, shift = _list_of(head, residue, tile, variant, item_ptr, tables, R, form)
+            if not CAUSAL:
+                n_full = n
+            for masked in gl.static_range(2 if CAUSAL else 1):
+                begin = low if masked == 0 else gl.maximum(low, n_full)
+                stop = gl.minimum(n_full, n) if masked == 0 else n
+                for j in range(begin, stop):
+                    entry = gl.load(first + j)
+                    stage = step % STAGES
+                    phase = (step // STAGES) & 1
+                    partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
+                    query_row = (entry & _TILE_MASK) * BLOCK_M
+                    # Always 0, which the compiler does not know: it would keep every address of K and V in registers.
+                    none = entry >> 31
+                    mbarrier.wait(query_full.index(stage), phase)
+                    queries = q_smem.index(stage)
+                    k_rows = k_smem.index(none).slice(half * ROWS, ROWS, dim=0)
+                    # One consumer's softmax runs beside the other's products.
+                    mbarrier.wait(turns.index(half), 1 - half)
+                    logits = warpgroup_mma(k_rows, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    douts = dout_smem.index(stage)
+                    v_rows = v_smem.index(none).slice(half * ROWS, ROWS, dim=0)
+                    dp = warpgroup_mma(v_rows, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    mbarrier.arrive(turns.index(1 - half), count=1)
+                    stats = stats_smem.index(stage)
+                    bias = gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
+                    log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT) - bias
+                    logits = warpgroup_mma_wait(1, deps=[logits])
+                    if RAGGED:
+                        key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+                        hides = gl.where(key < end, 0.0, float("-inf"))
+                        p = gl.exp2(logits * scale_log2 + hides[:, None] - log2_lse[None, :])
+                    else:
+                        p = gl.exp2(logits * scale_log2 - log2_lse[None, :])
+                    if masked == 1:
+                        key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+                        last = query_row - (residue > partner).to(gl.int32) + query
+                        p = gl.where(key[:, None] <= last[None, :], p, 0.0)
+                    weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT)
+                    delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMN_LAYOUT)
+                    dp = warpgroup_mma_wait(0, deps=[dp])
+                    ds = (p * (dp - delta[None, :])).to(q_smem.dtype)
+                    ds_smem.index(step % _BUFFERS).slice(half * ROWS, ROWS, dim=0).store(ds)
+                    fence_async_shared()
+                    # What was to be added by the step before has left shared memory, too.
+                    tma.store_wait(0)
+                    gl.thread_barrier()
+                    mbarrier.arrive(ds_full.index(step % _BUFFERS), count=1)
+                    mbarrier.wait(turns.index(half), half)
+                    next_dv = warpgroup_mma(weights, douts, dv, is_async=True)
+                    dq = _begin_queries(half, step - 1, none, tiles, ds_full, form, DQ_LAYOUT)
+                    next_dk = warpgroup_mma(gl.convert_layout(ds, P_LAYOUT), queries, dk, is_async=True)
+                    mbarrier.arrive(turns.index(1 - half), count=1)
+                    dv, dq = warpgroup_mma_wait(1, deps=[next_dv, dq])
+                    _add_queries(half, dq, sums_desc, row_before, column_before, dq_smem, form)
+                    dk = warpgroup_mma_wait(0, deps=[next_dk])
+                    gl.thread_barrier()
+                    mbarrier.arrive(query_empty.index(stage), count=1)
+                    row_before = base_row + query_row
+                    column_before = ((partner * some_kv_heads - first_kv_head) * heads_per_kv + head) * DIM
+                    step += 1
+        dq = _begin_queries(half, step - 1, 0, tiles, ds_full, form, DQ_LAYOUT)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        tma.store_wait(0)
+        gl.thread_barrier()
+        _add_queries(half, dq, sums_desc, row_before, column_before, dq_smem, form)
+        slot = -1
+        if form.value.SHARED:
+            slot = gl.load(item_ptr + 3)
+            if slot >= 0:
+                place = (batch * n_kv_heads + kv_head).to(gl.int64) * n_slots + slot
+                sums = slots_ptr + place * (2 * BLOCK_N * DIM) + half * (ROWS * DIM)
+                _store(dk, sums, DIM, ROWS, False, ROWS, DIM)
+                _store(dv, sums + BLOCK_N * DIM, DIM, ROWS, False, ROWS, DIM)
+        if slot < 0:
+            token = batch.to(gl.int64) * length + (super_index * super_rows + first_row).to(gl.int64) * R + residue
+            at = (token * n_kv_heads + kv_head) * DIM
+            row_stride = n_kv_heads * R * DIM
+            _store(dk * scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, DIM)
+            _store(dv, dv_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, DIM)
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=PER_LENGTH)
+def _backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    stats_desc,
+    sums_desc,
+    dk_ptr,
+    dv_ptr,
+    slots_ptr,
+    items_ptr,
+    lookup_ptr,
+    entries_ptr,
+    heads_ptr,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    dout_token,
+    dout_head,
+    scale,
+    scale_log2,
+    n_supers,
+    full_supers,
+    n_kinds,
+    n_items,
+    n_tiles,
+    n_heads,
+    n_kv_heads,
+    sequence_rows,
+    key_rows,
+    super_rows,
+    whole_rows,
+    longer_classes,
+    length,
+    stats_rows,
+    n_blocks,
+    item_major,
+    n_slots,
+    heads_per_kv,
+    first_kv_head,
+    some_kv_heads,
+    R,
+    DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    ADD: gl.constexpr,
+    SHARED: gl.constexpr,
+    PER_HEAD: gl.constexpr,
+):
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, DIM], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, DIM], v_desc.layout)
+    dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, DIM], dout_desc.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [_BUFFERS, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, DIM // 2], sums_desc.layout)
+    tiles = (q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem)
+    key_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    query_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    query_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    mbarrier.init(key_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(query_full.index(i), count=1)
+        mbarrier.init(query_empty.index(i), count=2)
+    for i in gl.static_range(_BUFFERS):
+        mbarrier.init(ds_full.index(i), count=2)
+    fence_async_shared()
+    barriers = (key_full, query_full, query_empty, ds_full, turns)
+    descriptors = (q_desc, k_desc, v_desc, dout_desc, stats_desc)
+    strides = (q_token, q_head, k_token, k_head, v_token, v_head, dout_token, dout_head)
+    grid = (n_supers, full_supers, n_items, n_blocks, item_major)
+    heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
+    rows = (sequence_rows, key_rows, super_rows, whole_rows, longer_classes, stats_rows)
+    tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
+    results = (sums_desc, dk_ptr, dv_ptr, slots_ptr, length, n_slots)
+    form: gl.constexpr = _form(DIM, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD)
+    gl.warp_specialize(
+        [
+            (_consume, (0, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form)),
+            (_consume, (1, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form)),
+            (_produce, (descriptors, strides, grid, heads, rows, tables, tiles, barriers, R, form)),
+        ],
+        [4, 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )
+
+
+def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
+    """What a launch is given of tensors by their names: q, k, v and dout as `class_view` shows them, stats, dk, dv, and
+    sums [B, N, H', D], to which that many heads, the first those of ``first_kv_head``, add their shares of dq / scale.
+    """
+    q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
+    arguments: dict[str, Any] = {"DIM": q.shape[-1], "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    for name, size in rows.items():
+        x = tensors[name]
+        arguments[f"{name}_desc"] = _descriptor(x, *class_view(x, modulus), [size, x.shape[-1]])
+        arguments |= {f"{name}_token": x.stride(1), f"{name}_head": x.stride(2)}
+    return arguments | {
+        "sums_desc": _descriptor(sums, *class_view(sums, modulus), [config.block_m, sums.shape[-1] // 2]),
+        "stats_desc": _descriptor(stats, [stats.numel()], [1], [2 * config.block_m]),
+        "dk_ptr": tensors["dk"],
+        "dv_ptr": tensors["dv"],
+        "n_heads": q.shape[2],
+        "n_kv_heads": keys.shape[2],
+        "heads_per_kv": q.shape[2] // keys.shape[2],
+        "first_kv_head": first_kv_head,
+        "some_kv_heads": sums.shape[2] * keys.shape[2] // q.shape[2],
+        "sequence_rows": q.shape[1] // modulus,
+        "key_rows": keys.shape[1] // modulus,
+        "stats_rows": stats.shape[4] * stats.shape[6],
+        "R": modulus,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    elements = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+    layout = gl.NVMMASharedLayout.get_default_for(block, elements[x.dtype])
+    return TensorDescriptor(x, shape, strides, block, layout)
