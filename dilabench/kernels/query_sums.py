@@ -1,6 +1,6 @@
 """dQ where many programs add to it: float32 sums of dQ / scale, and how they become dQ.
 
-All heads at once would take twice the bytes of q. A few fill a GPU, and the others follow in the same place.
+All heads at once would take twice the bytes of q. A few keep a GPU busy, and the others follow in the same place.
 """
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.kernels.tuning import LEAST_PROGRAMS, TileConfig
+from dilabench.kernels.tuning import TileConfig
+
+# Heads whose programs are as many follow others: at their end multiprocessors wait for the last of them.
+_PROGRAMS = 2048
 
 
 def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig) -> Tensor | None:
-    """float32 zeros [B, N, H', D] for as few of the heads of q as fill a GPU: those of a divisor of the K/V heads of k,
-    of which a program has ``tiles.block_n`` rows. None where there is no room for them.
+    """float32 zeros [B, N, H', D] for as few of the heads of q as have `_PROGRAMS` programs, each of ``tiles.block_n``
+    rows of k: those of a divisor of the K/V heads. None where there is no room for them.
     """
     batch, rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     each = max(1, batch * k.shape[1] // tiles.block_n)
-    enough = (n for n in range(1, kv_heads) if kv_heads % n == 0 and n * each >= LEAST_PROGRAMS)
+    enough = (n for n in range(1, kv_heads) if kv_heads % n == 0 and n * each >= _PROGRAMS)
     some = next(enough, kv_heads)
     try:
         return torch.zeros((batch, rows, some * heads // kv_heads, dim), dtype=torch.float32, device=q.device)

@@ -93,10 +93,9 @@ _SMALLEST_SPECIALIZED = 65
 
 
 # The backward pass in one kernel, by (head dim, causal), where it wins. Milliseconds of the two passes of the plain
-# kernels and of this one on an H200, H16: 32768 tokens, dense, D128 52.3 to 38.8, D64 27.8 to 25.1; longnet_128k D128
-# 20.0 to 16.3, causal 12.6 to 10.9; D64 10.9 to 10.3, causal 6.5 to 7.2.
+# kernels and of this one on an H200, H16: 32768 tokens, dense, D128 52.8 to 37.8; longnet_128k D128 20.2 to 16.0,
+# causal 12.2 to 11.9. D64 is not in it: 10.9 to 10.3, causal 6.5 to 7.2, and slower with sparse masks.
 _SPECIALIZED_BACKWARD: dict[tuple[int, bool], TileConfig] = {
-    (64, False): TileConfig(64, 128, 4, 3, specialized=True),
     (128, False): TileConfig(64, 128, 4, 2, specialized=True),
     (128, True): TileConfig(64, 128, 4, 2, specialized=True),
 }
@@ -163,18 +162,23 @@ def specialized_config(head_dim: int, largest_tile: int) -> TileConfig | None:
     return config if config and config.longest <= largest_tile else None
 
 
-# With fewer programs, each of which has a multiprocessor for itself, two passes of smaller tiles are faster.
-LEAST_PROGRAMS = 512
+# A program has a multiprocessor for itself: with fewer of them, or with shorter lists of query tiles, two passes of
+# smaller tiles are faster (51 steps 1.04 times, 26 steps 0.94 times as fast at once).
+_LEAST_PROGRAMS = 512
+_LEAST_STEPS = 48
 
 
-def specialized_backward_config(head_dim: int, causal: bool, largest_tile: int, key_rows: int) -> TileConfig | None:
-    """Configuration of the warp-specialised backward where it wins and its tiles fit, else None; ``key_rows`` over all
-    batch elements and key/value heads.
+def specialized_backward_config(
+    head_dim: int, causal: bool, largest_tile: int, key_rows: int, pairs: int
+) -> TileConfig | None:
+    """Configuration of the warp-specialised backward where it wins and its tiles fit, else None.
+
+    ``key_rows`` over all batch elements and key/value heads; ``pairs`` of queries with those keys.
     """
     config = _SPECIALIZED_BACKWARD.get((head_dim, causal))
-    if config is None or config.longest > largest_tile or key_rows < LEAST_PROGRAMS * config.block_n:
+    if config is None or config.longest > largest_tile or key_rows < _LEAST_PROGRAMS * config.block_n:
         return None
-    return config
+    return config if pairs >= _LEAST_STEPS * config.block_m * key_rows else None
 
 
 def tile_config(

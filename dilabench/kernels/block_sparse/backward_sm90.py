@@ -22,8 +22,12 @@ _LOG2E = 1.4426950408889634
 
 def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) -> TileConfig | None:
     """The tiles of the kernel where it serves these tensors and wins, else None."""
-    tiles = specialized_backward_config(q.shape[-1], plan.causal, plan.block_size, k.numel() // k.shape[-1])
-    if tiles is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
+    pairs = plan.pairs(q.shape[2])
+    if pairs is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
+        return None
+    size = (k.numel() // k.shape[-1], q.shape[0] * pairs)
+    tiles = specialized_backward_config(q.shape[-1], plan.causal, plan.block_size, *size)
+    if tiles is None:
         return None
     return tiles if serves((q, k, v, dout), plan, tiles, plan.rows // tiles.block_m) else None
 

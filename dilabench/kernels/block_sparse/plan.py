@@ -85,6 +85,10 @@ class Plan(ABC):
         """Whether it is certain that no list is empty: what nobody writes to must be zeroed before."""
         return False
 
+    def pairs(self, num_heads: int) -> int | None:  # noqa: ARG002
+        """Pairs of query and key rows in the blocks of all heads; None where the host does not know."""
+        return None
+
     @property
     def keys(self) -> int:
         """Rows of keys."""
@@ -176,6 +180,15 @@ class ListedPlan(Plan):
             return bool((self.lists(tile, tile, by_key=False).spans[..., 1:].sum(-1) > 0).all())
 
         return self.keep("every row has work", found)
+
+    def pairs(self, num_heads: int) -> int | None:
+        """By the lists of the largest tiles that fit."""
+        tile = largest_tile(self.block_size)
+
+        def found() -> int:
+            return int(self.lists(tile, tile, by_key=False).spans[..., 1:].sum()) * tile * tile
+
+        return self.keep("pairs", found) * (num_heads // self.mask_heads)
 
     def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
         """The same, made once."""

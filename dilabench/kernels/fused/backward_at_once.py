@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper
+from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, Launches, launch
 from dilabench.kernels.query_sums import write_sums
@@ -29,7 +30,8 @@ class AtOnce(NamedTuple):
         """None where the kernel does not serve the group, or two passes are faster."""
         if q.element_size() != 2 or not on_hopper(q.device):
             return None
-        tiles = specialized_backward_config(q.shape[-1], causal, group.largest_tile, k.numel() // k.shape[-1])
+        pairs = q.shape[0] * computed_pairs(group, min(64, group.largest_tile), causal)
+        tiles = specialized_backward_config(q.shape[-1], causal, group.largest_tile, k.numel() // k.shape[-1], pairs)
         if tiles is None:
             return None
         where = (group.length, group.modulus, group.super_rows)
