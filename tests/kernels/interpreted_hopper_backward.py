@@ -209,7 +209,7 @@ if __name__ == "__main__":
         mock.patch.object(backward_at_once, "on_hopper", return_value=True),
         mock.patch.object(block_sparse_forward_sm90, "on_hopper", return_value=True),
         mock.patch.object(tuning, "_LEAST_PROGRAMS", 1),
-        mock.patch.object(tuning, "_LEAST_STEPS", 0),
+        mock.patch.dict(tuning._LEAST_STEPS, branches=0, blocks=0),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
         mock.patch.object(query_sums, "_PROGRAMS", 5),
         mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {(16, causal): TILES for causal in both}),

@@ -415,7 +415,7 @@ BACKWARD_PARKED = 12
 
 def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool):
     """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``)."""
-    config = specialized_backward_config(dim, causal, 128, 1 << 30)
+    config = specialized_backward_config(dim, causal, 128, 1 << 20, 1 << 40, "blocks" if shared else "branches")
     assert config is not None
     kernel = fused_backward_sm90._backward_kernel
     constants = {"DIM": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages}
@@ -451,7 +451,6 @@ def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int
     [
         (128, False, True, None, False),
         (128, True, False, 1, False),
-        (64, False, False, 1, False),
         (128, True, False, 1, True),
     ],
 )

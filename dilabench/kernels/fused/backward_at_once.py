@@ -31,7 +31,8 @@ class AtOnce(NamedTuple):
         if q.element_size() != 2 or not on_hopper(q.device):
             return None
         pairs = q.shape[0] * computed_pairs(group, min(64, group.largest_tile), causal)
-        tiles = specialized_backward_config(q.shape[-1], causal, group.largest_tile, k.numel() // k.shape[-1], pairs)
+        size = (k.numel() // k.shape[-1], pairs)
+        tiles = specialized_backward_config(q.shape[-1], causal, group.largest_tile, *size, "branches")
         if tiles is None:
             return None
         where = (group.length, group.modulus, group.super_rows)
