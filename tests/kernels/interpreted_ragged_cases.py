@@ -15,8 +15,8 @@ from dilabench.kernels.tuning import TileConfig
 
 # As in `interpreted_cases`. Lengths that no segment and no tile divides: the last segment, 44 tokens of 64, has 22 rows
 # of each class modulo 2, a tile and six rows more. Then lengths that no rate divides, segments that no tile divides,
-# and head dims that are no power of two. Batches are strides like any other: two cases and `poisoned` have some. Both masks
-# where the last tile differs most; tiles, heads and coverage, which have tests of their own, under one of them.
+# and head dims that are no power of two. Batches are strides like any other: two cases and `poisoned` have some.
+# Both masks where the last tile differs most; tiles, heads and coverage, which have tests of their own, under one.
 BOTH, CAUSAL, FULL = (True, False), (True,), (False,)
 CASES = {
     f"{name}, {'causal' if causal else 'not causal'}": (*shape, causal, "modulo", by, tiles, cut, torch.float32)
