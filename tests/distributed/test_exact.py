@@ -21,7 +21,7 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks, launch):
     assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
 
 
-# Eight ranks are meshes of 2 x 4, and of 4 x 2 for more heads: one case each of rows in two parts, few rows, and packed.
+# Eight ranks are a mesh of 2 x 4, and of 4 x 2 for more heads: whole, short and packed sequences.
 ON_EIGHT = {"causal", "fewer rows than chunks", "odd lengths, window", "a mesh of more heads"}
 
 

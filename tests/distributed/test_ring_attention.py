@@ -42,7 +42,9 @@ def losses(ranks: int) -> list[float]:
         variables |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     else:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run([sys.executable, *launcher, script], env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *launcher, script], env=variables, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return [float(line) for line in done.stdout.split()]
 
