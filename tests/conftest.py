@@ -4,6 +4,7 @@ reason, where there is none; texts are laid out at a fixed width.
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ MOST_PROCESSES = 8
 # In this process and in those that tests start; before any other conftest.py imports torch, which reads one of them.
 os.environ.setdefault("TERMINAL_WIDTH", PINNED_WIDTH)
 os.environ.pop("FORCE_COLOR", None)
+# Hundreds of processes import the same modules: they are compiled once, whatever the shell says of bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Small tensors gain nothing from threads, and spinning ones starve whoever shares the cores: ranks and workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

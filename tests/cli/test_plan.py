@@ -58,7 +58,8 @@ def test_plan_says_where_it_knows_nothing(cli):
 
 
 def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
-    options = ("--lengths", "64K", "--mode", "both", "--device", "cpu", "--json")
+    # Shorter than most segments, so that there are few to trace.
+    options = ("--lengths", "4K", "--mode", "both", "--device", "cpu", "--json")
     (alone,) = json.loads(cli("plan", "-i", "strided", *options).stdout)
     over_ranks = {row["implementation"]: row for row in json.loads(cli("plan", "--nproc", "4", *options).stdout)}
     assert set(over_ranks) == {"ring", "ring-overlap", "ring-allgather", "ulysses", "zigzag-ring"}
@@ -66,8 +67,9 @@ def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
         assert row["ranks"] == 4
         assert row["inputs_bytes"] * 4 == alone["inputs_bytes"]
         assert alone["predicted_peak_bytes"] / 4 < row["predicted_peak_bytes"] < alone["predicted_peak_bytes"]
-    result = cli("plan", "--nproc", "4", "-i", "ring", "--lengths", "64K", "--memory", "8G", "--device", "cpu")
-    assert "The longest sequence that fits into 8.0 GiB on each of 4 ranks" in result.stdout
+    few = ("-i", "ring", "--set", "pattern=dense", "--mode", "forward", "--lengths", "4K", "--memory", "64M")
+    result = cli("plan", "--nproc", "4", *few, "--device", "cpu")
+    assert "The longest sequence that fits into 64.0 MiB on each of 4 ranks" in result.stdout
 
 
 @pytest.mark.slow

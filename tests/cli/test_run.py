@@ -207,8 +207,8 @@ def test_a_run_whose_output_nobody_reads_is_measured_and_kept_all_the_same(fresh
 
 
 @pytest.mark.slow
-def test_report_renders_without_torch(fresh):
-    assert fresh("-m", "dilabench", "run", "quick", "-i", "gather", *SMALL).returncode == 0
+def test_report_renders_without_torch(fresh, run_here):
+    assert run_here("quick", "-i", "gather", *SMALL).exit_code == 0
     folder = str(run_folder("benchmark_results"))
     script = f"import sys; from dilabench.cli import main\ntry: main(['report', {folder!r}, '-f', 'markdown'])\n"
     result = fresh("-c", script + "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules")
@@ -276,10 +276,10 @@ def test_ctrl_c_saves_the_results_and_resume_goes_on(fresh):
 
 
 @pytest.mark.slow
-def test_verify_says_what_is_right_and_what_is_wrong(fresh, cli, with_plugin):
+def test_verify_says_what_is_right_and_what_is_wrong(cli, with_plugin, warm_server):
     small = ("--seq-length", "96", "--set", "segment_lengths=40,96", "--set", "dilation_rates=1,3", "--device", "cpu")
-    result = fresh("-m", "dilabench", "verify", "gather", "zeros", "nowhere", "raising", *small)
-    assert result.returncode == 5, result.stdout + result.stderr
+    result = cli("verify", "gather", "zeros", "nowhere", "raising", *small)
+    assert result.exit_code == 5, result.output
     assert re.search(r"  ✓ +gather ", result.stdout)
     assert re.search(r"  ✗ +zeros ", result.stdout)
     assert re.search(r"  failed +raising .*RuntimeError: no luck today", result.stdout)

@@ -21,13 +21,23 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks, launch):
     assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
 
 
+# Eight ranks are a mesh of 2 x 4, and of 4 x 2 for more heads: whole, short and packed sequences.
+ON_EIGHT = {"causal", "fewer rows than chunks", "odd lengths, window", "a mesh of more heads"}
+
+
 @pytest.mark.parametrize("ranks", [4, slow(6), slow(8)])
 def test_heads_and_sequence_over_a_mesh_are_as_exact(ranks, launch):
     import ring_cases
 
     cases = ring_cases.on_a_mesh(ranks)
     assert len(cases) > 9
+    if ranks == 8:
+        cases = {name: cases[name] for name in ON_EIGHT}
     assert launch(ring_cases.exact, ranks, [["ulysses-ring"], cases]) == [[]] * ranks
+
+
+# On five ranks there are more parts than wait for each other.
+ON_FIVE = {"causal", "full", "window both ways", "branches", "offset by key head", "preset", "odd lengths, full"}
 
 
 @pytest.mark.parametrize("ranks", [2, slow(5)])
@@ -35,10 +45,13 @@ def test_deferred_sums_are_as_exact(ranks, launch):
     pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")
     import ring_cases
 
-    assert launch(ring_cases.with_deferred_sums, ranks, [ALGORITHMS]) == [[]] * ranks
+    cases = ring_cases.PADDED | ring_cases.PACKED
+    if ranks == 5:
+        cases = {name: cases[name] for name in ON_FIVE}
+    assert launch(ring_cases.with_deferred_sums, ranks, [ALGORITHMS, cases]) == [[]] * ranks
 
 
-@pytest.mark.parametrize(("ranks", "places"), [slow(1, True), (2, False), (3, True), slow(4, True)])
+@pytest.mark.parametrize(("ranks", "places"), [slow(1, True), (2, False), (3, True)])
 def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
     import ring_cases
 
@@ -46,14 +59,14 @@ def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
 
 
 def test_packed_sequences_in_one_call_are_as_exact(launch):
-    """On two ranks; `test_any_packing_is_as_exact` has the same sequences and more on one to four."""
+    """On two ranks; `test_any_packing_is_as_exact` has the same sequences and more on one to three."""
     import ring_cases
 
     assert launch(ring_cases.with_packed_kernel, 2, [["ulysses", *sorted(ring_cases.GATHERING)]]) == [[]] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_packing_is_as_exact(ranks, launch):
     import ring_cases
 

@@ -103,6 +103,7 @@ def two_nodes():
 
 
 ASKED = ("ring", "--budget", "60s", "--set", "seq_len=128", "--set", "pattern=dense", "--mode", "both", "-i", "ring")
+ASKED += ("--timing", "simple", "--timing-runs", "3", "--warmup-runs", "1")
 
 
 def test_the_command_on_two_nodes_is_planned_printed_and_written_by_rank_0(two_nodes, tmp_path):
@@ -133,8 +134,7 @@ def listening(pid):
 
 def test_only_torch_listens_and_silent_clients_hold_nothing_up(tmp_path):
     port = free_port()
-    asked = (*ASKED, "--timing", "simple")
-    nodes = [dilabench(([], "127.0.0.1", "lo", number), port, tmp_path, *asked) for number in range(2)]
+    nodes = [dilabench(([], "127.0.0.1", "lo", number), port, tmp_path, *ASKED) for number in range(2)]
     texts, clients, command_lines = [], {}, {}
     waiting = threading.Thread(target=lambda: texts.extend(ended(node) for node in nodes))
     waiting.start()

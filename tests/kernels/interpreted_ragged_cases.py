@@ -16,21 +16,23 @@ from dilabench.kernels.tuning import TileConfig
 # As in `interpreted_cases`. Lengths that no segment and no tile divides: the last segment, 44 tokens of 64, has 22 rows
 # of each class modulo 2, a tile and six rows more. Then lengths that no rate divides, segments that no tile divides,
 # and head dims that are no power of two. Batches are strides like any other: two cases and `poisoned` have some.
+# Both masks where the last tile differs most; tiles, heads and coverage, which have tests of their own, under one.
+BOTH, CAUSAL, FULL = (True, False), (True,), (False,)
 CASES = {
     f"{name}, {'causal' if causal else 'not causal'}": (*shape, causal, "modulo", by, tiles, cut, torch.float32)
-    for causal in (False, True)
-    for name, shape, by, tiles, cut in (
-        ("batch of two", (2, 108, 3, 3, 16, (32, 64), (1, 2)), "head", (16, 16), ((0, 1),)),
-        ("two groups", (1, 108, 3, 3, 16, (32, 64), (1, 2)), "head", (32, 16), ((0,), (1,))),
-        ("wide key tile", (1, 172, 2, 2, 16, (64, 128), (1, 2)), "head", (16, 32), ((0, 1),)),
-        ("shared keys", (1, 108, 4, 2, 16, (32, 64), (1, 2)), "head", (16, 16), ((0, 1),)),
-        ("uncovered rows", (1, 108, 5, 5, 16, (32, 108), (2, 4)), "head", (16, 16), ((0,), (1,))),
-        ("shorter than a tile", (1, 20, 4, 2, 16, (64, 128), (1, 2)), "kv_head", (16, 16), ((0,), (1,))),
-        ("odd length", (1, 107, 4, 2, 16, (32, 64), (1, 2)), "head", (16, 32), ((0, 1),)),
-        ("odd length, uncovered rows", (1, 101, 5, 5, 16, (32, 101), (2, 8)), "head", (16, 16), ((0,), (1,))),
-        ("odd segments", (1, 107, 3, 3, 16, (20, 54, 300), (1, 2, 4)), "head", (32, 16), ((0,), (1,), (2,))),
-        ("head dim 24", (2, 107, 4, 2, 24, (36, 64), (1, 2)), "kv_head", (16, 16), ((0,), (1,))),
+    for name, masks, shape, by, tiles, cut in (
+        ("batch of two", BOTH, (2, 108, 3, 3, 16, (32, 64), (1, 2)), "head", (16, 16), ((0, 1),)),
+        ("two groups", CAUSAL, (1, 108, 3, 3, 16, (32, 64), (1, 2)), "head", (32, 16), ((0,), (1,))),
+        ("wide key tile", FULL, (1, 172, 2, 2, 16, (64, 128), (1, 2)), "head", (16, 32), ((0, 1),)),
+        ("shared keys", CAUSAL, (1, 108, 4, 2, 16, (32, 64), (1, 2)), "head", (16, 16), ((0, 1),)),
+        ("uncovered rows", FULL, (1, 108, 5, 5, 16, (32, 108), (2, 4)), "head", (16, 16), ((0,), (1,))),
+        ("shorter than a tile", BOTH, (1, 20, 4, 2, 16, (64, 128), (1, 2)), "kv_head", (16, 16), ((0,), (1,))),
+        ("odd length", BOTH, (1, 107, 4, 2, 16, (32, 64), (1, 2)), "head", (16, 32), ((0, 1),)),
+        ("odd length, uncovered rows", CAUSAL, (1, 101, 5, 5, 16, (32, 101), (2, 8)), "head", (16, 16), ((0,), (1,))),
+        ("odd segments", BOTH, (1, 107, 3, 3, 16, (20, 54, 300), (1, 2, 4)), "head", (32, 16), ((0,), (1,), (2,))),
+        ("head dim 24", FULL, (2, 107, 4, 2, 24, (36, 64), (1, 2)), "kv_head", (16, 16), ((0,), (1,))),
     )
+    for causal in masks
 }
 
 

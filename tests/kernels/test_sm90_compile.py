@@ -221,6 +221,9 @@ def test_shipped_configurations(
     assert kernel.metadata.shared <= 227 * 1024
     if config.max_registers is not None:
         assert int(re.search(r"Used (\d+) registers", report)[1]) <= config.max_registers
+    if "0 bytes stack frame" in report:
+        # Nothing lies in local memory: no loop can read or write it there.
+        return
     loops = loops_with_products(kernel.asm["cubin"], tmp_path)
     assert loops
     parked = (dim, causal, direction, cut) in PARKED_BYTES
@@ -245,10 +248,11 @@ def test_block_sparse_configurations(
     assert "serialized" not in report
     parked = BLOCK_PARKED_BYTES.get((dim, causal, direction), 0)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked or not parked
-    # The first loop is over wholly visible tiles; causal edge and window cut about one tile of a list.
-    over_visible_tiles = loops_with_products(kernel.asm["cubin"], tmp_path)[0]
-    assert parked or not re.search(r"\b(STL|LDL)\b", over_visible_tiles), "a spill inside the main loop"
     assert kernel.metadata.shared <= 227 * 1024
+    if not parked and "0 bytes stack frame" not in report:
+        # The first loop is over wholly visible tiles; causal edge and window cut about one tile of a list.
+        over_visible_tiles = loops_with_products(kernel.asm["cubin"], tmp_path)[0]
+        assert not re.search(r"\b(STL|LDL)\b", over_visible_tiles), "a spill inside the main loop"
 
 
 def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int, merge: bool):
@@ -283,7 +287,9 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
 
 # Null mass and merging are of dilated attention, ranges of rows that keys are hidden from of block-sparse attention.
 SPECIALISED = [
-    *((128, *mask, *more) for mask in MASKS for more in ((False, 0), (True, 0), (False, 1), (False, 2))),
+    *((128, *mask, *more) for mask in MASKS for more in ((False, 0), (True, 0), (False, 2))),
+    # Of one range the mask that parks most with two.
+    (128, True, False, False, 1),
     (96, False, True, False, 0),
     *(
         pytest.param(*shape, marks=pytest.mark.slow)

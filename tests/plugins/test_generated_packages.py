@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert body in code.read_text()
     code.write_text(code.read_text().replace(body, body + WRONG))
     plugin = code.with_name("plugin.py")
-    plugin.write_text(plugin.read_text().replace("Capabilities(patterns=ANY_PATTERN)", "Capabilities()"))
+    plugin.write_text(plugin.read_text().replace("(patterns=ANY_PATTERN)", '(dtypes=frozenset({"float32"}))'))
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     folders = [str(path) for path in source.iterdir()]
     install = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), *folders]
@@ -42,36 +42,59 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+# `dilabench` with each of these arguments, one after the other: exit code, stdout and stderr.
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from dilabench.cli.app import app
+
+for arguments in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, arguments)
+    sys.stdout.write(json.dumps([done.exit_code, done.stdout, done.stderr]) + "\\n")
+"""
+
+
 def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Python in a fresh process that sees the packages."""
     paths = [str(site), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     environment.pop("DILABENCH_DISABLE_PLUGINS", None)
-    command = [sys.executable, "-m", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_new_package_conforms(site: Path, kind: Kind) -> None:
-    done = python(site, "dilabench", "plugin", "check", f"generated-{kind}", "--device", "cpu", "--json")
+@pytest.fixture(scope="module")
+def checked(site: Path) -> dict[str, tuple[int, str, str]]:
+    """What `plugin check` answers for each package; in one process, which starts what verifies once for all of them."""
+    names = [f"generated-{kind}" for kind in Kind]
+    asked = {name: ["plugin", "check", name, "--device", "cpu", "--json"] for name in names}
+    asked["generated-wrong"] = ["plugin", "check", "generated-wrong", "--device", "cpu"]
+    done = python(site, "-c", COMMANDS, json.dumps(list(asked.values())))
     assert done.returncode == 0, done.stdout + done.stderr
-    (card,) = json.loads(done.stdout)
+    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_new_package_conforms(checked: dict[str, tuple[int, str, str]], kind: Kind) -> None:
+    code, said, told = checked[f"generated-{kind}"]
+    assert code == 0, said + told
+    (card,) = json.loads(said)
     assert card["passed"]
     assert card["plugin"] == f"generated-{kind}"
     assert len(card["package"]) == 4
 
 
 def test_its_own_test_passes(site: Path) -> None:
-    done = python(site, "pytest", "-q", "-p", "no:cacheprovider", str(site / "sources" / "generated-reporter"))
+    done = python(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(site / "sources" / "generated-reporter"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
 
-def test_a_wrong_one_gets_the_name_of_its_mistake(site: Path) -> None:
-    done = python(site, "dilabench", "plugin", "check", "generated-wrong", "--device", "cpu")
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert re.search(r"^verifying \d+ cases \.\.\.$", done.stderr, re.MULTILINE)
-    text = " ".join(done.stdout.split())
+def test_a_wrong_one_gets_the_name_of_its_mistake(checked: dict[str, tuple[int, str, str]]) -> None:
+    code, said, told = checked["generated-wrong"]
+    assert code == 5, said + told
+    assert re.search(r"^verifying \d+ cases \.\.\.$", told, re.MULTILINE)
+    text = " ".join(said.split())
     # Where it is told first, with the place; after that its name is enough.
     assert re.search("cases?: out is that of offset=blocked; out: error", text)
     assert "cases: out is that of offset=blocked" in text

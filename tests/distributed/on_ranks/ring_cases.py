@@ -156,10 +156,10 @@ def without_returned_gradients(world):
     return exact(world, ["ring"], {"causal": PADDED["causal"]})
 
 
-def with_deferred_sums(world, names):
+def with_deferred_sums(world, names, cases):
     """What `exact` finds when parts wait for each other as they do on CUDA, with the kernels' plain form."""
     sums.defers = lambda dtype, device: True
-    return exact(world, names)
+    return exact(world, names, cases)
 
 
 def with_aligned_ends(world, names, places):

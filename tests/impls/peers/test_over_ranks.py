@@ -56,7 +56,7 @@ def test_a_peer_without_gradients_of_keys_is_caught(recorded, launch):
         assert verdict.startswith("dk is zero; dk: ")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_context_parallel_passes_the_oracle(ranks, launch):
     import peer_cases
 

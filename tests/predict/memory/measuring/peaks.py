@@ -76,9 +76,9 @@ def fullest_rank_peak(case):
     return max(rank_peak(case, SingleRank.of(rank, case.world_size)) for rank in ranks)
 
 
-def real_rank_peak(world, case):
-    """For `launch`: what a rank among real ones allocates."""
-    return rank_peak(case, world)
+def real_rank_peaks(world, case, runs):
+    """For `launch`: what a rank among real ones allocates, in each of some runs."""
+    return [rank_peak(case, world) for _ in range(runs)]
 
 
 @functools.cache
