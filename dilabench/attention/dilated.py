@@ -90,7 +90,9 @@ def dilated_attention(
     the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
     gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way: on a GPU it measures them
-    all at the first call of a configuration, which takes seconds once per machine (`attention.first_use`).
+    all at the first call of a configuration, which takes seconds once per machine (`attention.first_use`). The last
+    bits of the query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for
+    deterministic algorithms (`torch.use_deterministic_algorithms`).
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.

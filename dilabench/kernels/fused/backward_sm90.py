@@ -276,10 +276,8 @@ def _consume(
                     dp = warpgroup_mma(v_rows, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
                     mbarrier.arrive(turns.index(1 - half), count=1)
                     stats = stats_smem.index(stage)
-                    log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT)
-                    if not form.value.SHARED:
-                        # Branches share pairs; of a block mask each counts once.
-                        log2_lse -= gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
+                    bias = gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
+                    log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT) - bias
                     logits = warpgroup_mma_wait(1, deps=[logits])
                     if RAGGED:
                         key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)

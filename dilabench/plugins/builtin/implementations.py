@@ -128,6 +128,12 @@ def _no_room_for_a_mask(workload: Workload) -> str | None:
     return None
 
 
+# Of `kernels.fused.backward_sm90`.
+ADDED_QUERIES = (
+    "on a Hopper GPU the last bits of dq may differ from call to call at head dim 128, where programs add to it in no "
+    "fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"
+)
+
 IMPLEMENTATIONS = (
     Implementation(
         "reference",
@@ -194,6 +200,7 @@ IMPLEMENTATIONS = (
         requires=("cuda>=sm80", "triton"),
         priority=20,
         preferred_for=replace(FUSED, check=_better_branch_by_branch),
+        quirks=(ADDED_QUERIES,),
         tiles="dilabench.kernels.tile_candidates:candidates",
     ),
     Implementation(
@@ -255,6 +262,7 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         priority=10,
+        quirks=(ADDED_QUERIES,),
     ),
     Implementation(
         "block-sparse-planned",

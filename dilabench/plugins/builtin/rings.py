@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 from dilabench.patterns.block_sparse import BlockSparsePattern
-from dilabench.plugins.builtin.implementations import BLOCKS, COLUMNS, DENSE, DILATED, FUSED, HALF, no_block_tiles
+from dilabench.plugins.builtin.implementations import (
+    ADDED_QUERIES,
+    BLOCKS,
+    COLUMNS,
+    DENSE,
+    DILATED,
+    FUSED,
+    HALF,
+    no_block_tiles,
+)
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.workload.equal_parts import against_mesh
 from dilabench.workload.spec import Workload
@@ -85,6 +94,7 @@ RINGS = (
             zero_keys=False,
         ),
         requires=("cuda>=sm80", "triton"),
+        quirks=(ADDED_QUERIES,),
         priority=70,
     ),
     Implementation(
