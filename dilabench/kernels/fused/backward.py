@@ -10,6 +10,7 @@ and nobody asked torch for deterministic algorithms.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -324,19 +325,15 @@ def fused_backward(
         sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles) if at_once else None
     if sums is None:
         at_once = []
-    groups = [group for group in plan.groups if all(group is not step.group for step in at_once)]
-    first = at_once[0].group if at_once else groups[0]
-    if onto is None and not first.covers_every_row:
+    passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, q, at_once, *tiles))
+    if onto is None and not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     add = onto is not None
     if sums is not None:
         run_at_once(at_once, operands, out, lse, (dq, dk, dv), sums, plan.causal, scale, add, known)
         add = True
-    for index, group in enumerate(groups):
-        query_tiles, key_tiles = _tiles_of(group, q, plan.causal, *tiles)
-        tile = max(query_tiles.block_m, key_tiles.block_m)
-        stats_layout = StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
-        name = (sums is None, index)
+    for index, (group, query_tiles, key_tiles, stats_layout) in enumerate(passes):
+        name = (len(at_once), index)
         stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", *name))
         tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         if not known.repeat(("dq", *name), tensors):
@@ -347,6 +344,15 @@ def fused_backward(
             known.keep(("dk, dv", *name), launched, tensors)
         add = True
     return dq, dk, dv
+
+
+class _TwoPasses(NamedTuple):
+    """A group of branches with the tiles of both passes and where the statistics of rows stand."""
+
+    group: BranchGroup
+    query_tiles: TileConfig
+    key_tiles: TileConfig
+    stats_layout: StatsLayout
 
 
 def _checked(
@@ -363,14 +369,26 @@ def _at_once(plan: ResiduePlan, operands: dict[str, Tensor]) -> list[AtOnce]:
     return [step for step in of_groups if step is not None]
 
 
-def _tiles_of(
-    group: BranchGroup, q: Tensor, causal: bool, query_config: TileConfig | None, key_config: TileConfig | None
-) -> tuple[TileConfig, TileConfig]:
-    """The tiles of both passes, those that are given or else the best, fitted to the group."""
-    dim, fit = sum(tile_columns(q.shape[-1], q.element_size())), (group.largest_tile, q.element_size())
-    by_query = query_config or tile_config(dim, causal, "backward_query", *fit)
-    by_key = key_config or tile_config(dim, causal, "backward_key", *fit)
-    return by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
+def _passes(
+    plan: ResiduePlan,
+    q: Tensor,
+    at_once: list[AtOnce],
+    query_config: TileConfig | None,
+    key_config: TileConfig | None,
+) -> list[_TwoPasses]:
+    """The other groups, each with the tiles that are given or else the best, fitted to it."""
+    found, dim = [], sum(tile_columns(q.shape[-1], q.element_size()))
+    for group in plan.groups:
+        if any(group is step.group for step in at_once):
+            continue
+        fit = (group.largest_tile, q.element_size())
+        by_query = query_config or tile_config(dim, plan.causal, "backward_query", *fit)
+        by_key = key_config or tile_config(dim, plan.causal, "backward_key", *fit)
+        by_query, by_key = by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
+        tile = max(by_query.block_m, by_key.block_m)
+        stats_layout = StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
+        found.append(_TwoPasses(group, by_query, by_key, stats_layout))
+    return found
 
 
 def _run_query(
