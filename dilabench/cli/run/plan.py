@@ -190,7 +190,9 @@ def _cases(planner: Planner, batches: Sequence[int], lengths: Sequence[int]) -> 
     """Every batch size and mode of what was asked for, at these lengths where nothing says another."""
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
-        implementations = planner.implementations(_default(planner, asked))
+        # Which ones there are by default takes traces over ranks.
+        default = () if planner.request.implementations else _default(planner, asked)
+        implementations = planner.implementations(default)
         modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
         for batch in batches:
             for mode in modes:
