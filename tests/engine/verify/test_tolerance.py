@@ -1,10 +1,12 @@
-"""What float32 results may be off by: sums made one by one are right, products of fewer bits are not."""
+"""What results may be off by: sums made one by one are right, products of fewer bits are not; small weights of float16."""
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import AttentionFn
-from dilabench.engine.verify import summary, verify
+from dilabench.engine.verify import Oracle, summary, verify
+from dilabench.engine.verify.oracle.tolerance import errors, rows_last
+from dilabench.engine.verify.slope import slope, slope_limit
 from dilabench.workload.spec import Workload
 
 KEYS = 4096
@@ -37,3 +39,30 @@ def test_sums_made_one_by_one_are_right() -> None:
 
 def test_probabilities_of_tf32_are_not() -> None:
     assert not verify(in_sequence(10), WORKLOAD).passed
+
+
+def test_every_branch_may_round_weights_below_float16s_smallest_number() -> None:
+    branches = {"kind": "dilated", "segment_lengths": [1 << 16, 1 << 17, 1 << 18], "dilation_rates": [1, 1, 1]}
+    fields = FIELDS | {"pattern": branches, "head_dim": 8}
+    workload = Workload.model_validate(
+        {**fields, "seq_len": 1 << 16, "causal": False, "dtype": "float16", "mode": "both"}
+    )
+    oracle = Oracle(workload)
+    q, k, _ = (x[0, :, 0].double() for x in oracle.inputs)
+    rows = oracle.sample.rows
+    weights = (q[rows] @ k.T * workload.softmax_scale).softmax(1)
+    shares = (weights / len(branches["dilation_rates"])).half()
+    dout = oracle.full_dout[0, rows, 0].double()
+    assert shares.max() < torch.finfo(torch.float16).tiny * 16
+    expected = oracle.gradients[2]
+    keys = slice(None) if oracle.sample.keys is None else oracle.sample.keys
+    dv = (len(branches["dilation_rates"]) * shares.double().T @ dout)[keys].half()[None, :, None]
+
+    def accepted(found: Tensor) -> tuple[bool, bool]:
+        deviation = slope(*rows_last(found, expected.value, expected.size))
+        near = errors(found, expected.value, expected.size).max() <= expected.tolerance
+        return bool(near), abs(deviation.deviation) <= slope_limit(deviation, expected.plain, expected.slope_floor)
+
+    assert accepted(dv) == (True, True)
+    assert accepted(dv * 0)[0] is False
+    assert accepted((dv.double() * 1.02).half())[1] is False

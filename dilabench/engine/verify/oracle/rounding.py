@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dilabench.engine.call.inputs import TORCH_DTYPE
+from dilabench.engine.verify.oracle.tolerance import eps
 from dilabench.impls.reference import Block, attend_rows, blocks, finite, key_slots, shares_of_sum
 from dilabench.impls.summed import Part, parts_of
 from dilabench.workload.spec import Workload
@@ -104,6 +106,7 @@ def gradient_sizes(
     if parts:
         return _sizes_of_sum(parts, dout, q, k, v, lse, rows, keys, gradients)
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
+    dtype = TORCH_DTYPE[workload.dtype]
     slots = key_slots(keys, q.shape[1], q.device)
     for block in blocks(workload, rows, q):
         share, doubt = _shares(block, q, k, lse, workload)
@@ -112,15 +115,30 @@ def gradient_sizes(
         # dP = dout·v is a sum of rounded terms itself: kernels take its mean from an out that is already rounded.
         share_grad = (dout_block.square() @ values.square().mT).sqrt_().add_((dout_block @ values.mT).abs_())
         terms = share_grad.add_((share * share_grad).sum(-1, keepdim=True)).mul_(share)
-        terms = terms.mul_(doubt).mul_(workload.softmax_scale).square_()
+        terms = _kept(terms.mul_(doubt), block, dtype).mul_(workload.softmax_scale).square_()
         dq[:, block.index, block.head] = terms @ block.take(k, workload, torch.float64).square_()
         chosen, slot = block.wanted(slots)
         kv_head = block.head // workload.group_size
         q_squared = q[:, block.rows, block.head].double().square_()
         dk[:, :, kv_head].index_add_(1, slot, terms[..., chosen].mT @ q_squared)
-        dv[:, :, kv_head].index_add_(1, slot, share.mul_(doubt).square_()[..., chosen].mT @ dout_block.square_())
+        weights = _kept(share.mul_(doubt), block, dtype).square_()
+        dv[:, :, kv_head].index_add_(1, slot, weights[..., chosen].mT @ dout_block.square_())
     sizes = (dq, dk, dv)
     return tuple(size.sqrt_().add_(gradient.abs()) for size, gradient in zip(sizes, gradients, strict=True))  # type: ignore[return-value]
+
+
+def _kept(terms: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """Terms of P or dS, each at least as large as what its rounding is the eps of.
+
+    Below the smallest normal number rounding is absolute, eps of that number, and branches that see the key may each
+    have rounded their share, all to the same side. It counts in float16, whose smallest is 6e-5: a P of 16,000 keys.
+    """
+    smallest = torch.finfo(dtype).tiny
+    # In dtypes with the exponents of float32 these numbers are nothing beside any gradient.
+    if smallest < eps(torch.float64):
+        return terms
+    shares = (block.counts > 0).sum(0) * block.seen
+    return torch.maximum(terms, shares.double().mul_(smallest))
 
 
 def _sizes_of_sum(
