@@ -118,7 +118,9 @@ class _Program:
             q, dout = (self.tile_of(name, row, partner, head) for name in ("q", "dout"))
             segment = ((self.batch * a["n_heads"] + head) * a["R"] + partner) * a["n_supers"] + self.super_index
             stats = _read(a["stats_desc"], [2 * (segment * a["stats_rows"] + tile * rows)])
-            p = count * torch.exp2(k @ q.T * a["scale_log2"] - stats[:rows])
+            p = torch.exp2(k @ q.T * a["scale_log2"] - stats[:rows])
+            if a["COUNTED"]:
+                p = p * count
             if a["RAGGED"]:
                 p = p * (own_rows < end)[:, None]
             if masked and a["CAUSAL"]:

@@ -425,7 +425,14 @@ def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int
     assert config is not None
     kernel = fused_backward_sm90._backward_kernel
     constants = {"DIM": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages}
-    constants |= {"CAUSAL": causal, "RAGGED": ragged, "ADD": not shared, "SHARED": shared, "PER_HEAD": False}
+    constants |= {
+        "CAUSAL": causal,
+        "RAGGED": ragged,
+        "ADD": not shared,
+        "SHARED": shared,
+        "PER_HEAD": False,
+        "COUNTED": not shared,
+    }
     if not shared:
         constants["slots_ptr"] = None
     if heads_per_kv is not None:

@@ -1,7 +1,7 @@
 """Block-sparse backward through the Hopper kernel of dilated attention (`fused.backward_sm90`).
 
-As in the forward pass, a block mask is to that kernel a group of branches with one class (modulus 1), in which every
-tile pair counts once and every mask head is a kind of its own.
+As in the forward pass, a block mask is to that kernel a group of branches with one class (modulus 1), in which no
+tile pair is counted and every mask head is a kind of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, serves
 from dilabench.kernels.block_sparse.key_items import KeyItems
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.query_sums import write_sums
 from dilabench.kernels.tuning import TileConfig, specialized_backward_config
@@ -69,7 +68,7 @@ def _run(
         "slots_ptr": tensors["slots"],
         "items_ptr": work.items,
         "lookup_ptr": spans,
-        "entries_ptr": plan.keep(("counted once", tiles, q.device), lambda: entries | 1 << (TILE_BITS + CLASS_BITS)),
+        "entries_ptr": entries,
         "heads_ptr": head_kinds(plan, q.shape[2], q.device),
         "scale": scale,
         "scale_log2": scale * _LOG2E,
@@ -90,5 +89,6 @@ def _run(
         "ADD": False,
         "SHARED": True,
         "PER_HEAD": sets > 1,
+        "COUNTED": False,
     }
     return run(_backward_kernel, (n_items * n_blocks,), shared | own)

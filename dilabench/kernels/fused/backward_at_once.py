@@ -108,6 +108,7 @@ def _run(
             "ADD": add,
             "SHARED": False,
             "PER_HEAD": False,
+            "COUNTED": True,
         }
         return (n_items * n_blocks,), shared | own
 

@@ -61,6 +61,7 @@ class _Form(NamedTuple):
     ADD: bool
     SHARED: bool
     PER_HEAD: bool
+    COUNTED: bool
 
     def __repr__(self) -> str:
         """Part of the names of functions, which may not hold every sign."""
@@ -276,8 +277,9 @@ def _consume(
                     dp = warpgroup_mma(v_rows, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
                     mbarrier.arrive(turns.index(1 - half), count=1)
                     stats = stats_smem.index(stage)
-                    bias = gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
-                    log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT) - bias
+                    log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT)
+                    if form.value.COUNTED:
+                        log2_lse -= gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
                     logits = warpgroup_mma_wait(1, deps=[logits])
                     if RAGGED:
                         key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
@@ -389,6 +391,7 @@ def _backward_kernel(
     ADD: gl.constexpr,
     SHARED: gl.constexpr,
     PER_HEAD: gl.constexpr,
+    COUNTED: gl.constexpr,
 ):
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, DIM], k_desc.layout)
@@ -421,7 +424,7 @@ def _backward_kernel(
     rows = (sequence_rows, key_rows, super_rows, whole_rows, longer_classes, stats_rows)
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
     results = (sums_desc, dk_ptr, dv_ptr, slots_ptr, length, n_slots)
-    form: gl.constexpr = _form(DIM, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD)
+    form: gl.constexpr = _form(DIM, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD, COUNTED)
     gl.warp_specialize(
         [
             (_consume, (0, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form)),
