@@ -1,4 +1,4 @@
-"""What results may be off by: sums made one by one are right, products of fewer bits are not; small weights of float16."""
+"""What results may be off by: sums made one by one are right, products of fewer bits not; small weights in float16."""
 
 import torch
 from torch import Tensor
