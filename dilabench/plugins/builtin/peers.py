@@ -254,6 +254,7 @@ FLASHINFER = Implementation(
     quirks=(
         "masks of single heads go to VariableBlockSparseAttentionWrapper, which wants heads first: copies are timed",
         "that wrapper gathers key by key (pages of one key), whatever the block size",
+        "on Hopper a tile of its kernel, 128 queries for head_dim 128 and 192 for 64, holds rows of one block only",
         "its causal mask counts positions among the blocks that a row sees, so causal workloads are not asked of it",
     ),
     project="FlashInfer",
