@@ -48,6 +48,7 @@ def test_the_projects_that_there_are_adapters_for():
         "magi-attention",
         "natten",
         "flashinfer",
+        "flashinfer-vsa",
     ]
 
 
@@ -84,6 +85,8 @@ def test_what_cannot_be_used_says_why(installed, name, asked, reason):
 
 NEIGHBORS = {"kind": "neighborhood", "kernel_size": 200, "dilation": 3}
 BLOCKS = {"kind": "block_sparse", "block_size": 128}
+BLOCKS_OF_64 = {"kind": "block_sparse", "block_size": 64}
+FOR_CAKE = {"pattern": BLOCKS_OF_64, "causal": False, "mode": "forward", "num_kv_heads": 8, "head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,16 @@ BLOCKS = {"kind": "block_sparse", "block_size": 128}
             "flashinfer",
             {"pattern": BLOCKS, "causal": False, "mode": "forward", "seq_len": 500},
             "seq_len 500 is not a multiple of block_size 128",
+        ),
+        ("flashinfer-vsa", FOR_CAKE, None),
+        ("flashinfer-vsa", {**FOR_CAKE, "num_kv_heads": 4}, "num_kv_heads 4 below num_heads 8 is not supported"),
+        ("flashinfer-vsa", {**FOR_CAKE, "head_dim": 64}, "head_dim 64 is not a multiple of 128"),
+        ("flashinfer-vsa", {**FOR_CAKE, "seq_len": 500}, "seq_len 500 is not a multiple of block_size 64"),
+        ("flashinfer-vsa", {**FOR_CAKE, "pattern": BLOCKS}, "has blocks of 64, not of 128"),
+        (
+            "flashinfer-vsa",
+            {**FOR_CAKE, "pattern": {**BLOCKS_OF_64, "sparsity": 0.0}, "seq_len": 8192},
+            "1 to 64 blocks for each block of queries, here 128 to 128",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""`flashinfer`: FlashInfer's block-sparse attention, planned in `build`. Read in version 0.6.18.
+"""`flashinfer`: FlashInfer's block-sparse attention, planned in `build`. Read in version 0.7.2.post1.
 
 One mask for all heads goes to BlockSparseAttentionWrapper, masks of key/value heads to
 VariableBlockSparseAttentionWrapper, which wants heads first: those copies are inside the timed call.

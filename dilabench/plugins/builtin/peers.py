@@ -253,7 +253,58 @@ FLASHINFER = Implementation(
     compiles=True,
     quirks=(
         "masks of single heads go to VariableBlockSparseAttentionWrapper, which wants heads first: copies are timed",
+        "that wrapper gathers key by key (pages of one key), whatever the block size",
+        "on Hopper a tile of its kernel, 128 queries for head_dim 128 and 192 for 64, holds rows of one block only",
         "its causal mask counts positions among the blocks that a row sees, so causal workloads are not asked of it",
+    ),
+    project="FlashInfer",
+    install="pip install flashinfer-python",
+)
+
+
+# What its generated kernels are made for.
+CAKE_BLOCK_SIZE = 64
+CAKE_MAX_BLOCKS = 64
+
+
+def _not_cakes(workload: Workload) -> str | None:
+    (shape,) = workload.shapes
+    blocks = workload.pattern.whole_blocks(shape)
+    if blocks is None:
+        return "FlashInfer computes one mask of whole blocks"
+    if blocks.block_size != CAKE_BLOCK_SIZE:
+        return f"this kernel of FlashInfer's has blocks of {CAKE_BLOCK_SIZE}, not of {blocks.block_size}"
+    if workload.seq_len % CAKE_BLOCK_SIZE:
+        return f"seq_len {workload.seq_len} is not a multiple of block_size {CAKE_BLOCK_SIZE}"
+    if len(blocks.mask) not in {1, workload.num_heads}:
+        return "FlashInfer has one mask for all heads, or one for each key/value head"
+    kept = blocks.mask.sum(-1)
+    if kept.min() < 1 or kept.max() > CAKE_MAX_BLOCKS:
+        return f"it takes 1 to {CAKE_MAX_BLOCKS} blocks for each block of queries, here {kept.min()} to {kept.max()}"
+    return None
+
+
+FLASHINFER_VSA = Implementation(
+    "flashinfer-vsa",
+    "FlashInfer's Hopper kernel for 64-row blocks, for inference",
+    "dilabench.impls.peers.flashinfer_vsa:build",
+    supports=Capabilities(
+        patterns=frozenset({"block_sparse", "topk_blocks"}),
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"bfloat16"}),
+        modes=frozenset({"forward"}),
+        causal=frozenset({False}),
+        window=False,
+        gqa=False,
+        head_dim_multiple=128,
+        max_head_dim=128,
+        check=lambda workload: _one_sequence(workload) or _not_cakes(workload),
+    ),
+    requires=("flashinfer>=0.7.1", "cuda>=sm90"),
+    compiles=True,
+    quirks=(
+        "the backend `cake` of VariableBlockSparseAttentionWrapper, for sm_90 only, which its `auto` never picks",
+        "it wants heads first: copies are timed; its plan, made in Python, is not",
     ),
     project="FlashInfer",
     install="pip install flashinfer-python",
@@ -313,4 +364,5 @@ def dilabench_register_implementations() -> list[Implementation]:
         MAGI_ATTENTION,
         NATTEN,
         FLASHINFER,
+        FLASHINFER_VSA,
     ]

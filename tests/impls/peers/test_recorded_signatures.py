@@ -7,7 +7,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Span, zigzag
 from dilabench.distributed.shardings import HEADS_FOR_TOKENS, HEADS_IN_RING, NARROW_ZIGZAG_RING, WHOLE_ZIGZAG_RING
 from dilabench.engine.verify import summary, verify
-from dilabench.impls.peers import flashinfer, natten
+from dilabench.impls.peers import flashinfer, flashinfer_vsa, natten
 from dilabench.impls.peers.yunchang import usp_shards
 from dilabench.workload.spec import Workload
 
@@ -33,6 +33,13 @@ def test_flashinfer_is_given_the_blocks_of_the_mask(recorded, per_head, heads):
     length = 97 if per_head else 96
     asked = {"pattern": pattern, "causal": False, "num_heads": heads, "seq_len": length}
     assert told(flashinfer.build, **asked).endswith("checks passed")
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_its_kernel_of_64_row_blocks_is_given_a_mask_for_each_head(recorded, per_head):
+    pattern = {"kind": "block_sparse", "mask": "random", "block_size": 64, "sparsity": 0.6, "per_head": per_head}
+    asked = {"pattern": pattern, "causal": False, "num_kv_heads": 4, "seq_len": 256, "mode": "forward"}
+    assert told(flashinfer_vsa.build, **asked).endswith("checks passed")
 
 
 @pytest.mark.distributed
