@@ -122,7 +122,7 @@ def _section(steps: Sequence[Step]) -> Section:
         title=f"{kind.capitalize()} {workload.mode}, {workload.label()}",
         sentence=" ".join(
             [
-                *(_verdict(name, members) for name, members in curves.items()),
+                *_verdicts(curves),
                 *_steps_of_calls(steps),
                 *_what_counts(steps),
             ]
@@ -134,17 +134,28 @@ def _section(steps: Sequence[Step]) -> Section:
     )
 
 
-def _verdict(name: str, steps: Sequence[Step]) -> str:
-    points = [(step.density, step.speedup) for step in steps if step.speedup is not None]
-    if not points:
-        return f"{name}: no dense row was measured to compare with."
+def _verdicts(curves: dict[str, list[Step]]) -> Iterable[str]:
+    alone = []
+    for name, steps in curves.items():
+        points = [(step.density, step.speedup) for step in steps if step.speedup is not None]
+        if points:
+            yield _verdict(name, points)
+        else:
+            alone.append(name)
+    if alone:
+        yield f"No dense row was measured to compare with {', '.join(alone)}."
+
+
+def _verdict(name: str, points: Sequence[tuple[float, float]]) -> str:
     even = break_even(points)
     if even is not None:
         return f"{name} breaks even with dense attention at a density of about {even:.0%}."
-    densest, speedup = max(points)
+    (sparsest, _), (densest, speedup) = min(points), max(points)
+    if len(points) == 1:
+        return f"{name} {'beats' if speedup >= 1 else 'is slower than'} dense attention at a density of {densest:.0%}."
     if speedup >= 1:
         return f"{name} beats dense attention at every density measured, up to {densest:.0%}."
-    return f"{name} is slower than dense attention at every density measured, down to {min(points)[0]:.0%}."
+    return f"{name} is slower than dense attention at every density measured, down to {sparsest:.0%}."
 
 
 def _what_counts(steps: Sequence[Step]) -> Iterable[str]:
