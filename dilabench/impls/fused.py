@@ -56,7 +56,8 @@ def _single_branches(workload: Workload) -> Iterator[Workload]:
 
 
 def _whole(workload: Workload, context: BuildContext, padded: bool = False) -> Fused:
-    plan = _plan(workload, padded)
+    # One sequence is read as it is, or is so short that a copy costs nothing.
+    plan = _plan(workload, padded or workload.batch_size == 1)
     rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
     if context.tiles and plan is None:
         raise ValueError(f"tiles {context.tiles!r}: no branch of this workload goes through the fused kernels")

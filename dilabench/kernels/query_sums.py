@@ -14,11 +14,12 @@ from dilabench.kernels.tuning import TileConfig
 _PROGRAMS = 2048
 
 
-def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig) -> Tensor | None:
+def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:
     """float32 zeros [B, N, H', D] for as few of the heads of q as have `_PROGRAMS` programs, each of ``tiles.block_n``
-    rows of k: those of a divisor of the K/V heads. None where there is no room for them.
+    rows of k: those of a divisor of the K/V heads. Rows behind make ``modulus`` divide N. None where there is no room.
     """
     batch, rows, heads, dim = q.shape
+    rows += -rows % modulus
     kv_heads = k.shape[2]
     each = max(1, batch * k.shape[1] // tiles.block_n)
     enough = (n for n in range(1, kv_heads) if kv_heads % n == 0 and n * each >= _PROGRAMS)

@@ -85,6 +85,9 @@ PARKED_BYTES = {
     (192, True, "backward_key", False): 260,
     (256, True, "backward_key", False): 280,
     (192, False, "backward_key", False): 60,
+    (64, False, "backward_key", True): 12,
+    (64, True, "backward_key", True): 48,
+    (128, True, "backward_key", True): 12,
 }
 # Some of them in the loop over whole tiles, and yet 10.5 ms against 12.5 of the best shape without.
 PARKED_IN_LOOP = {(192, False, "backward_key")}
@@ -139,6 +142,7 @@ def fused(dim: int, causal: bool, direction: str, config: TileConfig, again: boo
         "ADD": again,
         "GROUP": 1,
         "RAGGED": cut,
+        "CUT": cut,
         "PRECISION": "tf32",
         "STAGES": config.num_stages,
     }
@@ -196,7 +200,7 @@ def loops_with_products(cubin: bytes, folder: Path) -> list[str]:
 
 MASKS = [(False, False), (False, True), (True, False)]
 # These have code of their own for a sequence that ends inside a tile.
-CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] and shape[2] != "backward_key"]
+CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] or shape[2] == "backward_key"]
 # Again: as later groups of branches run them. Wide heads as the last ones alone, which need the most registers.
 SHIPPED = [
     pytest.param(*shape, again, marks=pytest.mark.slow if shape[0] > 128 else ())

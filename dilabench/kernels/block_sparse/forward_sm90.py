@@ -93,6 +93,7 @@ def block_sparse_forward_sm90(
         "super_rows": rows,
         "whole_rows": rows,
         "longer_classes": 0,
+        "left_over": 0,
         "length": rows,
         "n_work": n_work,
         "heads_per_kv": num_heads // k.shape[2],

@@ -31,6 +31,7 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
+    box_place,
     end_of,
     load_tile,
     place_of,
@@ -44,7 +45,7 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
-from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout, run
+from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, tile_columns, tile_config
@@ -78,6 +79,7 @@ def _query_kernel(
     length,
     whole_rows,
     longer_classes,
+    left_over,
     stats_blocks,
     super_rows,
     n_blocks,
@@ -109,8 +111,9 @@ def _query_kernel(
     base_row = super_index * super_rows
     row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
-    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, residue, head, HEAD, TAIL)
-    dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, row, residue, head, HEAD, TAIL)
+    place, box_row = box_place(residue, row, whole_rows, left_over, R, BLOCK_M, RAGGED)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
+    dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
     stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
@@ -140,8 +143,9 @@ def _query_kernel(
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
-            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+            place, key_row = box_place(partner, key_row, whole_rows, left_over, R, BLOCK_N, RAGGED)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
@@ -185,6 +189,7 @@ def _key_kernel(
     length,
     whole_rows,
     longer_classes,
+    left_over,
     stats_blocks,
     super_rows,
     n_blocks,
@@ -197,6 +202,7 @@ def _key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CUT: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -217,8 +223,9 @@ def _key_kernel(
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
     row = base_row + tile * BLOCK_N
     rows_left = whole_rows - base_row
-    k, k_tail = load_tile(k_desc, k_tail_desc, batch, row, residue, kv_head, HEAD, TAIL)
-    v, v_tail = load_tile(v_desc, v_tail_desc, batch, row, residue, kv_head, HEAD, TAIL)
+    place, box_row = box_place(residue, row, whole_rows, left_over, R, BLOCK_N, CUT)
+    k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
+    v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
     dk_tail = zero_tail(BLOCK_N, TAIL)
@@ -244,13 +251,15 @@ def _key_kernel(
             entry_ptr += 1
             query_tile, partner, bias = unpack(entry, shift, R)
             query_tile *= BLOCK_M
-            q, q_tail = load_tile(q_desc, q_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL)
+            box_row, place = base_row + query_tile, partner
+            # Of causal lists these tiles end before the last row.
+            if not CAUSAL:
+                place, box_row = box_place(place, box_row, whole_rows, left_over, R, BLOCK_M, CUT)
+            q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
             stats = stats_at + (partner * class_stats + query_tile * 2)
             log2_lse = tl.load(stats) - bias
             logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
-            dout, dout_tail = load_tile(
-                dout_desc, dout_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL
-            )
+            dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
             delta = tl.load(stats + _STATS_BLOCK)
             dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
@@ -264,13 +273,12 @@ def _key_kernel(
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
-                q, q_tail = load_tile(q_desc, q_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL)
+                place, box_row = box_place(partner, base_row + query_tile, whole_rows, left_over, R, BLOCK_M, CUT)
+                q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
-                dout, dout_tail = load_tile(
-                    dout_desc, dout_tail_desc, batch, base_row + query_tile, partner, head, HEAD, TAIL
-                )
+                dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 query_row = query_tile + tl.arange(0, BLOCK_M)
                 last_row = query_row - (residue > partner).to(tl.int32)
                 seen = key_row[:, None] <= last_row[None, :]
@@ -322,7 +330,7 @@ def fused_backward(
     at_once, sums = [], None
     if tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = known.once("at once", lambda: _at_once(plan, operands))
-        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles) if at_once else None
+        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, plan.modulus) if at_once else None
     if sums is None:
         at_once = []
     passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, q, at_once, *tiles))
@@ -454,8 +462,12 @@ def _run_key(
         "ADD": add,
     }
 
-    grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
-    return run(_key_kernel, grid, shared | own)
+    def arguments(cut: bool) -> Arguments:
+        grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
+        return grid, shared | own | {"CUT": cut}
+
+    kind = (dk.dtype, dk.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    return launch(_key_kernel, arguments, group.longer_classes > 0, *kind)
 
 
 def _tiles(operands: dict[str, Tensor], config: TileConfig) -> dict[str, tuple[Tensor, int]]:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
 from dilabench.kernels.tuning import TileConfig
 
 _TILE_BITS = gl.constexpr(TILE_BITS)
@@ -77,6 +77,14 @@ def _form(*values):
 def _turned(u, shift, R):
     residue = u + shift
     return gl.where(residue < R, residue, residue - R)
+
+
+@gluon.jit
+def _box_place(residue, row, cut, R, ROWS: gl.constexpr):
+    """As `tile_walk.box_place`; ``cut``: whole rows of the sequence, and tokens left over."""
+    whole_rows, left_over = cut
+    moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
+    return residue + moved * R, row - moved
 
 
 @gluon.jit
@@ -136,16 +144,18 @@ def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R
     q_token, q_head, k_token, k_head, v_token, v_head, dout_token, dout_head = strides
     q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
     key_full, query_full, query_empty, _, _ = barriers
-    sequence_rows, key_rows, super_rows, _, _, stats_rows = rows
+    sequence_rows, key_rows, super_rows, whole_rows, _, stats_rows, left_over = rows
+    cut = (whole_rows, left_over)
     n_heads, _, heads_per_kv, _, _ = heads
     n_supers = grid[0]
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
         key_row = batch * key_rows + super_index * super_rows + tile * BLOCK_N
+        place, key_row = _box_place(residue, key_row, cut, R, BLOCK_N)
         mbarrier.expect(key_full, 2 * BLOCK_N * DIM * 2)
-        at = [key_row, residue * k_token + kv_head * k_head]
+        at = [key_row, place * k_token + kv_head * k_head]
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
-        at = [key_row, residue * v_token + kv_head * v_head]
+        at = [key_row, place * v_token + kv_head * v_head]
         tma.async_copy_global_to_shared(v_desc, at, key_full, v_smem.index(0))
         base_row = batch * sequence_rows + super_index * super_rows
         # For the consumers, step 0 is one that found nothing.
@@ -161,13 +171,13 @@ def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R
                 phase = (step // STAGES) & 1
                 partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
                 query_row = (entry & _TILE_MASK) * BLOCK_M
-                row = base_row + query_row
+                place, row = _box_place(partner, base_row + query_row, cut, R, BLOCK_M)
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
                 mbarrier.expect(full, 2 * BLOCK_M * (DIM * 2 + 4))
-                at = [row, partner * q_token + head * q_head]
+                at = [row, place * q_token + head * q_head]
                 tma.async_copy_global_to_shared(q_desc, at, full, q_smem.index(stage))
-                at = [row, partner * dout_token + head * dout_head]
+                at = [row, place * dout_token + head * dout_head]
                 tma.async_copy_global_to_shared(dout_desc, at, full, dout_smem.index(stage))
                 stats_row = ((head_stats + partner) * n_supers + super_index) * stats_rows + query_row
                 tma.async_copy_global_to_shared(stats_desc, [2 * stats_row], full, stats_smem.index(stage))
@@ -228,7 +238,7 @@ def _consume(
     sums_desc, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
-    sequence_rows, _, super_rows, whole_rows, longer_classes, _ = rows
+    sequence_rows, _, super_rows, whole_rows, longer_classes, _, _ = rows
     _, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
@@ -373,6 +383,7 @@ def _backward_kernel(
     super_rows,
     whole_rows,
     longer_classes,
+    left_over,
     length,
     stats_rows,
     n_blocks,
@@ -421,7 +432,7 @@ def _backward_kernel(
     strides = (q_token, q_head, k_token, k_head, v_token, v_head, dout_token, dout_head)
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
-    rows = (sequence_rows, key_rows, super_rows, whole_rows, longer_classes, stats_rows)
+    rows = (sequence_rows, key_rows, super_rows, whole_rows, longer_classes, stats_rows, left_over)
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
     results = (sums_desc, dk_ptr, dv_ptr, slots_ptr, length, n_slots)
     form: gl.constexpr = _form(DIM, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD, COUNTED)
@@ -459,6 +470,7 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
         "some_kv_heads": sums.shape[2] * keys.shape[2] // q.shape[2],
         "sequence_rows": q.shape[1] // modulus,
         "key_rows": keys.shape[1] // modulus,
+        "left_over": tokens_left(q, modulus),
         "stats_rows": stats.shape[4] * stats.shape[6],
         "R": modulus,
         "STAGES": config.num_stages,

@@ -25,6 +25,7 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
+    box_place,
     end_of,
     load_tile,
     place_of,
@@ -68,6 +69,7 @@ def _forward_kernel(
     length,
     whole_rows,
     longer_classes,
+    left_over,
     super_rows,
     n_blocks,
     item_major,
@@ -98,7 +100,8 @@ def _forward_kernel(
     residue = turned(u, shift, R)
     base_row = super_index * super_rows
     kv_head = head // heads_per_kv
-    q, q_tail = load_tile(q_desc, q_tail_desc, batch, base_row + tile * BLOCK_M, residue, head, HEAD, TAIL)
+    place, row = box_place(residue, base_row + tile * BLOCK_M, whole_rows, left_over, R, BLOCK_M, RAGGED)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
@@ -129,7 +132,8 @@ def _forward_kernel(
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
             key_row = base_row + key_tile * BLOCK_N
-            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+            place, key_row = box_place(partner, key_row, whole_rows, left_over, R, BLOCK_N, RAGGED)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
             seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
@@ -141,7 +145,7 @@ def _forward_kernel(
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
             acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
             top = new_top
 

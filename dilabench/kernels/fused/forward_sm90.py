@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
@@ -92,6 +92,14 @@ def _turned(u, shift, R):
 
 
 @gluon.jit
+def _box_place(residue, row, cut, R, ROWS: gl.constexpr):
+    """As `tile_walk.box_place`; ``cut``: whole rows of the sequence, and tokens left over."""
+    whole_rows, left_over = cut
+    moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
+    return residue + moved * R, row - moved
+
+
+@gluon.jit
 def _end_of(residue, ends):
     """Rows of a class in a super-segment; ``ends``: whole rows left in the sequence, longer classes, super rows."""
     rows_left, longer_classes, super_rows = ends
@@ -110,6 +118,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
     items_ptr, entries_ptr, heads_ptr, _ = tables
+    cut = (geometry[7], geometry[11])
     q_smem, k_smem, v_smem, q_tail, k_tail, v_tail = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     item_ptr, head, _, shift, _, base_row = _locate(work, geometry, items_ptr, heads_ptr)
@@ -118,14 +127,14 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
         residue = _turned(gl.load(item_ptr), shift, R)
         row = base_row + gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
-        column = residue * q_token + head * q_head
         k_column = (head // heads_per_kv) * k_head
         v_column = (head // heads_per_kv) * v_head
         entry = gl.load(first)
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM * 2)
         for half in gl.static_range(2):
-            half_row = row + half * (BLOCK_M // 2)
+            place, half_row = _box_place(residue, row + half * (BLOCK_M // 2), cut, R, BLOCK_M // 2)
+            column = place * q_token + head * q_head
             tma.async_copy_global_to_shared(q_desc, [half_row, column], q_full.index(0), q_smem.index(half))
             if TAIL:
                 at = [half_row, column + HEAD]
@@ -134,16 +143,16 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
             partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
-            key_row = base_row + (entry & _TILE_MASK) * BLOCK_N
+            place, key_row = _box_place(partner, base_row + (entry & _TILE_MASK) * BLOCK_N, cut, R, BLOCK_N)
             following = gl.load(first + gl.minimum(j + 1, n - 1))
-            column = partner * k_token + k_column
+            column = place * k_token + k_column
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2)
             tma.async_copy_global_to_shared(k_desc, [key_row, column], k_full.index(stage), k_smem.index(stage))
             if TAIL:
                 at = [key_row, column + HEAD]
                 tma.async_copy_global_to_shared(k_tail_desc, at, k_full.index(stage), k_tail.index(stage))
-            column = partner * v_token + v_column
+            column = place * v_token + v_column
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2)
             tma.async_copy_global_to_shared(v_desc, [key_row, column], v_full.index(stage), v_smem.index(stage))
@@ -479,6 +488,7 @@ def _forward_kernel(
     super_rows,
     whole_rows,
     longer_classes,
+    left_over,
     length,
     n_work,
     heads_per_kv,
@@ -535,6 +545,7 @@ def _forward_kernel(
         longer_classes,
         length,
         key_rows,
+        left_over,
     )
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     descriptors = (q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc)
@@ -632,6 +643,7 @@ def run_group(
             "super_rows": group.super_rows,
             "whole_rows": group.whole_rows,
             "longer_classes": group.longer_classes,
+            "left_over": tokens_left(q, group.modulus),
             "length": group.length,
             "n_work": n_work,
             "heads_per_kv": num_heads // k.shape[2],

@@ -32,6 +32,7 @@ PER_LENGTH = (
     "sequence_rows",
     "whole_rows",
     "longer_classes",
+    "left_over",
     "super_rows",
     "stats_blocks",
     "stats_rows",
@@ -55,18 +56,33 @@ def is_row_addressable(x: Tensor) -> bool:
 
 def is_whole(x: Tensor, modulus: int) -> bool:
     """Whether kernels read ``x [B, N, H, D]`` as it is; `whole_classes` makes of another one that they do."""
-    return x.shape[1] % modulus == 0 and is_row_addressable(x)
+    return is_row_addressable(x) and (x.shape[1] % modulus == 0 or reads_cut_row(x.shape[0], x.shape[1], modulus))
 
 
 def whole_classes(x: Tensor, modulus: int) -> Tensor:
-    """``x [B, N, H, D]`` with a length that ``modulus`` divides, and `is_row_addressable`: itself, else a copy, with
-    zeros behind where the length is another.
-
-    Descriptors are boxes: one over N / R rows would reach beyond the tensor where the last row is not whole.
-    """
-    missing = -x.shape[1] % modulus
+    """``x [B, N, H, D]`` so that `is_whole`: itself, else a copy, with zeros behind where R does not divide N."""
+    missing = 0 if reads_cut_row(*x.shape[:2], modulus) else -x.shape[1] % modulus
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
     return x if is_row_addressable(x) else x.contiguous()
+
+
+# Rows of the largest tile.
+_LONGEST_TILE = 256
+
+
+def reads_cut_row(batch: int, length: int, modulus: int) -> bool:
+    """Whether kernels read N tokens where R does not divide N as they are.
+
+    Descriptors are boxes, and one over N / R rows would reach beyond the tensor where the last row is not whole. So
+    the box is one of whole rows, but wider than R tokens by those that are left: a tile with the last row of a class
+    that has one in it is found a row before, R tokens to the right (`tile_walk.box_place`), unless it is the first.
+    """
+    return batch == 1 and length // modulus >= _LONGEST_TILE
+
+
+def tokens_left(x: Tensor, modulus: int) -> int:
+    """How many tokens of ``x [B, N, H, D]`` stand behind its whole rows."""
+    return x.shape[1] % modulus
 
 
 @lru_cache(maxsize=16)
@@ -96,23 +112,24 @@ def _float32_products(device: torch.device) -> str:
 
 
 def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
-    """(shape, strides) of ``x [B, N, H, D]`` as [B * N / R, columns]: head h of class c starts at column
-    ``c * stride(1) + h * stride(2)``.
+    """(shape, strides) of ``x [B, N, H, D]`` as [B * (N / R), columns] in whole rows: head h of class c starts at
+    column ``c * stride(1) + h * stride(2)``; behind R tokens stand as many as are left over (`reads_cut_row`).
     """
     batch, length, heads, dim = x.shape
     token, head = x.stride(1), x.stride(2)
-    columns = (modulus - 1) * token + (heads - 1) * head + dim
+    columns = (modulus + tokens_left(x, modulus) - 1) * token + (heads - 1) * head + dim
     return [batch * length // modulus, columns], [modulus * token, 1]
 
 
 def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    """``x [B, N, H, D]`` as [B, R, H, N / R, D] in tiles of [1, 1, 1, rows, columns]; reads past an end give 0.
+    """``x [B, N, H, D]`` as [B, R, H, N / R, D] in whole rows and tiles of [1, 1, 1, rows, columns]; reads past an end
+    give 0. Behind R tokens stand as many as are left over (`reads_cut_row`).
 
     Rows and columns come last: Triton multiplies tiles in place only where the axes of one element lie before them.
     """
     batch, length, heads, dim = x.shape
     token, head = x.stride(1), x.stride(2)
-    shape = [batch, modulus, heads, length // modulus, dim]
+    shape = [batch, modulus + tokens_left(x, modulus), heads, length // modulus, dim]
     strides = [length * token, token, head, modulus * token, 1]
     return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, columns])
 
@@ -147,6 +164,7 @@ def launch_arguments(
         "length": group.length,
         "whole_rows": group.whole_rows,
         "longer_classes": group.longer_classes,
+        "left_over": tokens_left(q, group.modulus),
         "super_rows": group.super_rows,
         "n_blocks": n_blocks,
         "item_major": int(2 * k.numel() * k.element_size() <= L2_RESIDENT_BYTES),

@@ -46,9 +46,21 @@ def query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kin
 
 
 @triton.jit
+def box_place(residue, row, whole_rows, left_over, R, ROWS: tl.constexpr, CUT: tl.constexpr):
+    """Where a tile of ROWS rows of a class stands in the box of `row_layout.class_rows`: (place among the tokens of a
+    row, row). CUT: ``left_over`` tokens may stand behind the whole rows.
+    """
+    if CUT:
+        moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(tl.int32)
+        residue += moved * R
+        row -= moved
+    return residue, row
+
+
+@triton.jit
 def load_tile(desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """[rows, HEAD] of a descriptor over [B, R, H, rows of a class, D], and the TAIL columns behind them (where there
-    are none, the same again, for nobody to use); beyond the sequence and the head dim are zeros.
+    """[rows, HEAD] of a descriptor over [B, places, H, rows, D] (`box_place`), and the TAIL columns behind them (where
+    there are none, the same again, for nobody to use); beyond the sequence and the head dim are zeros.
     """
     tile = desc.load([batch, residue, head, row, 0]).reshape([desc.block_shape[3], HEAD])
     tail = tile
