@@ -131,7 +131,8 @@ class Section:
 
     `rows` hold a text per column; columns in `numeric` are set to the right. `answers`: it is the answer to the suite's
     question, which reports begin and end with; without one, that is who is fastest along the suite's axis. `headed`:
-    the first column is the heading of the rows below it, and the terminal gives it a line of its own.
+    the first column is the heading of the rows below it (`tables`). `spare`: columns that a narrow terminal may leave
+    out, the first of them first.
     """
 
     title: str
@@ -142,6 +143,18 @@ class Section:
     plots: tuple[Plot, ...] = ()
     answers: bool = False
     headed: bool = False
+    spare: tuple[str, ...] = ()
+
+    def tables(self) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]]:
+        """Heading, columns and rows of each table: one below each heading, or a single one without."""
+        if not self.headed:
+            yield "", self.columns, self.rows
+            return
+        by_heading: dict[str, list[tuple[str, ...]]] = {}
+        for heading, *cells in self.rows:
+            by_heading.setdefault(heading, []).append(tuple(cells))
+        for heading, rows in by_heading.items():
+            yield heading, self.columns[1:], tuple(rows)
 
 
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
