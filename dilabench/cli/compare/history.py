@@ -37,7 +37,7 @@ CASE_COLUMNS = ("date", "run", "git", "timer", "p25", "median", "samples", "peak
 def history(
     case: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CASE]...", help="Words of a case's name (strided 8K fp32) or its case id."),
+        typer.Argument(metavar="CASE", help="Words of a case's name (strided 8K fp32) or its case id."),
     ] = None,
     implementations: Implementations = None,
     backends: Backends = None,
