@@ -96,8 +96,9 @@ def format_count(count: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration with a unit that leaves 1 to 3 digits before the point."""
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         # What rounds to a whole unit is one: "1e+03 ms" is no duration.
         if seconds >= 0.9995 * size:
