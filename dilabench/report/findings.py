@@ -21,6 +21,7 @@ from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
 
 INTERVALS = ", with 95 % intervals"
+RANGES = ", of few turns the whole range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class Span:
 class CurvePlot:
     """Curves over sequence length in tokens; both axes are logarithmic. `name` is the stem of its files.
 
-    `spans`: where what `span_label` names changes along x, by rising x; none where it is the same all along.
+    `spans`: where what `span_label` names changes along x, by rising x; none where it is the same all along. `ranges`:
+    some whiskers are the whole range of too few turns for an interval.
     """
 
     name: str
@@ -65,11 +67,13 @@ class CurvePlot:
     x_label: str = "sequence length (tokens)"
     spans: tuple[Span, ...] = ()
     span_label: str = "batch"
+    ranges: bool = False
 
     @property
     def caption(self) -> str:
         """The title, and what whiskers are where there are any."""
-        return self.title + INTERVALS * any(point.low is not None for curve in self.curves for point in curve.points)
+        whiskers = any(point.low is not None for curve in self.curves for point in curve.points)
+        return self.title + INTERVALS * whiskers + RANGES * (whiskers and self.ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
