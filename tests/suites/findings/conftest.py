@@ -15,8 +15,8 @@ JITTER = (1.0, 1.02, 0.99, 1.01, 1.03, 0.98, 1.0, 1.01)
 def row():
     """row(name, milliseconds): a measured row; without milliseconds a skipped one. `at` is its turn in a round.
 
-    `ranks`: so many, the last one half as fast as the others. `parts`: milliseconds of parts of a call, by name. `rounds`: at most
-    as many as there are by default.
+    `ranks`: so many, the last one half as fast as the others. `parts`: milliseconds of parts of a call, by name.
+    `rounds`: at most as many as there are by default.
     """
 
     def make(
