@@ -1,9 +1,12 @@
-"""Reading and writing of lengths, durations, byte counts and percentages.
+"""Reading and writing of lengths, durations, byte counts and percentages; how wide texts are.
 
 Suffixes of counts are binary, as in the names of context lengths: 4K = 4096, 1M = 1048576.
 """
 
+import os
 import re
+import shutil
+from typing import IO
 
 from dilabench.errors import ConfigError
 
@@ -58,6 +61,16 @@ def terminal_width(text: str) -> int:
     if width > MAX_WIDTH:
         raise ConfigError(f"TERMINAL_WIDTH {text!r} is above {MAX_WIDTH}; no terminal is so wide, use a smaller one")
     return width
+
+
+def output_width(stream: IO[str], piped: int) -> int:
+    """The width for a stream: TERMINAL_WIDTH or COLUMNS where they say, the terminal's own, or `piped` in a pipe."""
+    if pinned := os.environ.get("TERMINAL_WIDTH"):
+        return terminal_width(pinned)
+    asked = os.environ.get("COLUMNS", "")
+    if not stream.isatty() and not (asked.isdecimal() and int(asked)):
+        return piped
+    return shutil.get_terminal_size().columns
 
 
 def parse_duration(text: str) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from dilabench.errors import printable
-from dilabench.report.output_width import output_width
+from dilabench.units import output_width
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,6 @@ from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
 from dilabench.report.findings import Section as Finding
 from dilabench.report.grid import grid, text_console
-from dilabench.report.output_width import output_width
 from dilabench.report.rows import (
     ALL_COLUMNS,
     TEXT_COLUMNS,
@@ -25,6 +24,7 @@ from dilabench.report.rows import (
     workload_tables,
 )
 from dilabench.report.summary import Unmeasured, device_text, headline, note_groups, unmeasured
+from dilabench.units import output_width
 
 PIPED_WIDTH = 120
 # More tables are left out of the terminal, more rows that share a reason are counted, longer reasons cut.
