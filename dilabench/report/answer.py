@@ -75,9 +75,10 @@ class Answer:
             counts = Counter(row.winner.partition(":")[0] for row in self.rows).most_common()
             won = f"Fastest in {len(self.rows)} workloads: {', '.join(f'{name} {count}' for name, count in counts)}."
             return " ".join([won, *_dense_counts(self.rows)])
-        return " ".join(
-            part for rows in told for part in _told(rows, rows[0].workload if len(told) > 1 else "", self.axis)
-        )
+        parts = [part for rows in told for part in _told(rows, rows[0].workload if len(told) > 1 else "", self.axis)]
+        if any(row.times_one is not None and not row.one_proven for row in self.rows):
+            parts.append(f"{ABOUT}: not proven to be faster or slower than one device.")
+        return " ".join(parts)
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
         """Column names, cells, and the columns of numbers; columns that would say nothing are left out."""

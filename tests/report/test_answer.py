@@ -115,6 +115,9 @@ def test_rows_over_ranks_stand_beside_one_device(row, record) -> None:
     names, cells, _ = answer(record(*rows), RANKS).table()
     column = [line[names.index("vs one device")] for line in cells]
     assert column == ["–", "1.60x"]
+    level = answer(record(row("strided", 5), row("ring", 5, world_size=2)), RANKS)
+    assert level.table()[1][1][3] == "≈1.00x"
+    assert level.sentence.endswith("≈: not proven to be faster or slower than one device.")
     assert "vs one device" not in answer(record(*rows[:1]), RANKS).table()[0]
 
 
