@@ -1,9 +1,12 @@
-"""Reading and writing of lengths, durations, byte counts and percentages.
+"""Reading and writing of lengths, durations, byte counts and percentages; how wide texts are.
 
 Suffixes of counts are binary, as in the names of context lengths: 4K = 4096, 1M = 1048576.
 """
 
+import os
 import re
+import shutil
+from typing import IO
 
 from dilabench.errors import ConfigError
 
@@ -60,6 +63,16 @@ def terminal_width(text: str) -> int:
     return width
 
 
+def output_width(stream: IO[str], piped: int) -> int:
+    """The width for a stream: TERMINAL_WIDTH or COLUMNS where they say, the terminal's own, or `piped` in a pipe."""
+    if pinned := os.environ.get("TERMINAL_WIDTH"):
+        return terminal_width(pinned)
+    asked = os.environ.get("COLUMNS", "")
+    if not stream.isatty() and not (asked.isdecimal() and int(asked)):
+        return piped
+    return shutil.get_terminal_size().columns
+
+
 def parse_duration(text: str) -> float:
     """Read a duration such as '60s', '500ms', '5m', '1h' or plain seconds; returns seconds (> 0)."""
     match = _DURATION.match(text)
@@ -96,8 +109,9 @@ def format_count(count: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration with a unit that leaves 1 to 3 digits before the point."""
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         # What rounds to a whole unit is one: "1e+03 ms" is no duration.
         if seconds >= 0.9995 * size:

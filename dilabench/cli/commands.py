@@ -30,6 +30,9 @@ class Answering(TyperCommand):
                 raise stopped(
                     f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
                 ) from None
+            if isinstance(message := getattr(error, "message", None), str):
+                # What pydantic puts before the words of a type, by which typer reads values.
+                error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             _tell_defaults(context)
             raise
 

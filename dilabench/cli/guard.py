@@ -9,8 +9,8 @@ from typing import Any, ParamSpec
 
 import typer
 
-from dilabench.cli.terminal import output_lost, say
-from dilabench.errors import DilabenchError, EnvironmentNotReady, ExitCode, said
+from dilabench.cli.terminal import output_lost, say, say_folded
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
 
 P = ParamSpec("P")
 
@@ -94,5 +94,9 @@ def ignore_signals() -> None:
 
 def stopped(message: str, code: ExitCode) -> typer.Exit:
     """Say on stderr why a command ends, and return how."""
-    say(message, err=True)
+    try:
+        say_folded(message, "  ", err=True)
+    except ConfigError:
+        # The width that the environment asks for is none, which is what the message says.
+        say(message, err=True)
     return typer.Exit(code)

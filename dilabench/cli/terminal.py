@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from dilabench.errors import printable
+from dilabench.units import output_width
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,14 +104,14 @@ def _spelt_out(error: UnicodeError) -> tuple[str, int]:
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
-def say_folded(text: str, indent: str = "") -> None:
-    """Print a text as wide as the terminal; what goes on stands under what came before, behind `indent`."""
+def say_folded(text: str, indent: str = "", err: bool = False) -> None:
+    """Print lines as wide as the terminal; what goes on stands under what came before, behind `indent`."""
     import textwrap
 
-    from dilabench.report.grid import output_width
-
-    width = output_width(standard_output(), WIDE)
-    say(textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
+    width = output_width(sys.stderr if err else standard_output(), WIDE)
+    for line in text.split("\n"):
+        words = textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        say(words if len(line) > width else line, err)
 
 
 def say(text: str = "", err: bool = False, styled: bool = False) -> None:
@@ -131,14 +132,12 @@ def say_page(text: str, folder: Path | None, name: str) -> None:
 
 def note(text: str) -> None:
     """Print a line beside the answer, on stderr."""
-    say(f"note: {text}", err=True)
+    say_folded(f"note: {text}", "  ", err=True)
 
 
 def console(to_stderr: bool = False) -> "Console":
     """A rich console on stdout or stderr, as wide as `output_width` says."""
     from rich.console import Console
-
-    from dilabench.report.grid import output_width
 
     stream = sys.stderr if to_stderr else standard_output()
     width = output_width(stream, WIDE)
@@ -176,7 +175,7 @@ class Lines:
     """
 
     def __init__(self, columns: Sequence[str], known: Sequence[Sequence[str]], names: int | None = None) -> None:
-        from dilabench.report.grid import GAP, output_width
+        from dilabench.report.grid import GAP
 
         self._columns = columns
         self._widths = [max(map(len, column)) for column in zip(columns, *known, strict=False)]

@@ -16,6 +16,9 @@ MIN_TURNS = 3
 UNLIMITED_S = 1e9
 SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
 WARM_UP = {"cpu": WarmUpLimits(min_s=0.0, max_s=0.5), "cuda": WarmUpLimits(min_s=0.3, max_s=5.0)}
+# Where a suite is content with less sampling: verification has called each case by then, so that a tenth of it warms up
+# what is left, and half as many turns again as intervals need at least (measurement.md 5.1) are enough.
+SHORT_WARM_UP, SHORT_ROUNDS = 0.1, 1.5
 
 
 class Method(Model):
@@ -61,7 +64,8 @@ def choose_method(
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
 
     `warmup_runs`: exactly so many calls before the first sample; `timing_runs`: exactly so many samples, one a round.
-    `sampling_s`: what a suite is content with, where that is less than the device's own; it warms up for less, too.
+    `sampling_s`: what a suite is content with, where that is less than the device's own; it warms up for less, too, and
+    takes fewer turns.
 
     Raises ConfigError for an unknown name or a timer that this device does not have.
     """
@@ -76,7 +80,7 @@ def choose_method(
         )
     method = _method_of(timing, timer, timer is default, device, catalogue)
     if sampling_s is not None:
-        method = _shortened(method, min(1.0, sampling_s / method.sampling_s))
+        method = _shortened(method, sampling_s)
     if warmup_runs is not None:
         limits = method.warm_up.model_copy(update={"runs": warmup_runs})
         method = method.model_copy(update={"warm_up": limits})
@@ -88,11 +92,18 @@ def choose_method(
     return method
 
 
-def _shortened(method: Method, share: float) -> Method:
-    """A share of the sampling, after the same share of the longest warm-up."""
+def _shortened(method: Method, sampling_s: float) -> Method:
+    """So long a sampling at most, after a shorter warm-up; the method itself where that is no less than its own."""
+    if sampling_s >= method.sampling_s:
+        return method
     limits = method.warm_up
-    longest = max(limits.min_s, share * limits.max_s)
-    changes = {"sampling_s": share * method.sampling_s, "warm_up": limits.model_copy(update={"max_s": longest})}
+    longest = max(limits.min_s, min(limits.max_s, SHORT_WARM_UP * sampling_s))
+    rounds = min(method.max_rounds, max(1, round(SHORT_ROUNDS * method.min_rounds)))
+    changes = {
+        "sampling_s": sampling_s,
+        "warm_up": limits.model_copy(update={"max_s": longest}),
+        "max_rounds": rounds,
+    }
     return method.model_copy(update=changes)
 
 

@@ -1,7 +1,7 @@
 """From planned cases to a run record. No torch: everything that computes runs in worker processes."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -132,6 +132,7 @@ class _Run:
         self.rows = {row.case.case_id: row for row in completed}
         self.completed = frozenset(self.rows)
         self.ceilings: dict[str, float] = {}
+        self.confirmed = False
 
     def go(self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int]) -> RunRecord:
         """All groups, then what the follow-up asks for, then the record."""
@@ -156,7 +157,7 @@ class _Run:
             status = "interrupted"
         finally:
             # Also where it goes on with an error: what was measured is worth its record.
-            record = self._record(header, status)
+            record = self._record(header.model_copy(update={"ceilings": self.ceilings or header.ceilings}), status)
             if started:
                 self._finish(record)
         return record
@@ -214,6 +215,8 @@ class _Run:
         """Add notes on impossible times, give the row to the sink, then report progress."""
         try:
             notes = suspicions(row, self.ceilings, self.machine.device)
+            if notes and self._ceilings_rose(row):
+                notes = suspicions(row, self.ceilings, self.machine.device)
         except PluginError as error:
             notes = (UNCHECKED.note(str(error)),)
         if notes and isinstance(row.outcome, Measured):
@@ -222,6 +225,22 @@ class _Run:
         self.rows[row.case.case_id] = row
         self.sink.row(row)
         self.progress.row_done(row)
+
+    def _ceilings_rose(self, row: Row) -> bool:
+        """Measure the ceilings once more before a row is called impossible, in a process in which nothing ran before:
+        other programs may have lowered them. What a second look has confirmed is not looked at again."""
+        if self.confirmed:
+            return False
+        key, _, _ = worker_key(row.case, self.driver.catalogue).partition("@")
+        try:
+            with self.driver.pool.fresh(key) as worker:
+                dtypes = [row.case.workload.dtype]
+                again = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+        except WorkerFailure:
+            return False
+        before, self.ceilings = self.ceilings, {**self.ceilings, **_higher(self.ceilings, again)}
+        self.confirmed = self.ceilings == before
+        return not self.confirmed
 
     def _in_order(self) -> Iterator[Row]:
         """Rows in the order planned; rows of an earlier part that are no longer planned come last."""
@@ -243,3 +262,7 @@ class _Run:
             # Where no worker starts, the row of each case says so.
             return header
         return header.model_copy(update={"ceilings": self.ceilings})
+
+
+def _higher(known: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in again.items() if value > known.get(key, value)}

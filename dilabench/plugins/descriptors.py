@@ -228,7 +228,8 @@ class Suite:
     ended, it may ask for more, as a bisection does; an empty answer ends the run.
     `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
     cases are timed when the user does not say; `sampling_s` the longest time in samples per case, where the device's
-    own (2 s on a CPU, 3 s on a GPU, once the least number of samples is taken) is more than the question needs.
+    own (2 s on a CPU, 3 s on a GPU, once the least number of samples is taken) is more than the question needs; the
+    warm-up is shorter then, and 30 turns are enough.
     `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): what the reporters
     print beside the table, derived from the raw samples whenever the record is looked at. With `reads_catalogue` it is
     called as `analyse(record, catalogue)`.

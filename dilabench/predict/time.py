@@ -21,6 +21,7 @@ OVERHEAD_S = 5.0
 # The same in a worker that has had other cases.
 CASE_OVERHEAD_S = 1.0
 CALLS_PER_CASE = 10
+SECONDS_PER_HOUR = 3600
 ROUND_TO_S = 10
 
 
@@ -72,6 +73,8 @@ def slow_dtypes(cases: Iterable[Case], machine: Machine) -> str | None:
 
 def budget_option(seconds: float) -> str:
     """The option that allows at least so much time."""
+    if seconds > 2 * SECONDS_PER_HOUR:
+        return f"--budget {math.ceil(seconds / SECONDS_PER_HOUR)}h"
     return f"--budget {ROUND_TO_S * max(1, math.ceil(seconds / ROUND_TO_S))}s"
 
 

@@ -16,8 +16,9 @@ from dilabench.report.rows import WorkloadTable, location, row_name, shape_id, v
 from dilabench.units import format_bytes
 
 TITLE = "Answer"
-# Before a ratio to dense attention that is not proven to be another than 1.
+# Before a ratio that is not proven to be another than 1.
 ABOUT = "≈"
+ONE_DEVICE = "vs one device"
 # Too few rounds were taken to prove more than that its median is the smallest.
 UNPROVEN = "unproven"
 # A sentence on each of more workloads than this would be no sentence any more.
@@ -30,7 +31,8 @@ class AnswerRow:
 
     `value`: where it lies on the axis, `at` as a text; `workload`: what else tells it from the other workloads.
     `ranking` is None where no row has a time to quote, and `why_none` says why. `times_dense`: time of full attention
-    / time of the fastest; `dense_proven`: that one of the two is faster is proven.
+    / time of the fastest; `dense_proven`: that one of the two is faster is proven. `times_one`, `one_proven`: the same
+    of the fastest row on one device, for one over ranks.
     """
 
     value: float
@@ -42,6 +44,8 @@ class AnswerRow:
     dense: Row | None = None
     times_dense: float | None = None
     dense_proven: bool = False
+    times_one: float | None = None
+    one_proven: bool = False
 
     @property
     def winner(self) -> str:
@@ -71,9 +75,10 @@ class Answer:
             counts = Counter(row.winner.partition(":")[0] for row in self.rows).most_common()
             won = f"Fastest in {len(self.rows)} workloads: {', '.join(f'{name} {count}' for name, count in counts)}."
             return " ".join([won, *_dense_counts(self.rows)])
-        return " ".join(
-            part for rows in told for part in _told(rows, rows[0].workload if len(told) > 1 else "", self.axis)
-        )
+        parts = [part for rows in told for part in _told(rows, rows[0].workload if len(told) > 1 else "", self.axis)]
+        if any(row.times_one is not None and not row.one_proven for row in self.rows):
+            parts.append(f"{ABOUT}: not proven to be faster or slower than one device.")
+        return " ".join(parts)
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
         """Column names, cells, and the columns of numbers; columns that would say nothing are left out."""
@@ -82,15 +87,17 @@ class Answer:
         columns["workload"] = [row.workload for row in self.rows]
         columns["fastest"] = [row.winner for row in self.rows]
         columns["time"] = [_time(row.fastest) for row in self.rows]
-        columns["vs dense"] = [_versus_dense(row) for row in self.rows]
+        columns["vs dense"] = [_versus(row.times_dense, row.dense_proven) for row in self.rows]
+        columns[ONE_DEVICE] = [_versus(row.times_one, row.one_proven) for row in self.rows]
         columns["memory"] = [_memory(row.fastest) for row in self.rows]
         columns["verified"] = [_verified(row.fastest) for row in self.rows]
-        dull = {name for name in ("workload", "vs dense", "memory") if set(columns[name]) <= {"", figures.ABSENT}}
+        maybe = ("workload", "vs dense", ONE_DEVICE, "memory")
+        dull = {name for name in maybe if set(columns[name]) <= {"", figures.ABSENT}}
         if set(columns["batch"]) == {"1"}:
             dull.add("batch")
         names = tuple(name for name in columns if name not in dull)
         cells = tuple(zip(*(columns[name] for name in names), strict=True))
-        return names, cells, frozenset({self.axis, "batch", "time", "vs dense", "memory"})
+        return names, cells, frozenset({self.axis, "batch", "time", "vs dense", ONE_DEVICE, "memory"})
 
 
 def winner_text(ranking: Ranking) -> str:
@@ -116,6 +123,11 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     rows = [
         _answer_row(table, record.device, value, axis.text(value), text, full.get(shape_id(table.members[0].case), ()))
         for table, value, text in zip(tables, values, texts, strict=True)
+    ]
+    alone = {first.case.group_id: row.fastest for first, row in zip(firsts, rows, strict=True) if row.fastest}
+    rows = [
+        _against_one_device(row, alone.get(_on_one_device(first)), record.device)
+        for first, row in zip(firsts, rows, strict=True)
     ]
     order = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     return Answer(axis=axis.name, rows=tuple(sorted(rows, key=lambda row: (order[row.workload], row.value))))
@@ -166,10 +178,28 @@ def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: s
     if not timed:
         return line
     dense = min(timed, key=lambda one: one[0])[1]
-    both = rank([fastest, dense], device)
+    ratio, proven = _times(fastest, dense, device)
+    return replace(line, dense=dense, times_dense=ratio, dense_proven=proven)
+
+
+def _against_one_device(line: AnswerRow, alone: Row | None, device: str) -> AnswerRow:
+    if line.fastest is None or alone is None or alone is line.fastest:
+        return line
+    ratio, proven = _times(line.fastest, alone, device)
+    return replace(line, times_one=ratio, one_proven=proven)
+
+
+def _on_one_device(row: Row) -> str:
+    """The group of the same workload on one device; the row's own where it is one of these."""
+    return row.case.model_copy(update={"world_size": 1}).group_id
+
+
+def _times(fastest: Row, other: Row, device: str) -> tuple[float, bool]:
+    """Time of the other / time of the fastest, and whether that is proven to be another than 1."""
+    both = rank([fastest, other], device)
     assert both is not None
-    ratio = both.speedups[fastest.case.case_id] / both.speedups[dense.case.case_id]
-    return replace(line, dense=dense, times_dense=ratio, dense_proven=both.proven or _apart(fastest, dense))
+    ratio = both.speedups[fastest.case.case_id] / both.speedups[other.case.case_id]
+    return ratio, both.proven or _apart(fastest, other)
 
 
 def _apart(one: Row, other: Row) -> bool:
@@ -216,7 +246,7 @@ def _told(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
         yield f"Full attention ({row_name(dense)}), another function, is {' and '.join(sides)}."
     if short := _in_short(rows, axis):
         yield short
-    if any(_versus_dense(row).startswith(ABOUT) for row in rows):
+    if any(row.times_dense is not None and not row.dense_proven for row in rows):
         yield f"{ABOUT}: not proven to be faster or slower than full attention."
 
 
@@ -284,10 +314,8 @@ def _time(row: Row | None) -> str:
     return figures.ABSENT if found is None else figures.latency(found.median_ns)
 
 
-def _versus_dense(row: AnswerRow) -> str:
-    if row.times_dense is None:
-        return figures.ABSENT
-    return ("" if row.dense_proven else ABOUT) + figures.ratio(row.times_dense)
+def _versus(times: float | None, proven: bool) -> str:
+    return figures.ABSENT if times is None else ("" if proven else ABOUT) + figures.ratio(times)
 
 
 def _memory(row: Row | None) -> str:

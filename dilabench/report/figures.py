@@ -37,7 +37,12 @@ def latency_interval(median_ns: float, interval: Interval | None) -> str:
     _, size = _time_unit(median_ns)
     decimals = len(significant(median_ns / size, 4).partition(".")[2])
     text = f"{interval.low / size:.{decimals}f}–{interval.high / size:.{decimals}f}"
-    return text if interval.confidence >= _CONFIDENCE else text + "†"
+    return text if is_certain(interval) else text + "†"
+
+
+def is_certain(interval: Interval) -> bool:
+    """Whether it is one of 95 %, and not the whole range of samples from too few turns."""
+    return interval.confidence >= _CONFIDENCE
 
 
 def decimal(value: float) -> str:

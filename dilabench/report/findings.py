@@ -21,6 +21,7 @@ from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
 
 INTERVALS = ", with 95 % intervals"
+RANGES = ", of few turns the whole range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class Span:
 class CurvePlot:
     """Curves over sequence length in tokens; both axes are logarithmic. `name` is the stem of its files.
 
-    `spans`: where what `span_label` names changes along x, by rising x; none where it is the same all along.
+    `spans`: where what `span_label` names changes along x, by rising x; none where it is the same all along. `ranges`:
+    some whiskers are the whole range of too few turns for an interval.
     """
 
     name: str
@@ -65,11 +67,13 @@ class CurvePlot:
     x_label: str = "sequence length (tokens)"
     spans: tuple[Span, ...] = ()
     span_label: str = "batch"
+    ranges: bool = False
 
     @property
     def caption(self) -> str:
         """The title, and what whiskers are where there are any."""
-        return self.title + INTERVALS * any(point.low is not None for curve in self.curves for point in curve.points)
+        whiskers = any(point.low is not None for curve in self.curves for point in curve.points)
+        return self.title + INTERVALS * whiskers + RANGES * (whiskers and self.ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +135,8 @@ class Section:
 
     `rows` hold a text per column; columns in `numeric` are set to the right. `answers`: it is the answer to the suite's
     question, which reports begin and end with; without one, that is who is fastest along the suite's axis. `headed`:
-    the first column is the heading of the rows below it, and the terminal gives it a line of its own.
+    the first column is the heading of the rows below it (`tables`). `spare`: columns that a narrow terminal may leave
+    out, the first of them first.
     """
 
     title: str
@@ -142,6 +147,18 @@ class Section:
     plots: tuple[Plot, ...] = ()
     answers: bool = False
     headed: bool = False
+    spare: tuple[str, ...] = ()
+
+    def tables(self) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]]:
+        """Heading, columns and rows of each table: one below each heading, or a single one without."""
+        if not self.headed:
+            yield "", self.columns, self.rows
+            return
+        by_heading: dict[str, list[tuple[str, ...]]] = {}
+        for heading, *cells in self.rows:
+            by_heading.setdefault(heading, []).append(tuple(cells))
+        for heading, rows in by_heading.items():
+            yield heading, self.columns[1:], tuple(rows)
 
 
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.

@@ -1,12 +1,9 @@
 """Tables and lines of a given width: columns fold between words, and no word is cut in two."""
 
 import io
-import os
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import IO
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -14,20 +11,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dilabench.units import terminal_width
-
 # Between two columns of a table without frame.
 GAP = 2
-
-
-def output_width(stream: IO[str], piped: int) -> int:
-    """The width for a stream: TERMINAL_WIDTH or COLUMNS where they say, the terminal's own, or `piped` in a pipe."""
-    if pinned := os.environ.get("TERMINAL_WIDTH"):
-        return terminal_width(pinned)
-    asked = os.environ.get("COLUMNS", "")
-    if not stream.isatty() and not (asked.isdecimal() and int(asked)):
-        return piped
-    return shutil.get_terminal_size().columns
+# Cells that say nothing, in all rows not even once.
+NOTHING = frozenset({"", "–", "—"})
 
 
 def text_console(width: int, colour: bool = False) -> tuple[Console, io.StringIO]:
@@ -57,23 +44,27 @@ def grid(
 
     Where it is wider than `width`, its widest texts fold. Where even words do not fit, what all rows have in common is
     said above them, then rows stand under the name in their first column, then the columns in `spare` are left out, one
-    by one; then numbers fold. In the end each row becomes a list, a cell to a line.
+    by one, which is said below them; then numbers fold. In the end each row becomes a list, a cell to a line.
     """
     for whole in (True, False):
         for form in _narrower(columns, rows, spare):
             if (widths := form.widths(right, width, whole=whole)) is not None:
-                return form.drawn(widths, right)
+                left_out = [name for name in spare[: form.left_out] if name in columns]
+                below = [Text(f"left out at {width} columns: {', '.join(left_out)}", style="dim")] if left_out else []
+                return Group(form.drawn(widths, right), *below)
     return Group(*_as_lists(columns, rows))
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A table as it may be drawn, with a line above it; `headed`: rows stand under the name in their first column."""
+    """A table as it may be drawn, with a line above it. `headed`: rows stand under the name in their first column;
+    `left_out`: how many of the spare columns are."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     above: str = ""
     headed: bool = False
+    left_out: int = 0
 
     def without(self, names: Collection[str]) -> "_Form":
         kept = [index for index, name in enumerate(self.columns) if name not in names]
@@ -118,14 +109,14 @@ def _narrower(columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequ
     by_column = list(zip(columns, *rows, strict=True))[1:]
     alike = {name: cells[0] for name, *cells in by_column if len(set(cells)) == 1}
     if alike:
-        said = " · ".join(f"{name} {cell}".strip() for name, cell in alike.items() if cell)
+        said = " · ".join(f"{name} {cell}".strip() for name, cell in alike.items() if cell not in NOTHING)
         form = replace(form.without(alike), above=said)
         yield form
     if len({row[0] for row in form.rows}) < len(form.rows):
         form = replace(form, headed=True)
         yield form
-    for name in spare:
-        form = form.without({name})
+    for number, name in enumerate(spare, 1):
+        form = replace(form.without({name}), left_out=number)
         yield form
 
 

@@ -90,10 +90,10 @@ def tables_lines(record: RunRecord, names: Sequence[str]) -> Iterator[str]:
 def finding_lines(finding: Finding, folder: Path | None = None, heading: str = "##") -> Iterator[str]:
     """Heading, sentence and table of a finding, and its plots where they lie in the folder."""
     yield from ("", f"{heading} {escaped(finding.title)}", "", escaped(finding.sentence))
-    if finding.rows:
-        rules = ["---:" if name in finding.numeric else "---" for name in finding.columns]
-        yield ""
-        yield from table_lines([escaped(name) for name in finding.columns], rules, finding.rows)
+    for title, columns, rows in finding.tables() if finding.rows else ():
+        rules = ["---:" if name in finding.numeric else "---" for name in columns]
+        yield from ("", f"{escaped(title)}:", "") if title else ("",)
+        yield from table_lines([escaped(name) for name in columns], rules, rows)
     for plot in finding.plots:
         picture = f"{FOLDER}/{plot.name}.png"
         if folder is not None and (folder / picture).exists():

@@ -1,7 +1,6 @@
 """The terminal report: findings, a table per workload, what has no time and why, notes, and last the answer."""
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +13,7 @@ from dilabench.errors import counted
 from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
 from dilabench.report.findings import Section as Finding
-from dilabench.report.grid import grid, output_width, text_console
+from dilabench.report.grid import grid, text_console
 from dilabench.report.rows import (
     ALL_COLUMNS,
     TEXT_COLUMNS,
@@ -25,6 +24,7 @@ from dilabench.report.rows import (
     workload_tables,
 )
 from dilabench.report.summary import Unmeasured, device_text, headline, note_groups, unmeasured
+from dilabench.units import output_width
 
 PIPED_WIDTH = 120
 # More tables are left out of the terminal, more rows that share a reason are counted, longer reasons cut.
@@ -145,12 +145,10 @@ def _print_finding(console: Console, finding: Finding) -> None:
     console.print()
     console.print(Text(finding.title, style="bold"))
     console.print(Text(finding.sentence))
-    if finding.rows and finding.headed:
-        for heading, rows in groupby(finding.rows, key=lambda row: row[0]):
+    for heading, columns, rows in finding.tables() if finding.rows else ():
+        if heading:
             console.print(Text(heading, style="dim"))
-            console.print(grid(finding.columns[1:], [row[1:] for row in rows], finding.numeric, console.width))
-    elif finding.rows:
-        console.print(grid(finding.columns, finding.rows, finding.numeric, console.width))
+        console.print(grid(columns, rows, finding.numeric, console.width, finding.spare))
 
 
 def _unmeasured_texts(record: RunRecord, details: bool) -> Iterator[Text]:

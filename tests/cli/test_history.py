@@ -92,6 +92,7 @@ def test_no_store_and_no_such_case(cli):
     result = cli("history", "nonesuch")
     assert result.exit_code == 2
     assert "'nonesuch'" in result.stderr
+    assert "no run with a measured case is stored here" in cli("history", "-f", "html").stderr
 
 
 @pytest.mark.usefixtures("runs")

@@ -50,6 +50,7 @@ WRONG = [
     ("run quick -f markdwn", "unknown reporter 'markdwn'; did you mean markdown"),
     ("run quick --resume nowhere", "'nowhere'"),
     ("run quick --device tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+    ("list implementatins", "'implementatins' is not one of 'patterns'"),
     ("run", "Missing argument 'SUITE'"),
     ("run quick --no-such-option", "No such option: --no-such-option"),
     ("verify stridet", "unknown implementation 'stridet'; did you mean strided"),
@@ -68,6 +69,7 @@ def test_a_bad_request_is_refused(cli, command, text):
     assert (result.exit_code, result.stdout) == (2, "")
     assert text in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
+    assert "Value error" not in result.stderr, "the words of a library, not of ours"
     assert not list(Path.cwd().iterdir())
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dilabench.cli.run.progress_bar import CheckedLines, ProgressDisplay, ProgressLines, Standing, progress_shown
-from dilabench.cli.terminal import print_table
+from dilabench.cli.terminal import note, print_table
 from dilabench.record import Case, Failed, Measured, PlannedCase, Row, Skipped, Verification
 from dilabench.workload.spec import WorkloadRequest
 
@@ -40,7 +40,8 @@ def test_where_that_is_not_enough_rows_stand_under_their_name_and_spare_columns_
     print_table(None, columns, rows, right=columns[1:], spare=("A12-of-samples",))
     printed = capsys.readouterr().out
     assert printed.startswith("aaaaaaaa\n")
-    assert "A12" not in printed
+    assert "0.1" not in printed
+    assert printed.endswith("left out at 24 columns:\nA12-of-samples\n")
     assert printed.count("21.5") == 2
 
 
@@ -57,6 +58,16 @@ def test_a_width_that_is_none_is_refused(cli, monkeypatch):
     result = cli("list", "suites")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "TERMINAL_WIDTH 'wide' is not a number" in result.stderr
+
+
+def test_errors_and_notes_are_no_wider_than_the_terminal(cli, monkeypatch, capsys):
+    monkeypatch.setenv("TERMINAL_WIDTH", "40")
+    refused = cli("describe", "no-such-name-at-all")
+    assert refused.exit_code == 2
+    note("so many words that they do not fit into one line of this terminal")
+    for text in (refused.stderr, capsys.readouterr().err):
+        assert len(text.splitlines()) > 1
+        assert max(map(len, text.splitlines())) <= 40
 
 
 def test_a_job_that_waits_says_why_once(capsys):

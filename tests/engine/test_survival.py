@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dilabench.compare.pairing import pair
+from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.errors import ConfigError, EnvironmentNotReady
@@ -259,3 +260,23 @@ def test_an_unknown_timing_is_refused_before_anything_runs(engine):
         engine("honest", timing="warmpu")
     with pytest.raises(ConfigError, match="works on cuda"):
         engine("honest", timing="cold")
+
+
+def test_a_time_is_called_impossible_only_by_ceilings_that_a_second_look_confirms(engine, dense_case, monkeypatch):
+    described = runner._Run._described
+
+    def on_a_busy_machine(self, header):
+        found = described(self, header)
+        self.ceilings = dict.fromkeys(self.ceilings, 1.0)
+        return found.model_copy(update={"ceilings": self.ceilings})
+
+    monkeypatch.setattr(runner._Run, "_described", on_a_busy_machine)
+    record = engine("honest")
+    assert "above_peak_flops" not in [note.code for note in record.rows[0].outcome.notes]
+    assert min(record.ceilings.values()) > 1e6, "what was measured again is what the record says"
+
+    measured = []
+    monkeypatch.setattr(runner, "_higher", lambda known, again: measured.append(again) or {})
+    record = engine("honest", planned=[dense_case("honest"), dense_case("honest", seq_len=65)])
+    assert [note.code for row in record.rows for note in row.outcome.notes].count("above_peak_flops") == 2
+    assert len(measured) == 1, "a confirmed ceiling is not measured for every row"

@@ -40,7 +40,9 @@ def test_a_longer_case_takes_as_long_as_the_longest_and_more_for_its_verificatio
     assert longest == pytest.approx(16.0 + 3 * (3.0 + 10 * 0.01), rel=0.02)
 
 
-@pytest.mark.parametrize(("seconds", "option"), [(0.1, "10s"), (10.0, "10s"), (10.1, "20s"), (3601, "3610s")])
+@pytest.mark.parametrize(
+    ("seconds", "option"), [(0.1, "10s"), (10.0, "10s"), (10.1, "20s"), (3601, "3610s"), (665_345, "185h")]
+)
 def test_a_budget_is_rounded_up(seconds, option):
     assert budget_option(seconds) == f"--budget {option}"
 

@@ -110,6 +110,17 @@ def test_the_axis_is_the_suites(row, record) -> None:
     assert [line.at for line in answer(record(half), DENSITY).rows] == ["50.0%"]
 
 
+def test_rows_over_ranks_stand_beside_one_device(row, record) -> None:
+    rows = [row("strided", 8), row("ring", 5, world_size=2, turn=0), row("zigzag-ring", 6, world_size=2, turn=1)]
+    names, cells, _ = answer(record(*rows), RANKS).table()
+    column = [line[names.index("vs one device")] for line in cells]
+    assert column == ["–", "1.60x"]
+    level = answer(record(row("strided", 5), row("ring", 5, world_size=2)), RANKS)
+    assert level.table()[1][1][3] == "≈1.00x"
+    assert level.sentence.endswith("≈: not proven to be faster or slower than one device.")
+    assert "vs one device" not in answer(record(*rows[:1]), RANKS).table()[0]
+
+
 def test_full_attention_stands_beside_every_pattern_of_its_shape(row, record) -> None:
     rows = [row("dense", 4, role="yardstick", turn=1)]
     for number, ms in enumerate((1, 2, 8, 16)):

@@ -37,7 +37,7 @@ def check(
     """
     from dilabench.conformance.check import registries_with, scorecard
     from dilabench.conformance.scorecard import Finding, Listener, Scorecard
-    from dilabench.report.grid import output_width
+    from dilabench.units import output_width
 
     found, machine = discovered(strict_plugins), detect(device or "auto")
     cards: list[Scorecard] = []

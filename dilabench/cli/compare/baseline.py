@@ -23,7 +23,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The baseline's name, 
 def save(
     name: Name,
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN...", help="Files, folders or run ids (default: the latest).")
+        list[str] | None, typer.Argument(metavar="RUN", help="Files, folders or run ids (default: the latest).")
     ] = None,
     add: Annotated[
         bool, typer.Option("--add", help="Add sessions of the same code to a baseline that exists.")

@@ -29,6 +29,7 @@ class Format(StrEnum):
 
 
 SHOWN_RUNS = 20
+ALL = "all cases"
 RUN_COLUMNS = ("date", "run", "suite", "device", "status", "measured", "git")
 CASE_COLUMNS = ("date", "run", "git", "timer", "p25", "median", "samples", "peak", "")
 
@@ -36,7 +37,7 @@ CASE_COLUMNS = ("date", "run", "git", "timer", "p25", "median", "samples", "peak
 def history(
     case: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CASE]...", help="Words of a case's name (strided 8K fp32) or its case id."),
+        typer.Argument(metavar="CASE", help="Words of a case's name (strided 8K fp32) or its case id."),
     ] = None,
     implementations: Implementations = None,
     backends: Backends = None,
@@ -69,7 +70,7 @@ def history(
                 for entry in index.cases(words)
                 if (not chosen or entry.implementation in chosen) and (not over or entry.backend in over)
             ]
-            asked = " ".join((*words, *chosen, *over)) or "all cases"
+            asked = " ".join((*words, *chosen, *over)) or ALL
             if form is Format.HTML:
                 _page(_trends(entries, asked), asked, output)
             else:
@@ -93,6 +94,8 @@ def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
 
 def _trends(cases: "Sequence[CaseEntry]", asked: str) -> "Sequence[Sequence[CaseEntry]]":
     """The entries of each case on each machine, oldest first."""
+    if not cases and asked == ALL:
+        raise ConfigError("no run with a measured case is stored here; `dilabench run SUITE` keeps its record")
     if not cases:
         raise ConfigError(f"no stored case has {asked!r} in its name; `dilabench history` lists the runs")
     groups: dict[tuple[str, str], list[CaseEntry]] = {}

@@ -26,7 +26,7 @@ COLUMNS = ("workload", "place", "implementation", "time", "behind", "memory", "r
 
 
 def leaderboard(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders, run.json files or ids of runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders, run.json files or ids of runs.")],
     form: Annotated[
         Form, typer.Option("--format", "-f", help="html has the commands that repeat each row.")
     ] = Form.TABLE,

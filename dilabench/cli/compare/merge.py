@@ -11,7 +11,7 @@ from dilabench.errors import counted
 
 
 def merge(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders, run.json files or ids of runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders, run.json files or ids of runs.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for the record.")
     ] = DEFAULT_FOLDER,

@@ -11,6 +11,8 @@ from dilabench.units import format_bytes
 from dilabench.workload.work import flops, tensor_bytes
 
 RANKS = "ranks"
+# Left out first where the terminal is narrow; --json has them.
+SPARE = ("tensors", "FLOPs", "pattern")
 COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
 
 
@@ -22,7 +24,7 @@ def show(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
     columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
     by_name = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]
     cells = [tuple(row[name] for name in columns) for row in by_name]
-    print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"))
+    print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"), spare=SPARE)
     reasons: dict[str, list[str]] = {}
     for index, plan in enumerate(planned, 1):
         if plan.skip is not None:

@@ -61,7 +61,7 @@ Budget = Annotated[str | None, typer.Option("--budget", metavar="TIME", help="Ti
 
 def plan(
     suite: Annotated[
-        str | None, typer.Argument(metavar="[SUITE]", help="Predict the cases of a suite: as run SUITE --plan.")
+        str | None, typer.Argument(metavar="SUITE", help="Predict the cases of a suite: as run SUITE --plan.")
     ] = None,
     implementations: own.Implementations = None,
     backends: shared.Backends = None,

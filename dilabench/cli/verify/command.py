@@ -34,7 +34,7 @@ SIGN_WIDTH = 6
 
 def verify(
     implementations: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Implementations; all when left out.")
+        list[str] | None, typer.Argument(metavar="NAME", help="Implementations; all when left out.")
     ] = None,
     named: Implementations = None,
     backends: shared.Backends = None,

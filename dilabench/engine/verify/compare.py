@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,7 +95,8 @@ def agreement(name: str, first: Tensor, second: Tensor, tolerance: float, detail
 
 def locate(place: Tensor | int, shape: Sequence[int], axes: Axes) -> str:
     """'batch 0, position 1024, head 3, dim 5' for an index into the flattened tensor."""
-    index = torch.unravel_index(torch.as_tensor(place).cpu(), list(shape))
+    # torch's own unravel_index imports half a second of symbolic shapes.
+    index = np.unravel_index(int(place), tuple(shape))
     texts = []
     for (axis, positions), at in zip(axes, index, strict=True):
         if axis:

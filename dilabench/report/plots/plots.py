@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 FOLDER = "plots"
 FORMS = ("png", "svg")
 PNG_DPI = 150
+# Pictures of the latest plots: a run writes them to files and into its page.
+KEPT = 32
 # Reports are compared and kept under version control: the same record gives the same bytes.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": "dilabench"}}
 STYLE: dict[Any, Any] = {"svg.hashsalt": "dilabench", "font.size": 9.0, "axes.titlesize": 10.0, "legend.fontsize": 8.0}
@@ -40,10 +42,8 @@ def plots_of(sections: Sequence[Section]) -> Iterator[Plot]:
 
 def svg(plot: Plot, record: RunRecord) -> str:
     """The plot as an SVG element, without the declarations that a file of its own begins with."""
-    text = io.StringIO()
-    with _figure(plot, record) as figure:
-        figure.savefig(text, format="svg", metadata=METADATA["svg"])
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    text = _picture(plot, subject(record), _origin(record), "svg").decode()
+    return text[text.index("<svg") :]
 
 
 def subject(record: RunRecord) -> str:
@@ -56,29 +56,34 @@ def subject(record: RunRecord) -> str:
 
 
 def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
-    with _figure(plot, record) as figure:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for form in FORMS:
-                figure.savefig(folder / f"{plot.name}.{form}", format=form, dpi=PNG_DPI, metadata=METADATA[form])
-        except OSError as error:
-            why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
-            raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for form in FORMS:
+            picture = _picture(plot, subject(record), _origin(record), form)
+            (folder / f"{plot.name}.{form}").write_bytes(picture)
+    except OSError as error:
+        why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
+        raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error
 
 
-@contextmanager
-def _figure(plot: Plot, record: RunRecord) -> Iterator["Figure"]:
-    """The plot with what it is of, in the style of all."""
+def _origin(record: RunRecord) -> str:
+    return f"dilabench {record.suite} · run {record.run_id}"
+
+
+@lru_cache(maxsize=KEPT)
+def _picture(plot: Plot, about: str, origin: str, form: str) -> bytes:
+    """The plot in a form, with what it is of and where that comes from; a page shows what a file holds, too."""
     # Only plots need matplotlib, which takes a while to load.
     import matplotlib
 
+    picture = io.BytesIO()
     with matplotlib.rc_context(STYLE):
+        # Drawn for each form: a layout that was there before would move the next by a hair.
         figure = _drawn(plot)
-        figure.suptitle(f"{plot.caption}\n{subject(record)}", x=0.01, ha="left", fontsize=9)
-        figure.text(
-            0.995, 0.005, f"dilabench {record.suite} · run {record.run_id}", ha="right", fontsize=6, color="0.5"
-        )
-        yield figure
+        figure.suptitle(f"{plot.caption}\n{about}", x=0.01, ha="left", fontsize=9)
+        figure.text(0.995, 0.005, origin, ha="right", fontsize=6, color="0.5")
+        figure.savefig(picture, format=form, dpi=PNG_DPI, metadata=METADATA[form])
+    return picture.getvalue()
 
 
 def _drawn(plot: Plot) -> "Figure":

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from dilabench.record import Measured
+from dilabench.report.figures import is_certain
 from dilabench.report.findings import Curve, CurvePlot, Point, Span
 from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.suites.findings.series import Series
@@ -16,6 +17,8 @@ MIB = 2**20
 def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
     """The three plots; a plot without a curve of at least two points is left out."""
     batches = batch_spans(series)
+    intervals = [found.interval for one in series for _, found in one.measured if found.interval]
+    ranges = any(not is_certain(one) for one in intervals)
     plots = (
         CurvePlot(
             name="latency",
@@ -23,6 +26,7 @@ def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
             y_label="latency (ms)",
             curves=tuple(Curve(label=one.label, points=_latencies(one)) for one in series),
             spans=batches,
+            ranges=ranges,
         ),
         CurvePlot(
             name="throughput",
@@ -30,6 +34,7 @@ def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
             y_label="throughput (tokens/s)",
             curves=tuple(Curve(label=one.label, points=_throughputs(one)) for one in series),
             spans=batches,
+            ranges=ranges,
         ),
         CurvePlot(
             name="memory",

@@ -14,6 +14,10 @@ from dilabench.suites.findings.plots_over_length import NS_PER_MS, batch_spans, 
 from dilabench.suites.findings.series import Series, batch_text, ns_per_sequence, series_of
 from dilabench.units import format_count
 
+SKIPPED = "skipped"
+# Cells of rows that are there but have no time.
+NO_TIMES = frozenset({figures.ABSENT, SKIPPED})
+
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
     """Medians by length, fitted exponents and crossover lengths; nothing for a record of a single length."""
@@ -38,15 +42,25 @@ def _by_length(series: Sequence[Series], device: str) -> Section:
         batch = next(batch_text(row) for row in at if row is not None)
         cells = [_median_text(row, rankings[one.rivals, length]) for one, row in zip(series, at, strict=True)]
         table.append((format_count(length), batch, *cells))
+    without = [count for count, (_, _, *cells) in zip(lengths, table, strict=True) if set(cells) <= NO_TIMES]
+    if len(without) > 1:
+        # One line each would say nothing more.
+        table = [row for row in table if row[0] not in set(map(format_count, without))]
     starred = " A star marks a batch size chosen by auto." if any("*" in row[1] for row in table) else ""
     return Section(
         title="Latency by length",
-        sentence=f"{_leaders(series, rankings, lengths)}{starred}",
+        sentence=f"{_leaders(series, rankings, lengths)}{starred}{_untimed(without)}",
         columns=("length", "batch", *(one.label for one in series)),
         rows=tuple(table),
         numeric=frozenset({"length", "batch", *(one.label for one in series)}),
         plots=plots_over_length(series),
     )
+
+
+def _untimed(lengths: Sequence[int]) -> str:
+    if len(lengths) < 2:
+        return ""
+    return f" {len(lengths)} lengths from {format_count(lengths[0])} to {format_count(lengths[-1])} have no time."
 
 
 def _families(series: Sequence[Series]) -> dict[str, list[Series]]:
@@ -89,7 +103,7 @@ def _median_text(row: Row | None, ranking: Ranking | None) -> str:
         return figures.ABSENT
     found = location(row)
     if found is None:
-        return "FAILED" if isinstance(row.outcome, Failed) else row.outcome.status
+        return "FAILED" if isinstance(row.outcome, Failed) else SKIPPED
     gain = None if ranking is None or row is ranking.baseline else ranking.speedups.get(row.case.case_id)
     return f"{figures.latency(found.median_ns)}{'' if gain is None else f' ({figures.ratio(gain)})'}"
 

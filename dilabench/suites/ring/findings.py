@@ -59,6 +59,18 @@ BALANCE_MEANING = (
     "λ is mean over maximum of the ranks' work: the efficiency that free communication would leave. Bytes are those of "
     "one call at the rank that receives most; GB/s are those bytes over communication alone."
 )
+# What a narrow terminal may leave out, for the other columns or the record hold it; the first goes first.
+SPARE = (
+    "efficiency / ideal",
+    "received, formula",
+    "computation alone",
+    "communication alone",
+    "median of each rank",
+    "peak per rank",
+    "tok/s",
+    "devices",
+    "efficiency",
+)
 NONE = figures.ABSENT
 ABOVE_ONE = "‡ An efficiency above 100 % is not to be quoted: the one device was slower than it can be."
 SHARED_CORES = "Ranks share this processor, so that their efficiency says nothing about devices of their own."
@@ -107,7 +119,14 @@ def section(
     numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
     cells = tuple(map(tuple, rows))
     return Section(
-        title=title, sentence=sentence, columns=columns, rows=cells, numeric=numeric, plots=plots, headed=True
+        title=title,
+        sentence=sentence,
+        columns=columns,
+        rows=cells,
+        numeric=numeric,
+        plots=plots,
+        headed=True,
+        spare=SPARE,
     )
 
 

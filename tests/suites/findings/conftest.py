@@ -16,6 +16,7 @@ def row():
     """row(name, milliseconds): a measured row; without milliseconds a skipped one. `at` is its turn in a round.
 
     `ranks`: so many, the last one half as fast as the others. `parts`: milliseconds of parts of a call, by name.
+    `rounds`: at most as many as there are by default.
     """
 
     def make(
@@ -32,6 +33,7 @@ def row():
         kernels=(),
         ranks=1,
         parts=(),
+        rounds=ROUNDS,
         **changes,
     ):
         optimizations = changes.pop("optimizations", {})
@@ -53,7 +55,7 @@ def row():
         )
         if ms is None:
             return results.Row(planned=planned, outcome=results.Skipped(code="unsupported", why="not here"))
-        times = [(round(ms * JITTER[index] * 1e6),) * 3 for index in range(ROUNDS)]
+        times = [(round(ms * JITTER[index] * 1e6),) * 3 for index in range(rounds)]
         slots = tuple(
             results.Slot(
                 round=index,

@@ -46,6 +46,22 @@ def test_what_was_skipped_is_said_in_its_place(row, record):
     assert (last["length"], last["gather over math"]) == ("16000", "skipped")
 
 
+def test_lengths_without_any_time_are_said_once(row, record):
+    rows = [*rows_of(row, "gather", lambda n: n / 100), *(row("gather", None, seq_len=n) for n in (16000, 32000))]
+    section = analyse(record(*rows))[0]
+    assert not {"16000", "32000"} & {line["length"] for line in table(section)}
+    assert section.sentence.endswith("2 lengths from 16000 to 32000 have no time.")
+
+
+def test_whiskers_of_few_turns_are_called_what_they_are(row, record):
+    def captions(rounds):
+        rows = [row("gather", n, seq_len=n * 1000, rounds=rounds) for n in (1, 2)]
+        return [plot.caption for plot in analyse(record(*rows))[0].plots][:2]
+
+    assert captions(8) == ["Latency of one call, with 95 % intervals", "Throughput, with 95 % intervals"]
+    assert all(caption.endswith("intervals, of few turns the whole range") for caption in captions(5))
+
+
 def test_a_crossover_lies_where_the_laws_meet(row, record):
     """n²/4000 and n meet at 4000: below it the quadratic one is faster."""
     lengths = (1000, 2000, 8000, 16000)

@@ -4,8 +4,10 @@ import pytest
 
 from dilabench.distributed.shardings import RING, ZIGZAG_RING
 from dilabench.plugins.manager import discover
+from dilabench.report.markdown import to_text as markdown
+from dilabench.report.table import to_text
 from dilabench.suites.findings.exposure import exposure, ideal, rank_medians_ns
-from dilabench.suites.ring.findings import IDEAL, analyse
+from dilabench.suites.ring.findings import IDEAL, analyse, workload_text
 
 CATALOGUE = discover().catalogue
 
@@ -49,6 +51,25 @@ def test_single_and_parallel_stand_one_above_the_other(record, single, over):
     assert two["speed-up fwd, bwd, total"] == "1.25x 1.50x 1.60x"
     assert two["efficiency"] == "80.0%"
     assert "80% of 2 ranks" in section.sentence
+
+
+def test_at_80_columns_each_implementation_has_one_line_below_its_workload(record, single, over):
+    modes = {"forward": 10, "backward": 30, "both": 40}
+    rows = [single(mode, ms) for mode, ms in modes.items()]
+    for faster, name in ((2, "zigzag-ring"), (1.5, "zigzag-allgather")):
+        parts = {part: ms / faster for part, ms in PARTS.items()}
+        rows += [over(name, mode, ms / faster, parts=parts) for mode, ms in modes.items()]
+    found = record(*rows, suite="ring")
+    sections = analyse(found, CATALOGUE)
+    shown = to_text(found, width=80, sections=sections).split("Answer")[0]
+    findings = shown[: shown.index("2 devices")].splitlines()
+    for name in ("single: dense", "parallel: zigzag-ring", "parallel: zigzag-allgather"):
+        (line,) = (one for one in findings if one.startswith(name))
+        assert line.count(" ms") == 3
+    assert sum(one.startswith("zigzag-ring ") for one in findings) == 2
+    assert "left out at 80 columns: tok/s, devices, efficiency" in findings
+    for text in (findings, markdown(found, sections).splitlines()):
+        assert sum(one.startswith(workload_text(rows[0])) for one in text) == len(sections)
 
 
 def test_tokens_per_second_count_the_batch(record, single, over):
