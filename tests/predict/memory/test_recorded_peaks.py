@@ -24,6 +24,8 @@ OUTDATED = (
     | {("h200-extreme", "strided", tokens, "both") for tokens in (8388608, 10485760, 11534336)}
     # In two passes, without float32 sums of dq; `h200-block-sparse-backward` has those of today.
     | {("h200-block-sparse", "block-sparse", 32768, "backward")}
+    # With copies of q, k, v and dout that a length off the dilation rates no longer needs (`h200-gigapath`).
+    | {("h200-field", "fused", 65000, "both")}
 )
 CATALOGUE = discover().catalogue
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
