@@ -61,7 +61,7 @@ def is_whole(x: Tensor, modulus: int) -> bool:
 
 def whole_classes(x: Tensor, modulus: int) -> Tensor:
     """``x [B, N, H, D]`` so that `is_whole`: itself, else a copy, with zeros behind where R does not divide N."""
-    missing = 0 if reads_cut_row(*x.shape[:2], modulus) else -x.shape[1] % modulus
+    missing = 0 if reads_cut_row(x.shape[0], x.shape[1], modulus) else -x.shape[1] % modulus
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
     return x if is_row_addressable(x) else x.contiguous()
 
