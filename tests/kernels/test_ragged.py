@@ -95,6 +95,8 @@ CASES = (
     "shorter than a tile, not causal",
     "odd length, causal",
     "odd length, not causal",
+    "three tokens left, causal",
+    "three tokens left, not causal",
     "odd length, uncovered rows, causal",
     "odd segments, causal",
     "odd segments, not causal",
