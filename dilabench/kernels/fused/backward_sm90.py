@@ -27,14 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
+from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, tile_of, turned
 from dilabench.kernels.tuning import TileConfig
 
-_TILE_BITS = gl.constexpr(TILE_BITS)
-_TILE_MASK = gl.constexpr((1 << TILE_BITS) - 1)
-_CLASS_MASK = gl.constexpr((1 << CLASS_BITS) - 1)
-_COUNT_SHIFT = gl.constexpr(TILE_BITS + CLASS_BITS)
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 # Tiles of dS that are kept. A consumer writes that of a step over the one of four steps before, for it has seen that of
@@ -74,20 +70,6 @@ def _form(*values):
 
 
 @gluon.jit
-def _turned(u, shift, R):
-    residue = u + shift
-    return gl.where(residue < R, residue, residue - R)
-
-
-@gluon.jit
-def _box_place(residue, row, cut, R, ROWS: gl.constexpr):
-    """As `tile_walk.box_place`; ``cut``: whole rows of the sequence, and tokens left over."""
-    whole_rows, left_over = cut
-    moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
-    return residue + moved * R, row - moved
-
-
-@gluon.jit
 def _locate(grid, heads, tables, R, form: gl.constexpr):
     """Where a program works: batch, K/V head, super-segment, variant of lists, its item, and the key tile (negative:
     none) with its class.
@@ -110,7 +92,7 @@ def _locate(grid, heads, tables, R, form: gl.constexpr):
         item_ptr = items_ptr + (variant * n_items + item) * 2
         u = gl.load(item_ptr)
         tile = gl.where(u < 0, u, gl.load(item_ptr + 1))
-        residue = _turned(u, gl.load(heads_ptr + kv_head * heads_per_kv * 2 + 1), R)
+        residue = turned(u, gl.load(heads_ptr + kv_head * heads_per_kv * 2 + 1), R)
     return batch, kv_head, super_index, variant, item_ptr, tile, residue
 
 
@@ -122,7 +104,7 @@ def _list_of(head, residue, tile, variant, item_ptr, tables, R, form: gl.constex
     _, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles = tables
     kind = gl.load(heads_ptr + head * 2)
     shift = gl.load(heads_ptr + head * 2 + 1)
-    own = _turned(residue, R - shift, R)
+    own = turned(residue, R - shift, R)
     list_at = lookup_ptr + (((variant * n_kinds + kind) * R + own) * n_tiles + tile) * 3
     low = 0
     n_full = gl.load(list_at + 1)
@@ -151,7 +133,7 @@ def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
         key_row = batch * key_rows + super_index * super_rows + tile * BLOCK_N
-        place, key_row = _box_place(residue, key_row, cut, R, BLOCK_N)
+        place, key_row = box_place(residue, key_row, cut, R, BLOCK_N)
         mbarrier.expect(key_full, 2 * BLOCK_N * DIM * 2)
         at = [key_row, place * k_token + kv_head * k_head]
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
@@ -169,9 +151,9 @@ def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R
                 entry = gl.load(first + j)
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
-                partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
-                query_row = (entry & _TILE_MASK) * BLOCK_M
-                place, row = _box_place(partner, base_row + query_row, cut, R, BLOCK_M)
+                partner = class_of(entry, shift, R)
+                query_row = tile_of(entry) * BLOCK_M
+                place, row = box_place(partner, base_row + query_row, cut, R, BLOCK_M)
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
                 mbarrier.expect(full, 2 * BLOCK_M * (DIM * 2 + 4))
@@ -272,8 +254,8 @@ def _consume(
                     entry = gl.load(first + j)
                     stage = step % STAGES
                     phase = (step // STAGES) & 1
-                    partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
-                    query_row = (entry & _TILE_MASK) * BLOCK_M
+                    partner = class_of(entry, shift, R)
+                    query_row = tile_of(entry) * BLOCK_M
                     # Always 0, which the compiler does not know: it would keep every address of K and V in registers.
                     none = entry >> 31
                     mbarrier.wait(query_full.index(stage), phase)
@@ -289,7 +271,7 @@ def _consume(
                     stats = stats_smem.index(stage)
                     log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT)
                     if form.value.COUNTED:
-                        log2_lse -= gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
+                        log2_lse -= bias_of(entry)
                     logits = warpgroup_mma_wait(1, deps=[logits])
                     if RAGGED:
                         key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)

@@ -24,16 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
+from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
 from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
 
-_TILE_BITS = gl.constexpr(TILE_BITS)
-_TILE_MASK = gl.constexpr((1 << TILE_BITS) - 1)
-_CLASS_MASK = gl.constexpr((1 << CLASS_BITS) - 1)
-_COUNT_SHIFT = gl.constexpr(TILE_BITS + CLASS_BITS)
 _LOG2E = 1.4426950408889634
 # Registers per thread: (240 + 240 + 24) * 128 threads fill the register file; the first consumer gets what is left.
 _CONSUMER_REGISTERS = gl.constexpr(240)
@@ -85,21 +82,6 @@ def _locate(work, geometry, items_ptr, heads_ptr):
 
 
 @gluon.jit
-def _turned(u, shift, R):
-    """Class ``u`` of a frame as a token class: (u + shift) mod R for both below R."""
-    residue = u + shift
-    return gl.where(residue < R, residue, residue - R)
-
-
-@gluon.jit
-def _box_place(residue, row, cut, R, ROWS: gl.constexpr):
-    """As `tile_walk.box_place`; ``cut``: whole rows of the sequence, and tokens left over."""
-    whole_rows, left_over = cut
-    moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
-    return residue + moved * R, row - moved
-
-
-@gluon.jit
 def _end_of(residue, ends):
     """Rows of a class in a super-segment; ``ends``: whole rows left in the sequence, longer classes, super rows."""
     rows_left, longer_classes, super_rows = ends
@@ -124,7 +106,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     item_ptr, head, _, shift, _, base_row = _locate(work, geometry, items_ptr, heads_ptr)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
     if n > 0:
-        residue = _turned(gl.load(item_ptr), shift, R)
+        residue = turned(gl.load(item_ptr), shift, R)
         row = base_row + gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
         k_column = (head // heads_per_kv) * k_head
@@ -133,7 +115,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM * 2)
         for half in gl.static_range(2):
-            place, half_row = _box_place(residue, row + half * (BLOCK_M // 2), cut, R, BLOCK_M // 2)
+            place, half_row = box_place(residue, row + half * (BLOCK_M // 2), cut, R, BLOCK_M // 2)
             column = place * q_token + head * q_head
             tma.async_copy_global_to_shared(q_desc, [half_row, column], q_full.index(0), q_smem.index(half))
             if TAIL:
@@ -142,8 +124,8 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
         for j in range(n):
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
-            partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
-            place, key_row = _box_place(partner, base_row + (entry & _TILE_MASK) * BLOCK_N, cut, R, BLOCK_N)
+            partner = class_of(entry, shift, R)
+            place, key_row = box_place(partner, base_row + tile_of(entry) * BLOCK_N, cut, R, BLOCK_N)
             following = gl.load(first + gl.minimum(j + 1, n - 1))
             column = place * k_token + k_column
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -197,23 +179,23 @@ def _weights(
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     CAUSAL: gl.constexpr = form.value.CAUSAL
     RANGES: gl.constexpr = form.value.RANGES
-    bias = gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
+    bias = bias_of(entry)
     if MASK:
         first_row, residue, shift, ends = place
         key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        partner = _turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
+        partner = class_of(entry, shift, R)
         if CAUSAL:
-            ahead = first_row - (partner > residue).to(gl.int32) - (entry & _TILE_MASK) * BLOCK_N
+            ahead = first_row - (partner > residue).to(gl.int32) - tile_of(entry) * BLOCK_N
             last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
             seen = key_row[None, :] <= last[:, None]
         else:
-            seen = (key_row < _end_of(partner, ends) - (entry & _TILE_MASK) * BLOCK_N)[None, :]
+            seen = (key_row < _end_of(partner, ends) - tile_of(entry) * BLOCK_N)[None, :]
         logits = gl.where(seen, logits, float("-inf"))
         bounds_ptr, key_rows = bounds
         for index in gl.static_range(RANGES):
             # Ranges of rows that a key is hidden from (block_sparse), key by key.
             row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + first_row
-            at = bounds_ptr + 2 * index * key_rows + (entry & _TILE_MASK) * BLOCK_N + key_row
+            at = bounds_ptr + 2 * index * key_rows + tile_of(entry) * BLOCK_N + key_row
             start, stop = gl.load(at), gl.load(at + key_rows)
             hidden = (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
             logits = gl.where(hidden, float("-inf"), logits)
@@ -382,7 +364,7 @@ def _consume_item(
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if n > 0:
-        residue = _turned(gl.load(item_ptr), shift, R)
+        residue = turned(gl.load(item_ptr), shift, R)
         first = entries_ptr + gl.load(item_ptr + 2)
         first_row = gl.load(item_ptr + 1) * BLOCK_M + half * ROWS
         ends = (whole_rows - super_index * super_rows, longer_classes, super_rows)

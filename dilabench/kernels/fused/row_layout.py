@@ -56,13 +56,13 @@ def is_row_addressable(x: Tensor) -> bool:
 
 def is_whole(x: Tensor, modulus: int) -> bool:
     """Whether kernels read ``x [B, N, H, D]`` as it is; `whole_classes` makes of another one that they do."""
-    return is_row_addressable(x) and (x.shape[1] % modulus == 0 or reads_cut_row(x.shape[0], x.shape[1], modulus))
+    return is_row_addressable(x) and _fits_a_box(x, modulus)
 
 
 def whole_classes(x: Tensor, modulus: int) -> Tensor:
     """``x [B, N, H, D]`` so that `is_whole`: itself, else a copy, with zeros behind where R does not divide N."""
-    missing = 0 if reads_cut_row(x.shape[0], x.shape[1], modulus) else -x.shape[1] % modulus
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+    if not _fits_a_box(x, modulus):
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % modulus))
     return x if is_row_addressable(x) else x.contiguous()
 
 
@@ -70,14 +70,15 @@ def whole_classes(x: Tensor, modulus: int) -> Tensor:
 _LONGEST_TILE = 256
 
 
-def reads_cut_row(batch: int, length: int, modulus: int) -> bool:
-    """Whether kernels read N tokens where R does not divide N as they are.
+def _fits_a_box(x: Tensor, modulus: int) -> bool:
+    """Whether descriptors, which are boxes, show all tokens of ``x [B, N, H, D]``.
 
-    Descriptors are boxes, and one over N / R rows would reach beyond the tensor where the last row is not whole. So
-    the box is one of whole rows, but wider than R tokens by those that are left: a tile with the last row of a class
-    that has one in it is found a row before, R tokens to the right (`tile_walk.box_place`), unless it is the first.
+    Where R does not divide N, one over N / R rows would reach beyond the tensor. So the box is one of whole rows, but
+    wider than R tokens by those that are left over: a tile with the last row of a class that has one in it is found a
+    row before, R tokens to the right (`tile_walk.box_place`), unless it is the first.
     """
-    return batch == 1 and length // modulus >= _LONGEST_TILE
+    batch, length = x.shape[0], x.shape[1]
+    return length % modulus == 0 or (batch == 1 and length // modulus >= _LONGEST_TILE)
 
 
 def tokens_left(x: Tensor, modulus: int) -> int:
@@ -113,7 +114,7 @@ def _float32_products(device: torch.device) -> str:
 
 def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     """(shape, strides) of ``x [B, N, H, D]`` as [B * (N / R), columns] in whole rows: head h of class c starts at
-    column ``c * stride(1) + h * stride(2)``; behind R tokens stand as many as are left over (`reads_cut_row`).
+    column ``c * stride(1) + h * stride(2)``; behind R tokens stand as many as are left over (`_fits_a_box`).
     """
     batch, length, heads, dim = x.shape
     token, head = x.stride(1), x.stride(2)
@@ -123,7 +124,7 @@ def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
 
 def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
     """``x [B, N, H, D]`` as [B, R, H, N / R, D] in whole rows and tiles of [1, 1, 1, rows, columns]; reads past an end
-    give 0. Behind R tokens stand as many as are left over (`reads_cut_row`).
+    give 0. Behind R tokens stand as many as are left over (`_fits_a_box`).
 
     Rows and columns come last: Triton multiplies tiles in place only where the axes of one element lie before them.
     """

@@ -268,16 +268,15 @@ CAKE_MAX_BLOCKS = 64
 
 
 def _not_cakes(workload: Workload) -> str | None:
+    if why := _not_flashinfers(workload):
+        return why
     (shape,) = workload.shapes
     blocks = workload.pattern.whole_blocks(shape)
-    if blocks is None:
-        return "FlashInfer computes one mask of whole blocks"
+    assert blocks is not None
     if blocks.block_size != CAKE_BLOCK_SIZE:
         return f"this kernel of FlashInfer's has blocks of {CAKE_BLOCK_SIZE}, not of {blocks.block_size}"
     if workload.seq_len % CAKE_BLOCK_SIZE:
         return f"seq_len {workload.seq_len} is not a multiple of block_size {CAKE_BLOCK_SIZE}"
-    if len(blocks.mask) not in {1, workload.num_heads}:
-        return "FlashInfer has one mask for all heads, or one for each key/value head"
     kept = blocks.mask.sum(-1)
     if kept.min() < 1 or kept.max() > CAKE_MAX_BLOCKS:
         return f"it takes 1 to {CAKE_MAX_BLOCKS} blocks for each block of queries, here {kept.min()} to {kept.max()}"

@@ -1,0 +1,48 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""How the Gluon kernels read a list entry and find its tile: what `tile_walk` does for the others."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
+
+_TILE_BITS = gl.constexpr(TILE_BITS)
+_TILE_MASK = gl.constexpr((1 << TILE_BITS) - 1)
+_CLASS_MASK = gl.constexpr((1 << CLASS_BITS) - 1)
+_COUNT_SHIFT = gl.constexpr(TILE_BITS + CLASS_BITS)
+
+
+@gluon.jit
+def turned(u, shift, R):
+    """Class ``u`` of a frame as a token class: (u + shift) mod R for both below R."""
+    residue = u + shift
+    return gl.where(residue < R, residue, residue - R)
+
+
+@gluon.jit
+def tile_of(entry):
+    """The tile of a list entry."""
+    return entry & _TILE_MASK
+
+
+@gluon.jit
+def class_of(entry, shift, R):
+    """Its token class."""
+    return turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
+
+
+@gluon.jit
+def bias_of(entry):
+    """log2 of its multiplicity."""
+    return gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
+
+
+@gluon.jit
+def box_place(residue, row, cut, R, ROWS: gl.constexpr):
+    """As `tile_walk.box_place`; ``cut``: whole rows of the sequence, and tokens left over."""
+    whole_rows, left_over = cut
+    moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
+    return residue + moved * R, row - moved
