@@ -22,6 +22,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Small tensors gain nothing from threads, and spinning ones starve whoever shares the cores: ranks and workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As many processes as tests run in would each start as many compilers as there are cores.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -147,25 +147,50 @@ def usable(catalogue: Catalogue, machine: Machine) -> Iterator[Case]:
                         yield case
 
 
+def compiles(catalogue: Catalogue, case: Case) -> bool:
+    """Whether torch.compile makes a kernel for each shape of the case, which takes tens of seconds."""
+    own = catalogue.implementations.get(case.implementation).compiles
+    return own or (case.backend is not None and catalogue.backends.get(case.backend).compiles)
+
+
+def quick(catalogue: Catalogue, cases: Iterable[Case]) -> dict[tuple[str, str | None], Case]:
+    """One case of each implementation and backend, the cheapest."""
+
+    def cost(case: Case) -> tuple[int, bool]:
+        """Every odd shape of a kernel call is compiled anew; `tiles` has the fewest."""
+        return QUICK_DTYPES.index(case.workload.dtype), compiles(catalogue, case) and kind(case) != "tiles"
+
+    found: dict[tuple[str, str | None], Case] = {}
+    for case in sorted(cases, key=cost):
+        found.setdefault((case.implementation, case.backend), case)
+    return found
+
+
+def on_a_gpu(catalogue: Catalogue, cases: list[Case]) -> Iterator[Case]:
+    """What torch.compile makes, and the formula, which knows of no dtype, take most of the time there: of these each
+    shape in one dtype and each dtype in one shape.
+    """
+    cheapest = quick(catalogue, cases)
+    for case in cases:
+        is_formula = catalogue.implementations.get(case.implementation).role == "oracle"
+        like = cheapest[case.implementation, case.backend]
+        crossed = case.workload.dtype != like.workload.dtype and kind(case) != kind(like)
+        if not crossed or not (is_formula or compiles(catalogue, case)):
+            yield case
+
+
+def gpu_cases(catalogue: Catalogue, machine: Machine) -> list[Case]:
+    """Of a machine with a GPU; none elsewhere."""
+    return list(on_a_gpu(catalogue, list(usable(catalogue, machine)))) if machine.device == "cuda" else []
+
+
 def quick_first(catalogue: Catalogue, cases: list[Case]) -> list[Any]:
     """The cases of a GPU as parameters, one of each implementation and backend first.
 
     `-k quickgpu` selects those, `-k "quickgpu and not compiling"` the ones that torch.compile does not slow down.
     """
-
-    def compiles(case: Case) -> bool:
-        own = catalogue.implementations.get(case.implementation).compiles
-        return own or (case.backend is not None and catalogue.backends.get(case.backend).compiles)
-
-    def cost(case: Case) -> tuple[int, bool]:
-        """Every odd shape of a kernel call is compiled anew; `tiles` has the fewest."""
-        return QUICK_DTYPES.index(case.workload.dtype), compiles(case) and not name(case).endswith("tiles")
-
-    quick: dict[tuple[str, str | None], Case] = {}
-    for case in sorted(cases, key=cost):
-        quick.setdefault((case.implementation, case.backend), case)
-    first = sorted(quick.values(), key=compiles)
-    marked = [pytest.param(x, id=f"quickgpu-{'compiling-' if compiles(x) else ''}{name(x)}") for x in first]
+    first = sorted(quick(catalogue, cases).values(), key=lambda case: compiles(catalogue, case))
+    marked = [pytest.param(x, id=f"quickgpu-{'compiling-' if compiles(catalogue, x) else ''}{name(x)}") for x in first]
     return marked + [pytest.param(x, id=name(x)) for x in cases if x not in first]
 
 
@@ -192,9 +217,13 @@ def check(catalogue: Catalogue, case: Case, device: str) -> None:
     assert verdict.passed, summary(verdict)
 
 
+def kind(case: Case) -> str:
+    """The name of its shape."""
+    return next(key for key, fields in (SHAPES | GPU_SHAPES).items() if fields["seq_len"] == case.workload.seq_len)
+
+
 def name(case: Case) -> str:
-    kind = next(key for key, fields in (SHAPES | GPU_SHAPES).items() if fields["seq_len"] == case.workload.seq_len)
-    return "-".join(filter(None, (case.implementation, case.backend, case.workload.dtype, kind)))
+    return "-".join(filter(None, (case.implementation, case.backend, case.workload.dtype, kind(case))))
 
 
 CATALOGUE = discover().catalogue
@@ -218,18 +247,18 @@ def test_passes_verify(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", quick_first(CATALOGUE, list(usable(CATALOGUE, HERE)) if HERE.device == "cuda" else []))
+@pytest.mark.parametrize("case", quick_first(CATALOGUE, gpu_cases(CATALOGUE, HERE)))
 def test_passes_verify_on_a_gpu(case: Case) -> None:
     check(CATALOGUE, case, "cuda")
 
 
 def test_quick_cases_of_a_gpu_come_first_and_are_one_of_each_pair() -> None:
-    found = list(usable(CATALOGUE, H200))
+    found = gpu_cases(CATALOGUE, H200)
     params = quick_first(CATALOGUE, found)
     cases = [param.values[0] for param in params]
     pairs = {(case.implementation, case.backend) for case in cases}
-    quick = [param for param in params if param.id.startswith("quickgpu-")]
-    assert quick == params[: len(pairs)]
+    marked = [param for param in params if param.id.startswith("quickgpu-")]
+    assert marked == params[: len(pairs)]
     assert {(case.implementation, case.backend) for case in cases[: len(pairs)]} == pairs
     assert len(cases) == len(found)
     assert set(cases) == set(found)
