@@ -1,0 +1,158 @@
+"""Run by test_hopper.py under TRITON_INTERPRET=1; prints errors of every case as one line of JSON.
+
+The Hopper kernels run as they stand (`gluon_on_cpu`), from the launches that both kinds of attention make.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import gluon_on_cpu
+import numpy as np
+import torch
+from interpreted_block_cases import any_bounds, expected
+from interpreted_cases import multiplicity, relative, union_softmax
+from torch import Tensor
+
+from dilabench.kernels import query_sums, tuning
+from dilabench.kernels.block_sparse import forward_sm90 as block_sparse_forward_sm90
+from dilabench.kernels.block_sparse import key_items
+from dilabench.kernels.block_sparse.backward import block_sparse_backward
+from dilabench.kernels.block_sparse.forward import block_sparse_forward
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.fused import backward, backward_at_once, forward, row_layout
+from dilabench.kernels.fused.residue_plan import residue_plan
+from dilabench.kernels.launches import launches
+from dilabench.kernels.tuning import TileConfig
+
+with gluon_on_cpu.in_its_place():
+    # Imported by those who launch them, later.
+    from dilabench.kernels.fused import backward_sm90, forward_sm90  # noqa: F401
+
+# B, N, H, K, D, segments, rates, groups
+DILATED = {
+    "one group": (2, 128, 4, 2, 16, (64, 128), (1, 2), ((0, 1),)),
+    "two groups, one in two passes": (1, 128, 4, 4, 16, (16, 128), (1, 2), ((0,), (1,))),
+    "uncovered rows": (1, 128, 4, 4, 16, (64, 128), (2, 4), ((0,), (1,))),
+    "odd length": (1, 107, 4, 2, 16, (32, 64), (1, 1), ((0, 1),)),
+    "tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
+    "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
+}
+# N, H, K, D, block, mask heads, ranges of rows that hide each key
+BLOCKS = {
+    "one mask": (128, 4, 2, 16, 32, 1, 0),
+    "mask per head": (96, 4, 2, 16, 32, 4, 0),
+    "shared tiles": (192, 2, 1, 16, 32, 1, 0),
+    "one range": (128, 2, 1, 16, 32, 1, 1),
+    "two ranges": (128, 2, 2, 16, 32, 2, 2),
+}
+FORWARD = TileConfig(32, 32, 4, 2, specialized=True)
+BACKWARD = TileConfig(16, 32, 4, 2, specialized=True)
+
+
+def dilated(case: tuple, causal: bool) -> dict[str, float]:
+    batch, n, heads, kv_heads, dim, segments, rates, cut = case
+    generator = torch.Generator().manual_seed(n + heads)
+    shapes = [(batch, n, one, dim) for one in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, dout = (torch.randn(shape, generator=generator).half() for shape in shapes)
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, cut=cut)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    counts = multiplicity(n, heads, kv_heads, segments, rates, causal, "modulo", "head")
+    exact, exact_lse = union_softmax(*leaves, counts)
+    want = torch.autograd.grad(exact, leaves, dout.double())
+    out, lse = forward.fused_forward(q, k, v, plan)
+    got = backward.fused_backward(dout, q, k, v, out, lse, plan)
+    found = forward_errors((out, lse), (exact, exact_lse)) | errors(got, want)
+    if n % plan.modulus and batch == 1:
+        launches.cache_clear()
+        with mock.patch.object(row_layout, "_LONGEST_TILE", FORWARD.longest):
+            unpadded = forward.fused_forward(q, k, v, plan)
+            found |= forward_errors(unpadded, (exact, exact_lse), "unpadded ")
+            found |= errors(backward.fused_backward(dout, q, k, v, *unpadded, plan), want, "unpadded ")
+        launches.cache_clear()
+    base = tuple(torch.ones_like(x) for x in (q, k, v))
+    more = backward.fused_backward(dout, q, k, v, out, lse, plan, onto=base)
+    return found | errors((x.double() - 1 for x in more), want, "added ")
+
+
+def with_null_mass() -> dict[str, float]:
+    """A key of value 0 for each row, which the kernel adds where it writes its result."""
+    n, heads, segments, rates = 128, 2, (64, 128), (1, 2)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, n, heads, 16, generator=generator).half() for _ in range(3))
+    mass = torch.randn(1, heads, n, generator=generator).masked_fill(torch.arange(n) % 3 == 0, -torch.inf)
+    plan = residue_plan(segments, rates, n, heads, heads, False, tile=16, cut=((0, 1),))
+    counts = multiplicity(n, heads, heads, segments, rates, False, "modulo", "head")
+    exact, lse = union_softmax(*(x.double() for x in (q, k, v)), counts)
+    total = torch.logaddexp(lse, mass.double())
+    exact = exact * torch.exp(lse - total).transpose(1, 2)[..., None]
+    return forward_errors(forward.fused_forward(q, k, v, plan, log_mass=mass), (exact, total))
+
+
+def blocks(case: tuple, causal: bool) -> dict[str, float]:
+    n, heads, kv_heads, dim, block, mask_heads, ranges = case
+    mask = np.random.default_rng(1).random((mask_heads, n // block, n // block)) < 0.6
+    mask[:, :, 0] = True
+    plan = BlockPlan(mask, block, n, causal, hidden=any_bounds(n, ranges) if ranges else None)
+    generator = torch.Generator().manual_seed(n)
+    q, k, v, dout = (
+        torch.randn(1, n, one, dim, generator=generator).half() for one in (heads, kv_heads, kv_heads, heads)
+    )
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    exact, exact_lse = expected(*leaves, plan)
+    want = torch.autograd.grad(exact, leaves, dout.double())
+    out, lse = block_sparse_forward(q, k, v, plan, scale=dim**-0.5)
+    got = block_sparse_backward(dout, q, k, v, out, lse, plan, scale=dim**-0.5)
+    return forward_errors((out, lse), (exact, exact_lse)) | errors(got, want)
+
+
+def forward_errors(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: str = "") -> dict[str, float]:
+    (out, lse), (right, right_lse) = got, want
+    seen = torch.isfinite(right_lse)
+    same_rows = bool((torch.isfinite(lse) == seen).all()) and not out.transpose(1, 2)[~seen].any()
+    worst = (lse - right_lse)[seen].abs().max().item() if same_rows else torch.inf
+    return {f"{what}out": relative(out, right), f"{what}lse": worst}
+
+
+def errors(got: Any, want: Any, what: str = "") -> dict[str, float]:
+    return {what + name: relative(g, w) for name, g, w in zip(("dq", "dk", "dv"), got, want, strict=True)}
+
+
+def counted(case: Any, *arguments: Any) -> dict[str, float]:
+    """The errors of a case, and how often it launched each kernel."""
+    launched = gluon_on_cpu.Kernel.launched
+    launched.clear()
+    found = case(*arguments)
+    passes = Counter({module.rpartition(".")[2].partition("_")[0]: count for module, count in launched.items()})
+    return found | {"forward launches": passes["forward"], "backward launches": passes["backward"]}
+
+
+if __name__ == "__main__":
+    both = (False, True)
+    hopper = mock.Mock(return_value=True)
+    with (
+        mock.patch.object(forward, "on_hopper", hopper),
+        mock.patch.object(backward_at_once, "on_hopper", hopper),
+        mock.patch.object(block_sparse_forward_sm90, "on_hopper", hopper),
+        # Fewer than there is work for, so that programs that stay walk over several tiles.
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
+        mock.patch.multiple(tuning, _LEAST_PROGRAMS=1, _SMALLEST_SPECIALIZED=16, _SPECIALIZED={128: FORWARD}),
+        mock.patch.dict(tuning._LEAST_STEPS, branches=0, blocks=0),
+        # So that heads follow each other, two K/V heads at a time in what is shorter.
+        mock.patch.object(query_sums, "_PROGRAMS", 5),
+        mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {(16, causal): BACKWARD for causal in both}),
+        # So that lists of a few tiles are shared.
+        mock.patch.object(key_items, "_LEAST_STEPS", 2),
+        mock.patch.object(key_items, "_PROGRAMS", 64),
+    ):
+        results = {"null mass": counted(with_null_mass)}
+        for of_case, cases in ((dilated, DILATED), (blocks, BLOCKS)):
+            for name, case in cases.items():
+                for causal in both:
+                    results[f"{name}, {causal}"] = counted(of_case, case, causal)
+    sys.stdout.write(json.dumps(results))

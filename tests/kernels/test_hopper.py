@@ -1,0 +1,62 @@
+"""Dilated and block-sparse attention through the Hopper kernels, whose own code runs on a CPU (`gluon_on_cpu`): results
+and gradients against float64. Their machine code is looked at in `test_sm90_compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+Errors = dict[str, dict[str, float]]
+# How many launches of each pass there are: forward of each group of branches, of what is left over padded and as it is;
+# backward of each group that the kernel takes, for some heads after the other, once alone and once added to what is
+# there.
+DILATED = {
+    "one group": (1, 4),
+    "two groups, one in two passes": (1, 4),
+    "uncovered rows": (2, 8),
+    "odd length": (1, 2),
+    "tokens left over": (2, 3),
+    "two tiles of columns": (2, 0),
+}
+BLOCKS = {"one mask": 1, "mask per head": 1, "shared tiles": 1, "one range": 0, "two ranges": 0}
+RESULTS = {"out", "lse", "dq", "dk", "dv"}
+
+
+@pytest.fixture(scope="module")
+def errors(interpreted: Callable[..., Errors]) -> Errors:
+    pytest.importorskip("triton", reason="Triton is not installed: its interpreter makes what the launches are given")
+    return interpreted("kernels/interpreted_hopper.py")
+
+
+def assert_exact(got: dict[str, float]) -> None:
+    """But for the rounding of float16 results, and of lse to float32; added to ones they are rounded as sums are."""
+    assert max(error for name, error in got.items() if "lse" in name) < 2e-6, got
+    assert max(error for name, error in got.items() if "added" not in name) < 5e-4, got
+    assert max(got.values()) < 2e-3, got
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", DILATED)
+def test_dilated_attention(errors: Errors, case: str, causal: bool) -> None:
+    got = errors[f"{case}, {causal}"]
+    assert (got.pop("forward launches"), got.pop("backward launches")) == DILATED[case]
+    unpadded = {f"unpadded {name}" for name in RESULTS} if case == "tokens left over" else set()
+    assert set(got) == RESULTS | unpadded | {"added dq", "added dk", "added dv"}
+    assert_exact(got)
+
+
+def test_a_null_mass(errors: Errors) -> None:
+    got = errors["null mass"]
+    assert (got.pop("forward launches"), got.pop("backward launches")) == (1, 0)
+    assert_exact(got)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", BLOCKS)
+def test_block_sparse_attention(errors: Errors, case: str, causal: bool) -> None:
+    got = errors[f"{case}, {causal}"]
+    assert (got.pop("forward launches"), got.pop("backward launches")) == (1, BLOCKS[case])
+    assert set(got) == RESULTS
+    assert_exact(got)
