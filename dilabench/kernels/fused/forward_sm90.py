@@ -26,8 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
+from dilabench.kernels.fused.softmax_sm90 import finish, weigh
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, tile_of, turned
+from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
 
@@ -38,13 +39,16 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class _Form(NamedTuple):
-    """What is compiled in. TAIL: the last columns of DIM, tiles of their own; RANGES of rows that hide each key;
-    TAKE_TURNS: the consumers issue their products one after the other.
+    """What is compiled in. HEAD: columns of DIM but for the last ones, TAIL, tiles of their own; ROWS: the queries of a
+    consumer, half of a tile; RANGES of rows that hide each key; TAKE_TURNS: the consumers issue their products one
+    after the other.
     """
 
     DIM: int
+    HEAD: int
     TAIL: int
     BLOCK_M: int
+    ROWS: int
     BLOCK_N: int
     STAGES: int
     CAUSAL: bool
@@ -79,13 +83,6 @@ def _locate(work, geometry, items_ptr, heads_ptr):
     item_ptr = items_ptr + ((variant * n_kinds + kind) * n_items + item) * 5
     base_row = batch * sequence_rows + super_index * super_rows
     return item_ptr, head, batch, shift, super_index, base_row
-
-
-@gluon.jit
-def _end_of(residue, ends):
-    """Rows of a class in a super-segment; ``ends``: whole rows left in the sequence, longer classes, super rows."""
-    rows_left, longer_classes, super_rows = ends
-    return gl.minimum(super_rows, rows_left + (residue < longer_classes).to(gl.int32))
 
 
 @gluon.jit
@@ -161,54 +158,6 @@ def _produce(n_work, descriptors, strides, tables, geometry, tiles, barriers, R,
 
 
 @gluon.jit
-def _weights(
-    logits,
-    top,
-    total,
-    entry,
-    scale_log2,
-    place,
-    bounds,
-    MASK: gl.constexpr,
-    R,
-    form: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """One online-softmax step: weights, new running maximum and sum, and the decay of what was summed before."""
-    ROWS: gl.constexpr = form.value.BLOCK_M // 2
-    BLOCK_N: gl.constexpr = form.value.BLOCK_N
-    CAUSAL: gl.constexpr = form.value.CAUSAL
-    RANGES: gl.constexpr = form.value.RANGES
-    bias = bias_of(entry)
-    if MASK:
-        first_row, residue, shift, ends = place
-        key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        partner = class_of(entry, shift, R)
-        if CAUSAL:
-            ahead = first_row - (partner > residue).to(gl.int32) - tile_of(entry) * BLOCK_N
-            last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
-            seen = key_row[None, :] <= last[:, None]
-        else:
-            seen = (key_row < _end_of(partner, ends) - tile_of(entry) * BLOCK_N)[None, :]
-        logits = gl.where(seen, logits, float("-inf"))
-        bounds_ptr, key_rows = bounds
-        for index in gl.static_range(RANGES):
-            # Ranges of rows that a key is hidden from (block_sparse), key by key.
-            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + first_row
-            at = bounds_ptr + 2 * index * key_rows + tile_of(entry) * BLOCK_N + key_row
-            start, stop = gl.load(at), gl.load(at + key_rows)
-            hidden = (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
-            logits = gl.where(hidden, float("-inf"), logits)
-    new_top = gl.maximum(top, gl.max(logits, 1) * scale_log2 + bias)
-    safe_top = new_top
-    if MASK:
-        safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
-    p = gl.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
-    decay = gl.exp2(top - safe_top)
-    return p, new_top, total * decay + gl.sum(p, 1), decay
-
-
-@gluon.jit
 def _score(half: gl.constexpr, stage, zero, tiles, TAIL: gl.constexpr):
     """Begin q.k of half a query tile with the key tile of a stage."""
     q_smem, k_smem, _, q_tail, k_tail, _ = tiles
@@ -242,7 +191,7 @@ def _consume_tile(
     """
     DIM: gl.constexpr = form.value.DIM
     TAIL: gl.constexpr = form.value.TAIL
-    ROWS: gl.constexpr = form.value.BLOCK_M // 2
+    ROWS: gl.constexpr = form.value.ROWS
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
     _, _, v_smem, _, _, v_tail = tiles
@@ -268,7 +217,7 @@ def _consume_tile(
     # All four warps must be past the product before one thread hands the buffer back.
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
-    p, top, total, decay = _weights(logits, top, total, entry, scale_log2, place, bounds, MASK, R, form, S_LAYOUT)
+    p, top, total, decay = weigh(logits, top, total, entry, scale_log2, place, bounds, MASK, R, form, S_LAYOUT)
     weights = gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT)
     for masked in gl.static_range(2 if MASK else 1):
         low = 1 if masked == 0 else gl.maximum(1, n_full)
@@ -292,7 +241,7 @@ def _consume_tile(
             logits = warpgroup_mma_wait(BEHIND, deps=[next_logits])
             gl.thread_barrier()
             mbarrier.arrive(k_empty.index(stage), count=1)
-            p, top, total, decay = _weights(
+            p, top, total, decay = weigh(
                 logits, top, total, entry, scale_log2, place, bounds, masked == 1, R, form, S_LAYOUT
             )
             if TAIL:
@@ -321,27 +270,6 @@ def _consume_tile(
 
 
 @gluon.jit
-def _store_columns(
-    acc, out_ptr, row_stride, end, mine, theirs, MERGE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
-):
-    """Write rows before ``end`` of ``acc * mine``, and with MERGE what is there times ``theirs`` added."""
-    STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
-    LAYOUT: gl.constexpr = acc.type.layout
-    acc = acc * gl.convert_layout(mine, gl.SliceLayout(1, LAYOUT))[:, None]
-    if MERGE:
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-        at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-        old = gl.load(at, (rows < end)[:, None], 0.0).to(gl.float32)
-        acc += old * gl.convert_layout(theirs, gl.SliceLayout(1, LAYOUT))[:, None]
-    result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, STORE_LAYOUT))
-    at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-    gl.store(at, result, (rows < end)[:, None])
-
-
-@gluon.jit
 def _consume_item(
     half: gl.constexpr, work, step, turn, results, tables, geometry, tiles, barriers, scale_log2, R, form: gl.constexpr
 ):
@@ -349,13 +277,10 @@ def _consume_item(
     DIM: gl.constexpr = form.value.DIM
     TAIL: gl.constexpr = form.value.TAIL
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
-    RANGES: gl.constexpr = form.value.RANGES
-    MERGE: gl.constexpr = form.value.MERGE
-    ROWS: gl.constexpr = BLOCK_M // 2
+    ROWS: gl.constexpr = form.value.ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.value.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM - TAIL, 16])
     T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
-    out_ptr, lse_ptr, mass_ptr = results
     items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
     bounds = (bounds_ptr, geometry[10])
     n_heads, super_rows, whole_rows = geometry[4], geometry[6], geometry[7]
@@ -387,40 +312,8 @@ def _consume_item(
             O_LAYOUT,
             T_LAYOUT,
         )
-        token = ((super_index * super_rows + first_row).to(gl.int64)) * R + residue
-        # Rows beyond the end of the segment are another's, or none.
-        end = _end_of(residue, ends) - first_row
-        lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        mine = 1.0
-        if mass_ptr is not None:
-            mass_at = mass_ptr + head.to(gl.int64) * length + token + lse_rows * R
-            mass = gl.load(mass_at, lse_rows < end, float("-inf")) * 1.4426950408889634
-            higher = gl.maximum(top, mass)
-            mine = gl.exp2(top - higher)
-            total = total * mine + gl.exp2(mass - higher)
-            top = higher
-        if RANGES > 0:
-            # A row may see no key at all: its out is 0 and its lse -inf.
-            top = gl.where(total == 0.0, float("-inf"), top)
-            total = gl.where(total == 0.0, 1.0, total)
-        mine = mine / total
-        theirs = mine
-        lse = (top + gl.log2(total)) * 0.6931471805599453
-        lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * length + token + lse_rows * R
-        if MERGE:
-            old_lse = gl.load(lse_at, lse_rows < end, float("-inf"))
-            higher = gl.maximum(old_lse, lse)
-            ours = gl.exp(lse - higher)
-            theirs = gl.exp(old_lse - higher)
-            lse = higher + gl.log(ours + theirs)
-            mine = mine * ours / (ours + theirs)
-            theirs = theirs / (ours + theirs)
-        out_at = out_ptr + ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
-        row_stride = n_heads * R * DIM
-        _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, DIM - TAIL)
-        if TAIL:
-            _store_columns(tail, out_at + (DIM - TAIL), row_stride, end, mine, theirs, MERGE, ROWS, TAIL)
-        gl.store(lse_at, lse, lse_rows < end)
+        whose = (batch, head, n_heads, length, super_index * super_rows)
+        finish(acc, tail, top, total, results, whose, place, R, form, S_LAYOUT)
     return step + n, turn + (n > 0).to(gl.int32)
 
 
@@ -534,7 +427,19 @@ def _forward_kernel(
     strides = (q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv)
     results = (out_ptr, lse_ptr, mass_ptr)
     form: gl.constexpr = _form(
-        DIM, TAIL, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, RANGES, MERGE, PERSISTENT, TAKE_TURNS
+        DIM,
+        DIM - TAIL,
+        TAIL,
+        BLOCK_M,
+        BLOCK_M // 2,
+        BLOCK_N,
+        STAGES,
+        CAUSAL,
+        RAGGED,
+        RANGES,
+        MERGE,
+        PERSISTENT,
+        TAKE_TURNS,
     )
     gl.warp_specialize(
         [

@@ -1,0 +1,158 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""What the Hopper kernels of the forward pass do with scores: one step of the online softmax, and the end of it.
+
+``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RANGES (of rows
+that hide each key), MERGE (with the results that are there), DIM and TAIL (the last columns, tiles of their own).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dilabench.kernels.fused.tile_walk_sm90 import bias_of, class_of, tile_of
+
+
+@gluon.jit
+def end_of(residue, ends):
+    """Rows of a class in a super-segment; ``ends``: whole rows left in the sequence, longer classes, super rows."""
+    rows_left, longer_classes, super_rows = ends
+    return gl.minimum(super_rows, rows_left + (residue < longer_classes).to(gl.int32))
+
+
+@gluon.jit
+def weigh(
+    logits,
+    top,
+    total,
+    entry,
+    scale_log2,
+    place,
+    bounds,
+    MASK: gl.constexpr,
+    R,
+    form: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Weights, new running maximum and sum, and the decay of what was summed before. ``place``: first row, class and
+    class shift of the queries, and `end_of`'s ends.
+    """
+    ROWS: gl.constexpr = form.value.ROWS
+    BLOCK_N: gl.constexpr = form.value.BLOCK_N
+    CAUSAL: gl.constexpr = form.value.CAUSAL
+    RANGES: gl.constexpr = form.value.RANGES
+    bias = bias_of(entry)
+    if MASK:
+        first_row, residue, shift, ends = place
+        key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        partner = class_of(entry, shift, R)
+        if CAUSAL:
+            ahead = first_row - (partner > residue).to(gl.int32) - tile_of(entry) * BLOCK_N
+            last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
+            seen = key_row[None, :] <= last[:, None]
+        else:
+            seen = (key_row < end_of(partner, ends) - tile_of(entry) * BLOCK_N)[None, :]
+        logits = gl.where(seen, logits, float("-inf"))
+        bounds_ptr, key_rows = bounds
+        for index in gl.static_range(RANGES):
+            # Ranges of rows that a key is hidden from (block_sparse), key by key.
+            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + first_row
+            at = bounds_ptr + 2 * index * key_rows + tile_of(entry) * BLOCK_N + key_row
+            start, stop = gl.load(at), gl.load(at + key_rows)
+            hidden = (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
+            logits = gl.where(hidden, float("-inf"), logits)
+    new_top = gl.maximum(top, gl.max(logits, 1) * scale_log2 + bias)
+    safe_top = new_top
+    if MASK:
+        safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
+    p = gl.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
+    decay = gl.exp2(top - safe_top)
+    return p, new_top, total * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def _store_columns(
+    acc,
+    out_ptr,
+    row_stride,
+    end,
+    mine,
+    theirs,
+    MERGE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    THERE: gl.constexpr,
+):
+    """Write rows before ``end`` of ``acc * mine``, and with MERGE what is there times ``theirs`` added; THERE: how many
+    of the columns there are.
+    """
+    STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = acc.type.layout
+    acc = acc * gl.convert_layout(mine, gl.SliceLayout(1, LAYOUT))[:, None]
+    if MERGE:
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+        at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+        there = (rows < end)[:, None]
+        if THERE < COLUMNS:
+            there = there & (columns < THERE)[None, :]
+        old = gl.load(at, there, 0.0).to(gl.float32)
+        acc += old * gl.convert_layout(theirs, gl.SliceLayout(1, LAYOUT))[:, None]
+    result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, STORE_LAYOUT))
+    at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+    there = (rows < end)[:, None]
+    if THERE < COLUMNS:
+        there = there & (columns < THERE)[None, :]
+    gl.store(at, result, there)
+
+
+@gluon.jit
+def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, LAYOUT: gl.constexpr):
+    """Write out and lse of ROWS queries from the accumulators, the running maximum and the running sum. ``whose``:
+    batch item, head and number of heads, length, first row of the super-segment; ``place`` as in `weigh`.
+    """
+    DIM: gl.constexpr = form.value.DIM
+    TAIL: gl.constexpr = form.value.TAIL
+    HEAD: gl.constexpr = form.value.HEAD
+    ROWS: gl.constexpr = form.value.ROWS
+    MERGE: gl.constexpr = form.value.MERGE
+    out_ptr, lse_ptr, mass_ptr = results
+    batch, head, n_heads, length, base_row = whose
+    first_row, residue, _, ends = place
+    token = ((base_row + first_row).to(gl.int64)) * R + residue
+    # Rows beyond the end of the segment are another's, or none.
+    end = end_of(residue, ends) - first_row
+    lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    mine = 1.0
+    if mass_ptr is not None:
+        mass_at = mass_ptr + head.to(gl.int64) * length + token + lse_rows * R
+        mass = gl.load(mass_at, lse_rows < end, float("-inf")) * 1.4426950408889634
+        higher = gl.maximum(top, mass)
+        mine = gl.exp2(top - higher)
+        total = total * mine + gl.exp2(mass - higher)
+        top = higher
+    if form.value.RANGES > 0:
+        # A row may see no key at all: its out is 0 and its lse -inf.
+        top = gl.where(total == 0.0, float("-inf"), top)
+        total = gl.where(total == 0.0, 1.0, total)
+    mine = mine / total
+    theirs = mine
+    lse = (top + gl.log2(total)) * 0.6931471805599453
+    lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * length + token + lse_rows * R
+    if MERGE:
+        old_lse = gl.load(lse_at, lse_rows < end, float("-inf"))
+        higher = gl.maximum(old_lse, lse)
+        ours = gl.exp(lse - higher)
+        theirs = gl.exp(old_lse - higher)
+        lse = higher + gl.log(ours + theirs)
+        mine = mine * ours / (ours + theirs)
+        theirs = theirs / (ours + theirs)
+    out_at = out_ptr + ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
+    row_stride = n_heads * R * DIM
+    _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD, DIM - TAIL)
+    if TAIL:
+        _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL, TAIL)
+    gl.store(lse_at, lse, lse_rows < end)
