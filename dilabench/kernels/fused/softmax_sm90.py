@@ -82,11 +82,8 @@ def _store_columns(
     MERGE: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
-    THERE: gl.constexpr,
 ):
-    """Write rows before ``end`` of ``acc * mine``, and with MERGE what is there times ``theirs`` added; THERE: how many
-    of the columns there are.
-    """
+    """Write rows before ``end`` of ``acc * mine``, and with MERGE what is there times ``theirs`` added."""
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = acc.type.layout
     acc = acc * gl.convert_layout(mine, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -94,19 +91,13 @@ def _store_columns(
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
         at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-        there = (rows < end)[:, None]
-        if THERE < COLUMNS:
-            there = there & (columns < THERE)[None, :]
-        old = gl.load(at, there, 0.0).to(gl.float32)
+        old = gl.load(at, (rows < end)[:, None], 0.0).to(gl.float32)
         acc += old * gl.convert_layout(theirs, gl.SliceLayout(1, LAYOUT))[:, None]
     result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, STORE_LAYOUT))
     at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-    there = (rows < end)[:, None]
-    if THERE < COLUMNS:
-        there = there & (columns < THERE)[None, :]
-    gl.store(at, result, there)
+    gl.store(at, result, (rows < end)[:, None])
 
 
 @gluon.jit
@@ -152,7 +143,7 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
         theirs = theirs / (ours + theirs)
     out_at = out_ptr + ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
     row_stride = n_heads * R * DIM
-    _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD, DIM - TAIL)
+    _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD)
     if TAIL:
-        _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL, TAIL)
+        _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL)
     gl.store(lse_at, lse, lse_rows < end)
