@@ -1,5 +1,5 @@
-"""Tests run in as many processes as there are cores, in one where there is a GPU. GPU tests are skipped, with the
-reason, where there is none; texts are laid out at a fixed width.
+"""Tests run in as many processes as there are cores; where there is a GPU, only those that need it do. GPU tests are
+skipped, with the reason, where there is none; texts are laid out at a fixed width.
 """
 
 import gc
@@ -13,6 +13,8 @@ import pytest
 PINNED_WIDTH = "100"
 # More would only wait for the longest files.
 MOST_PROCESSES = 8
+# Of those that share a GPU and its memory.
+MOST_OF_A_GPU = 14
 
 # In this process and in those that tests start; before any other conftest.py imports torch, which reads one of them.
 os.environ.setdefault("TERMINAL_WIDTH", PINNED_WIDTH)
@@ -37,10 +39,18 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     from dilabench.machine import detect
 
+    cores = os.cpu_count() or 1
+    if detect().device == "cuda":
+        if config.option.markexpr != "gpu":
+            # Others may fill the GPU, or time it, and need it to themselves.
+            return 0
+        # These wait for compilers, most of them of one file.
+        config.option.dist = "load"
+        return min(cores, MOST_OF_A_GPU)
     files = {argument.partition("::")[0] for argument in config.args}
     one_file = len(files) == 1 and Path(*files).is_file()
-    # A file stays in one process, and tests that fill or time a GPU need it to themselves.
-    return 0 if one_file or detect().device == "cuda" else min(os.cpu_count() or 1, MOST_PROCESSES)
+    # A file stays in one process.
+    return 0 if one_file else min(cores, MOST_PROCESSES)
 
 
 def pytest_collection_finish() -> None:
