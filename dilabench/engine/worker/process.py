@@ -109,7 +109,8 @@ def warm_server() -> None:
         from multiprocessing import forkserver
 
         worker_context()
-        with _without_main(), _short_waits():
+        # Where it cannot be started, the first worker says so.
+        with contextlib.suppress(OSError), _without_main(), _short_waits():
             forkserver.ensure_running()
 
 

@@ -1,5 +1,6 @@
 """Real worker processes: questions, answers, time-outs, deaths."""
 
+import errno
 import os
 import signal
 import threading
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from dilabench.engine.worker.client import WorkerFailure, WorkerPool
-from dilabench.engine.worker.process import _short_waits
+from dilabench.engine.worker.process import Child, _short_waits, warm_server
 from dilabench.engine.worker.protocol import WorkerSettings
 
 SETTINGS = WorkerSettings(device="cpu")
@@ -27,6 +28,26 @@ def test_a_worker_says_who_it_is(pool):
     assert worker.hello.torch["threads"].isdigit()
     assert pool.resident("x") is worker
     assert pool.resident("y") is not worker
+
+
+@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), BlockingIOError(errno.EAGAIN, "no more processes")])
+def test_a_worker_that_cannot_be_started_is_a_failure_with_a_way_out(error, pool, monkeypatch):
+    def refused(_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Child, "start", refused)
+        with pytest.raises(WorkerFailure, match=r"no worker process could be started: .*ulimit -u"):
+            pool.resident("x")
+    assert pool.resident("x").alive
+
+
+def test_a_server_that_cannot_be_warmed_is_left_to_the_first_worker(monkeypatch):
+    def refused():
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", refused)
+    warm_server()
 
 
 @pytest.mark.parametrize(
