@@ -275,7 +275,7 @@ class Handlers:
             gc.collect()
             if not fatal:
                 release_cached(self.device)
-            why = f"out of memory: {line}" if line else "out of memory"
+            why = f"out of memory: {line or type(error).__name__}"
             return Trouble(code="out_of_memory", why=why, traceback=text, fatal=fatal)
         name = type(error).__name__
         why = f"{name}: {line}" if line else name
