@@ -65,6 +65,13 @@ Details = Annotated[bool, typer.Option("--details", "-v", help="Every table, not
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def require_one_format(as_json: bool, formats: Iterable[str]) -> None:
+    """Raise ConfigError where --json stands beside other formats: one of the two would go unheard."""
+    others = [name for name in formats if name != "json"]
+    if as_json and others:
+        raise ConfigError(f"--json and -f {','.join(others)} each say what to print; leave one out")
+
+
 def given(**values: Any) -> dict[str, Any]:
     """The values that were given: neither None nor an empty collection."""
     return {name: value for name, value in values.items() if value is not None and value not in ([], (), {})}

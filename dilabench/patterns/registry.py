@@ -73,7 +73,9 @@ def read_pattern(value: Any) -> Pattern:
 
 def kinds_with(field: str) -> Iterator[str]:
     """The kinds whose requests take a field of this name."""
-    return (kind for kind in known_kinds() if field in pattern_type(kind).request_model().model_fields)
+    return (
+        kind for kind in known_kinds() if field in pattern_type(kind).request_model().model_fields.keys() - {"kind"}
+    )
 
 
 def kind_with_fields(fields: Iterable[str]) -> str:

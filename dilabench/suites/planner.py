@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilabench.errors import ConfigError, PluginError, counted
+from dilabench.errors import ConfigError, PluginError, counted, listed
 from dilabench.machine import Machine
 from dilabench.metadata import CHOSEN_BY, refuse_unknown
 from dilabench.patterns.dense import DENSE
+from dilabench.patterns.registry import kinds_with
 from dilabench.plugins.boundary import guarded, shown
 from dilabench.plugins.catalogue import Catalogue, load_target
 from dilabench.plugins.descriptors import Implementation, Suite
@@ -15,7 +16,7 @@ from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCo
 from dilabench.request import ALL, AUTO, RunRequest, Shard, preset_names, workload_request
 from dilabench.suites.choice import choose
 from dilabench.suites.optimization.variants import reasons_against
-from dilabench.workload.spec import Workload, WorkloadRequest
+from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.suites.choice` takes, workload by workload.
 FASTEST = Implementation(
@@ -229,8 +230,8 @@ class Planner:
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
     """The cases that a request comes to on a machine, by its suite.
 
-    Raises ConfigError for an unknown suite, an option that the suite does not have, or an impossible workload,
-    PluginError for a suite that fails or plans what is no case.
+    Raises ConfigError for an unknown suite, an option that the suite does not have, an impossible workload, or a field
+    of a pattern that no case has, PluginError for a suite that fails or plans what is no case.
     """
     suite = catalogue.suites.get(request.suite)
     if suite.options is not None:
@@ -239,7 +240,25 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
         raise ConfigError(
             f"suite {suite.name!r} finds its next cases from its rows, so it has no shards; leave --shard out"
         )
-    return in_shard(cases_of(suite, Planner(catalogue, machine, request)), request.shard)
+    planned = cases_of(suite, Planner(catalogue, machine, request))
+    refuse_idle_fields(request, planned)
+    return in_shard(planned, request.shard)
+
+
+def refuse_idle_fields(request: RunRequest, planned: Iterable[PlannedCase]) -> None:
+    """Raise ConfigError for a field that waits in vain for a pattern that takes it: it would change nothing.
+
+    A yardstick may be asked for in the words of what it stands beside, so the pattern asked for counts as well.
+    """
+    there = {one.case.workload.pattern.kind for one in planned} | {request.overrides.get("pattern", DEFAULT_PATTERN)}
+    for name in sorted(request.overrides.keys() - WorkloadRequest.model_fields.keys()):
+        kinds = tuple(kinds_with(name))
+        if there.isdisjoint(kinds):
+            raise ConfigError(
+                f"{name}={request.overrides[name]} would change nothing: it is a field of pattern "
+                f"{listed(kinds, 'or')}, and the request is for {listed(sorted(there), 'and')}; "
+                f"add --set pattern={kinds[0]}, or leave it out"
+            )
 
 
 def in_shard(planned: Sequence[PlannedCase], shard: Shard | None) -> tuple[PlannedCase, ...]:

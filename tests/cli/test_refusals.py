@@ -99,6 +99,24 @@ def test_a_wrong_toml_file_is_refused(cli, tmp_path, content, text):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize(
+    ("command", "form"),
+    [
+        ("run quick --dry-run", "csv"),
+        ("report latest", "table"),
+        ("compare one two", "html"),
+        ("check --against main", "markdown"),
+        ("history", "html"),
+        ("leaderboard one", "html"),
+    ],
+)
+def test_json_beside_another_format_is_refused(cli, command, form):
+    result = cli(*command.split(), "--json", "-f", form)
+    assert result.exit_code == 2
+    assert f"--json and -f {form} each say what to print; leave one out" in " ".join(result.stderr.split())
+    assert not result.stdout
+
+
 def test_an_unexpected_error_says_where_to_report(cli, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("boom")

@@ -19,7 +19,7 @@ def outcomes(record):
         ("late_sys_exit", "warmup", "SystemExit: I am done"),
         ("late_kill", "warmup", "killed by SIGKILL"),
         ("late_out_of_memory", "warmup", "out of memory: CUDA out of memory. Tried to allocate 80 GiB"),
-        ("late_memory_error", "warmup", "out of memory: "),
+        ("late_memory_error", "warmup", "out of memory: MemoryError"),
         ("first_call_segfault", "build", "killed by SIGSEGV"),
         ("noisy_then_dead", "build", "exit code 3"),
     ],

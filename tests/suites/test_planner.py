@@ -150,3 +150,33 @@ def test_an_option_that_the_suite_lacks_is_refused(catalogue):
 def test_an_unknown_suite_is_refused(catalogue):
     with pytest.raises(ConfigError, match="unknown suite 'quik'; did you mean quick"):
         plan(catalogue, suite="quik")
+
+
+@pytest.mark.parametrize(
+    ("suite", "assignments", "why"),
+    [
+        (
+            "quick",
+            ["sinks=5"],
+            "sinks=5 would change nothing: .* window_sink, .* dense and dilated; add --set pattern=",
+        ),
+        ("quick", ["pattern=window_sink", "dilation_rates=1,2"], "dilation_rates=.* would change nothing"),
+        ("quick", ["kind=dense"], "kind: unknown key"),
+    ],
+)
+def test_a_field_that_would_change_nothing_is_refused(catalogue, suite, assignments, why):
+    with pytest.raises(ConfigError, match=why):
+        plan(catalogue, suite, assignments=assignments)
+
+
+@pytest.mark.parametrize(
+    ("suite", "assignments", "run"),
+    [
+        ("quick", ["pattern=window_sink", "sinks=5"], {}),
+        ("block-sparse", ["sinks=5"], {}),
+        # A yardstick alone, in the words of what it stands beside.
+        ("quick", ["segment_lengths=64"], {"implementations": ["dense"]}),
+    ],
+)
+def test_a_field_waits_for_a_pattern_of_the_suite(catalogue, suite, assignments, run):
+    assert plan(catalogue, suite, assignments=assignments, run=run)

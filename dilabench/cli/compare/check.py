@@ -12,7 +12,15 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import DEFAULT_FOLDER, AsJson, Backends, RelativeTo, StrictPlugins, names
+from dilabench.cli.options import (
+    DEFAULT_FOLDER,
+    AsJson,
+    Backends,
+    RelativeTo,
+    StrictPlugins,
+    names,
+    require_one_format,
+)
 from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
@@ -94,6 +102,7 @@ def check(
     from dilabench.predict.time import elapsed_seconds
     from dilabench.store.lookup import Store
 
+    require_one_format(as_json, () if form is Format.TABLE else (form,))
     options = {"--run": run, "--budget": budget, "--sessions": sessions}
     given = [f"{option} {value}" for option, value in options.items() if value is not None]
     if len(given) > 1:

@@ -11,7 +11,7 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
 from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import AsJson, Backends, RelativeTo
+from dilabench.cli.options import AsJson, Backends, RelativeTo, require_one_format
 from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
@@ -75,6 +75,7 @@ def compare(
     from dilabench.compare.within import compare_within
     from dilabench.store.lookup import Store
 
+    require_one_format(as_json, () if form is Format.TABLE else (form,))
     if as_json:
         form = Format.JSON
     if by is None and len(runs) < 2:

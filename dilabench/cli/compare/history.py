@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson, Backends
+from dilabench.cli.options import AsJson, Backends, require_one_format
 from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_table, say, say_page
@@ -60,6 +60,7 @@ def history(
     from dilabench.store.archive import Archive
     from dilabench.store.index import HistoryIndex
 
+    require_one_format(as_json, () if form is Format.TABLE else (form,))
     archive = Archive()
     with HistoryIndex(archive, note, rebuild=reindex) as index:
         if case or implementations or backends or form is Format.HTML:

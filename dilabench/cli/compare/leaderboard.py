@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson
+from dilabench.cli.options import AsJson, require_one_format
 from dilabench.cli.terminal import note, print_table, say, say_folded, say_page
 from dilabench.errors import ExitCode
 
@@ -45,6 +45,7 @@ def leaderboard(
     from dilabench.store.lookup import Store
     from dilabench.store.merging import refuse_unsound, shared_records
 
+    require_one_format(as_json, () if form is Form.TABLE else (form,))
     records, names = shared_records(Store(tell=note), runs)
     refuse_unsound(records, names)
     found = boards_of(records)

@@ -102,6 +102,7 @@ def run(
             f"--sessions {sessions} makes several records, and there is place for one; leave --json or the .json file "
             "out: each run's folder has its run.json"
         )
+    shared.require_one_format(as_json, names(formats))
     found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
     blocks = given(density=density, sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))

@@ -23,7 +23,7 @@ from dilabench.predict.memory import WITHIN, MemoryPlan, longest_that_fits, plan
 from dilabench.predict.time import plan_time
 from dilabench.record import PlannedCase
 from dilabench.request import run_request
-from dilabench.suites.planner import Planner, expand
+from dilabench.suites.planner import Planner, expand, refuse_idle_fields
 from dilabench.suites.room import memory_bytes, rank_memory_bytes
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_duration
 from dilabench.workload.spec import WorkloadRequest
@@ -116,6 +116,7 @@ def plan(
     planner = Planner(found.catalogue, machine, request)
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
     planned = _cases(planner, batches, LENGTHS_CHECKED[machine.device] if check else LENGTHS)
+    refuse_idle_fields(request, planned)
     plan_ahead([one.case for one in planned], machine.device, found.catalogue)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
     if check:

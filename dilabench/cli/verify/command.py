@@ -21,7 +21,7 @@ from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import ALL, run_request
-from dilabench.suites.planner import Planner
+from dilabench.suites.planner import Planner, refuse_idle_fields
 from dilabench.units import parse_count
 from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
@@ -79,6 +79,7 @@ def verify(
     planner = Planner(found.catalogue, machine, request)
     trials = trials_of(planner) if everything else ()
     planned = tuple(trial.planned for trial in trials) if everything else _planned(planner)
+    refuse_idle_fields(request, planned)
     outcomes = outcomes_of(planned, found.catalogue, machine, request.seed)
     if as_json:
         code, text = _as_json(planned, outcomes)

@@ -34,7 +34,7 @@ def measure_isolated(
     outside the limit.
     """
     load_target(spec.target)
-    with memory_limited(device, limit_bytes):
+    with memory_limited(device, limit_bytes, backward=spec.case.workload.mode != "forward"):
         call = PreparedCall(spec, device, InputStore(device), world)
         memory = measure_memory(call)
         count = max(1, min(MAX_SAMPLES, int(seconds * 1e9 / call.call_ns)))

@@ -10,6 +10,7 @@ from typing import Any
 from dilabench.engine.worker.main import serve
 from dilabench.engine.worker.process import Child, worker_context
 from dilabench.engine.worker.protocol import Command, CommandName, Hello, Reply, TroubleCode, WorkerSettings
+from dilabench.errors import said
 
 START_TIMEOUT_S = 180.0
 
@@ -35,7 +36,7 @@ class Worker:
         self._connection, theirs = worker_context().Pipe()
         self._child = Child(serve, theirs, settings.model_dump_json())
         try:
-            self._child.start()
+            self._start()
             theirs.close()
             hello = self._receive("start", START_TIMEOUT_S).hello
         except BaseException:
@@ -67,6 +68,17 @@ class Worker:
                 self.kill()
             raise WorkerFailure(trouble.code, trouble.why, died=trouble.fatal, traceback=traceback)
         return reply
+
+    def _start(self) -> None:
+        try:
+            self._child.start()
+        # EOFError: the server ended when it could not fork.
+        except (OSError, EOFError) as error:
+            why = (
+                f"no worker process could be started: {said(error)}; the machine may be short of processes or memory "
+                "(see ulimit -u, or the limits of the container)"
+            )
+            raise WorkerFailure("crash", why, died=True) from error
 
     def kill(self) -> None:
         """End the process and everything it started, at once."""

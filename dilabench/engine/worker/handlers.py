@@ -1,6 +1,7 @@
 """What a worker does with each command (torch). Every exception becomes a reply: this is the worker boundary."""
 
 import contextlib
+import errno
 import gc
 import os
 import time
@@ -274,7 +275,8 @@ class Handlers:
             gc.collect()
             if not fatal:
                 release_cached(self.device)
-            return Trouble(code="out_of_memory", why=f"out of memory: {line}", traceback=text, fatal=fatal)
+            why = f"out of memory: {line or type(error).__name__}"
+            return Trouble(code="out_of_memory", why=why, traceback=text, fatal=fatal)
         name = type(error).__name__
         why = f"{name}: {line}" if line else name
         if isinstance(error, UnusableFunctionError):
@@ -298,6 +300,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out, on the host or on the device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(phrase in text_of(error).lower() for phrase in OOM_PHRASES)
 
 

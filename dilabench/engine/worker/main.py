@@ -46,10 +46,18 @@ def _detach(log_path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    log = _open_log(log_path)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def _open_log(path: str) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        # Its folder is gone with the command, which was ended while this process was being started.
+        sys.exit(1)
 
 
 def _bound_log() -> None:

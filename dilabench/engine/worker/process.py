@@ -51,6 +51,7 @@ class Child:
 
     def start(self) -> None:
         """Start the process."""
+        warm_server()
         with _without_main(), _short_waits():
             self._process.start()
 
@@ -106,11 +107,15 @@ def worker_context() -> BaseContext:
 def warm_server() -> None:
     """Start the server that workers are forked from, without waiting for it."""
     if "forkserver" in multiprocessing.get_all_start_methods():
-        from multiprocessing import forkserver
+        from multiprocessing import forkserver, resource_tracker
 
         worker_context()
-        with _without_main(), _short_waits():
-            forkserver.ensure_running()
+        # Where it cannot be started, the first worker says so.
+        with contextlib.suppress(OSError), _without_main(), _short_waits():
+            # It would be started with the server, and end what `_without_interrupts` began.
+            resource_tracker.ensure_running()
+            with _without_interrupts():
+                forkserver.ensure_running()
 
 
 # One process at a time is started: the second would take the first one's stand-in for the program.
@@ -127,6 +132,17 @@ def _without_main() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = program
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that start inside are deaf to Ctrl-C, which a terminal sends to all of a command: it is for the command
+    to end them. The server hears it until its modules are loaded, and would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

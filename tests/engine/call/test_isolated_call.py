@@ -1,6 +1,8 @@
 """Cases that are measured alone: chunks, recomputation, the memory limit, and sampled rows that catch mistakes."""
 
+import errno
 import sys
+import threading
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.call.memory_limit import memory_limited
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.verify.sampled_rows import verify_sampled_rows
-from dilabench.engine.worker.protocol import BackendSpec, CaseSpec
+from dilabench.engine.worker.client import Worker
+from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
 from dilabench.impls import gather
 from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case, Optimizations
@@ -20,6 +23,7 @@ from dilabench.workload.cuts import cut_into, cut_length
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
 FLASH = BackendSpec(
     name="sdpa-flash",
     target="dilabench.backends.sdpa.flash:attend",
@@ -152,7 +156,7 @@ def test_a_wrong_gradient_shows(index):
     assert failing == [("dq", "dk", "dv")[index]]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+@ON_LINUX
 def test_the_limit_makes_a_large_allocation_fail_and_ends_with_its_block():
     with memory_limited(CPU, 32 * 2**20):
         torch.empty(16 * 2**20, dtype=torch.uint8).fill_(1)
@@ -161,3 +165,38 @@ def test_the_limit_makes_a_large_allocation_fail_and_ends_with_its_block():
     torch.empty(2**28, dtype=torch.uint8)
     with memory_limited(CPU, None):
         torch.empty(2**28, dtype=torch.uint8)
+
+
+@ON_LINUX
+@pytest.mark.parametrize(("mode", "limit"), [("forward", 8), ("both", 14)])
+def test_nothing_of_the_measuring_comes_out_of_the_limit(mode, limit):
+    # Each tensor is half a MiB. In a fresh process, for torch has been used in this one.
+    worker = Worker("", WorkerSettings(device="cpu"))
+    try:
+        spec = spec_of(workload_of(mode=mode)).model_dump(mode="json")
+        reply = worker.ask("isolated", timeout_s=60.0, spec=spec, limit_bytes=limit * 2**20, seconds=0.01)
+    finally:
+        worker.kill()
+    assert reply.isolated.verification.passed
+
+
+def start_a_thread():
+    threading.Thread(target=int).start()
+
+
+@ON_LINUX
+def test_a_thread_without_room_is_out_of_memory_and_one_refused_otherwise_is_not(monkeypatch):
+    with pytest.raises(MemoryError, match="none is left for a thread"), memory_limited(CPU, 2**20):
+        start_a_thread()
+    start_a_thread()
+    with pytest.raises(MemoryError, match="none is left for a thread"), memory_limited(CPU, 2**20):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+    with pytest.raises(RuntimeError, match="no kernel"), memory_limited(CPU, 2**20):
+        raise RuntimeError("no kernel")
+
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start"), memory_limited(CPU, 2**30):
+        start_a_thread()

@@ -1,14 +1,17 @@
 """Real worker processes: questions, answers, time-outs, deaths."""
 
+import errno
 import os
 import signal
 import threading
 import time
+from multiprocessing import resource_tracker
 
 import pytest
 
 from dilabench.engine.worker.client import WorkerFailure, WorkerPool
-from dilabench.engine.worker.process import _short_waits
+from dilabench.engine.worker.main import _open_log
+from dilabench.engine.worker.process import Child, _short_waits, warm_server
 from dilabench.engine.worker.protocol import WorkerSettings
 
 SETTINGS = WorkerSettings(device="cpu")
@@ -27,6 +30,46 @@ def test_a_worker_says_who_it_is(pool):
     assert worker.hello.torch["threads"].isdigit()
     assert pool.resident("x") is worker
     assert pool.resident("y") is not worker
+
+
+@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), BlockingIOError(errno.EAGAIN, "no more processes")])
+def test_a_worker_that_cannot_be_started_is_a_failure_with_a_way_out(error, pool, monkeypatch):
+    def refused(_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Child, "start", refused)
+        with pytest.raises(WorkerFailure, match=r"no worker process could be started: .*ulimit -u"):
+            pool.resident("x")
+    assert pool.resident("x").alive
+
+
+def test_a_server_that_cannot_be_warmed_is_left_to_the_first_worker(monkeypatch):
+    def refused():
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", refused)
+    warm_server()
+
+
+def test_the_server_is_deaf_to_an_interrupt_from_its_start(monkeypatch):
+    masks = []
+
+    def started():
+        resource_tracker.ensure_running()
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", started)
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", None)
+    warm_server()
+    assert signal.SIGINT in masks[0]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_worker_that_comes_too_late_says_nothing(tmp_path, capfd):
+    with pytest.raises(SystemExit):
+        _open_log(str(tmp_path / "gone" / "output.log"))
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What happens inside a worker, in this process: preparation, modes, memory, kernels, out-of-memory."""
 
+import errno
+
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -185,6 +187,8 @@ def test_the_ledger_counts_operators(prepared, tmp_path):
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("out of memory"), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), False),
     ],
 )
 def test_out_of_memory_is_told_from_other_errors(error, memory):
