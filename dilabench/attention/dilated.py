@@ -25,7 +25,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
-from dilabench.impls.one_operator import eager, nothing_looks_on
+from dilabench.impls.one_operator import eager, first_derivatives, nothing_looks_on, refuse_forward_mode
 from dilabench.machine import detect
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
@@ -107,8 +107,10 @@ def dilated_attention(
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
+    _check_operands(query.shape, key.shape, value.shape)
+    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, query.shape[1])
     tensors = (query, key, value) if sink is None else (query, key, value, sink)
+    refuse_forward_mode(*tensors)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if sink is not None:
         _check_sink(sink, query, merge_grad)
@@ -124,19 +126,29 @@ def dilated_attention(
         padding,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
-        tuple(bounds),
+        bounds,
         wants_gradient,
         backend,
     )
     if sink is None and nothing_looks_on(*tensors):
         out, _lse = eager(_computation(query, key, value, options), query, key, value)
+    elif torch._C._are_functorch_transforms_active():
+        out, _lse = _Transformed.apply(query, key, value, sink, options)
     else:
         out, _lse = _forward_op(query, key, value, sink, *options)
     return out if cu_seqlens is None else out[0]
 
 
+def _bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
+    """As numbers, one at least: none stands for a batch."""
+    bounds = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+    if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
+        raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
+    return bounds
+
+
 def _check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
-    if query.ndim == 4 and (tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point()):
+    if tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point():
         raise ValueError(
             f"sink {sink.dtype} {tuple(sink.shape)} must be one logit per query head, of a floating type; query is "
             f"{tuple(query.shape)}: give [{query.shape[2]}]"
@@ -312,9 +324,13 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, out, lse, sink = ctx.saved_tensors
-    gradients = _backward_op(dout, *inputs, out, lse, *ctx.options)
-    dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
-    return *gradients, dsink, *(None for _ in ctx.options)
+
+    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        of_inputs = _backward_op(*tensors[:6], *ctx.options)
+        return of_inputs if sink is None else (*of_inputs, _sink_gradient(tensors[0], *tensors[4:]))
+
+    found = first_derivatives(gradients, dout, *inputs, out, lse, *(() if sink is None else (sink,)))
+    return *found, *(None for _ in range(4 - len(found) + len(ctx.options)))
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -325,6 +341,27 @@ def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tens
 
 
 torch.library.register_autograd(_forward_op, _differentiate, setup_context=_save_for_backward)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator for the transforms of torch.func, which do not find the derivative that is registered with it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, options: _Options
+    ) -> tuple[Tensor, Tensor]:
+        return _forward_op(query, key, value, sink, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, options = inputs
+        _save_for_backward(ctx, (*tensors, *options), output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        return *_differentiate(ctx, dout, dlse)[:4], None
 
 
 def _like(x: Tensor) -> Tensor:
@@ -354,6 +391,8 @@ def _check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> No
             "[B, N, K, D]"
         )
     B, N, _, D = query
+    if not D:
+        raise ValueError(f"query {tuple(query)} has a head dim of 0; give at least one channel")
     if (key[0], key[1], key[3]) != (B, N, D):
         raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
 
@@ -364,7 +403,6 @@ def _cached_computation(
 ) -> _Computation:
     """For query, key and value, each by its shape, dtype and device."""
     shapes, dtypes, devices = zip(*tensors, strict=True)
-    _check_operands(*shapes)
     if len({*dtypes}) > 1 or len({*devices}) > 1:
         kinds = sorted({str((dtype, device)) for _, dtype, device in tensors})
         raise ValueError(f"query, key and value must share dtype and device, got {kinds}")
