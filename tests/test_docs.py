@@ -71,7 +71,8 @@ def test_included_files_are_verbatim(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=str)
 def test_what_code_on_a_page_imports_from_dilabench_exists(path: Path) -> None:
-    lines = re.findall(r"^from (dilabench(?:[.]\w+)*) import ([\w, ]+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    text = path.read_text(encoding="utf-8")
+    lines = re.findall(r"^from (dilabench(?:[.]\w+)*) import ([\w, ]+)$", text, re.MULTILINE)
     for module, names in lines:
         for name in names.split(", "):
             # A name may be a module of its own.

@@ -18,22 +18,20 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtim
 import torch
 from torch import Tensor, nn
 
-from dilabench.attention import first_use
+from dilabench.attention import first_use, operands
+from dilabench.attention.planning import backend_of, planner_of
 from dilabench.backends.load import load_backend
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext
 from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
 from dilabench.impls.one_operator import eager, first_derivatives, nothing_looks_on, refuse_forward_mode
-from dilabench.machine import detect
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
-from dilabench.plugins.manager import discover
 from dilabench.record import Case
-from dilabench.request import AUTO, RunRequest
+from dilabench.request import AUTO
 from dilabench.suites.choice import Choice
-from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
@@ -107,13 +105,13 @@ def dilated_attention(
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
-    _check_operands(query.shape, key.shape, value.shape)
-    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, query.shape[1])
+    operands.check_operands(query.shape, key.shape, value.shape)
+    bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, query.shape[1])
     tensors = (query, key, value) if sink is None else (query, key, value, sink)
     refuse_forward_mode(*tensors)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if sink is not None:
-        _check_sink(sink, query, merge_grad)
+        operands.check_sink(sink, query, merge_grad)
     options = _Options(
         tuple(segment_lengths),
         tuple(dilation_rates),
@@ -137,29 +135,6 @@ def dilated_attention(
     else:
         out, _lse = _forward_op(query, key, value, sink, *options)
     return out if cu_seqlens is None else out[0]
-
-
-def _bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """As numbers, one at least: none stands for a batch."""
-    bounds = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
-    if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
-        raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
-    return bounds
-
-
-def _check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
-    if tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point():
-        raise ValueError(
-            f"sink {sink.dtype} {tuple(sink.shape)} must be one logit per query head, of a floating type; query is "
-            f"{tuple(query.shape)}: give [{query.shape[2]}]"
-        )
-    if sink.device != query.device:
-        raise ValueError(f"sink is on {sink.device} and query on {query.device}; move one of them")
-    if merge_grad == "detached":
-        raise ValueError(
-            "sink with merge_grad='detached': a sink acts through the weights that branches are merged with, and "
-            "these count as constants; use merge_grad='exact'"
-        )
 
 
 class DilatedAttention(nn.Module):
@@ -384,19 +359,6 @@ def _computation(query: Tensor, key: Tensor, value: Tensor, options: _Options) -
     return _cached_computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
 
 
-def _check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:
-    if len(query) != 4 or len(key) != 4 or key != value:
-        raise ValueError(
-            f"query {tuple(query)} must be [B, N, H, D], key {tuple(key)} and value {tuple(value)} equal and "
-            "[B, N, K, D]"
-        )
-    B, N, _, D = query
-    if not D:
-        raise ValueError(f"query {tuple(query)} has a head dim of 0; give at least one channel")
-    if (key[0], key[1], key[3]) != (B, N, D):
-        raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
-
-
 @lru_cache(maxsize=64)
 def _cached_computation(
     tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], options: _Options
@@ -463,22 +425,3 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, _Comput
     backend = backend_of(AUTO, case, device.type)
     computation = strided.build(asked, BuildContext(device=device, backend=backend))
     return Choice("strided", backend.name, choice.source), computation
-
-
-def backend_of(name: str, case: Case, device: str) -> LoadedBackend:
-    """The backend of a name that can serve a case here, or what 'auto' means for it. Raises ValueError for others."""
-    planner = planner_of(device)
-    if name == AUTO:
-        chosen, reasons = planner.choose_backend(case)
-    else:
-        chosen, asked = planner.catalogue.backends.get(name).name, case.model_copy(update={"backend": name})
-        reasons = "; ".join(planner.catalogue.reasons_against_backend(asked, planner.machine))
-    if chosen is None or (name != AUTO and reasons):
-        raise ValueError(f"backend {name!r} cannot serve this call: {reasons}")
-    return load_backend(planner.catalogue.backends.get(chosen))
-
-
-@lru_cache(maxsize=2)
-def planner_of(device: str) -> Planner:
-    """What can run on a kind of device, as the library asks."""
-    return Planner(discover().catalogue, detect(device), RunRequest(suite="library"))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilabench.attention.dilated import backend_of, planner_of
+from dilabench.attention.planning import backend_of, planner_of
 from dilabench.contracts import BuildContext
 from dilabench.distributed.row_deal import RowDeal
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
