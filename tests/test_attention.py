@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from dilabench.attention import dilated as library
@@ -102,6 +103,9 @@ def test_refuses_packed_tensors_that_do_not_fit() -> None:
         dilated_attention(q, k, v, cu_seqlens=[0, 29], **BRANCHES)
     with pytest.raises(ValueError, match=r"cu_seqlens \[0, 30\] must rise from 0 to seq_len=29"):
         dilated_attention(q[0], k[0], v[0], cu_seqlens=[0, 30], **BRANCHES)
+    for bounds in ([], torch.tensor([]), torch.tensor([[0, 29]])):
+        with pytest.raises(ValueError, match="must be one row of bounds that rise from 0 to 29"):
+            dilated_attention(q[0], k[0], v[0], cu_seqlens=bounds, **BRANCHES)
 
 
 @given(data=st.data())
@@ -193,6 +197,68 @@ def test_a_detached_merge_under_a_transform() -> None:
     assert torch.equal(mapped[1], dilated_attention(q, k, v, **DETACHED))
 
 
+WAYS: tuple[dict[str, Any], ...] = ({}, DETACHED, {"sink": torch.linspace(-1, 1, 5, dtype=torch.float64)})
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("options", WAYS, ids=["exact", "detached", "sink"])
+def test_transforms_give_autograds_gradients(options: dict[str, Any]) -> None:
+    leaves = tensors()
+    loss = lambda *inputs: dilated_attention(*inputs, **{**BRANCHES, **options}).square().sum()  # noqa: E731
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    q, k, v = (x.detach() for x in leaves)
+    for gradient, value in zip(torch.func.grad(loss, (0, 1, 2))(q, k, v), expected, strict=True):
+        torch.testing.assert_close(gradient, value, rtol=0, atol=1e-12)
+    each = torch.func.vmap(torch.func.grad(loss), (0, None, None))(torch.stack([q, q]), k, v)
+    torch.testing.assert_close(each[1], expected[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["exact", "detached", "sink"])
+def test_refuses_derivatives_that_it_has_not(options: dict[str, Any]) -> None:
+    """Autograd would take the missing terms for zeros."""
+    q, k, v = tensors()
+
+    def attend(x: Tensor) -> Tensor:
+        return dilated_attention(x, k, v, **{**BRANCHES, **options})
+
+    gradient = torch.autograd.grad(attend(q).sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        gradient.square().sum().backward()
+    for primal in (q, q.detach()):
+        with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+            torch.func.jvp(attend, (primal,), (primal,))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        attend(forward_ad.make_dual(q.detach(), q.detach()))
+
+
+def test_refuses_the_derivative_of_a_sinks_gradient() -> None:
+    sink = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    out = dilated_attention(*tensors(), sink=sink, **BRANCHES)
+    gradient = torch.autograd.grad(out.square().sum(), sink, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_autocast_changes_nothing(backend: str) -> None:
+    inputs = tensors(torch.float32)
+    expected = dilated_attention(*inputs, **BRANCHES, backend=backend)
+    gradients = torch.autograd.grad(expected.square().sum(), inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = dilated_attention(*inputs, **BRANCHES, backend=backend)
+        found = torch.autograd.grad(out.square().sum(), inputs)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, found, gradients))
+
+
+def test_zero_keys_lie_where_the_query_does() -> None:
+    """Not on torch's default device, which may be another."""
+    q, k, v = (x.detach()[:, :23] for x in tensors())
+    with torch.device("meta"):
+        out = dilated_attention(q, k, v, **BRANCHES, padding="zero_key")
+    assert out.device == q.device
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(causal: bool) -> None:
     inputs = [x[:1, :11, :3, :2].detach().clone().requires_grad_() for x in tensors()]
@@ -261,6 +327,10 @@ def test_refuses_options_that_do_not_fit(options: dict[str, Any], message: str) 
 
 def test_refuses_tensors_that_do_not_fit() -> None:
     q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"query \(\) must be \[B, N, H, D\]"):
+        dilated_attention(q.sum(), k, v, **BRANCHES)
+    with pytest.raises(ValueError, match="head dim of 0"):
+        dilated_attention(q[..., :0], k[..., :0], v[..., :0], **BRANCHES)
     with pytest.raises(ValueError, match=r"key \(2, 9, 5, 4\) must agree with query \(2, 29, 5, 4\)"):
         dilated_attention(q, k[:, :9], v[:, :9], **BRANCHES)
     with pytest.raises(ValueError, match=r"equal and \[B, N, K, D\]"):

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_exit_codes_are_listed() -> None:
 def test_included_files_are_verbatim(path: Path) -> None:
     for name, text in INCLUDE.findall(path.read_text()):
         assert text == (ROOT / name).read_text(), name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_what_code_on_a_page_imports_from_dilabench_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    lines = re.findall(r"^from (dilabench(?:[.]\w+)*) import ([\w, ]+)$", text, re.MULTILINE)
+    for module, names in lines:
+        for name in names.split(", "):
+            # A name may be a module of its own.
+            if not hasattr(import_module(module), name):
+                import_module(f"{module}.{name}")
 
 
 def test_the_whole_example_plugin_is_in_its_pages() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dilabench.attention import chosen, dilated_attention, first_use
-from dilabench.attention.dilated import planner_of
+from dilabench.attention.planning import planner_of
 from dilabench.contracts import BuildContext, WithNotes
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Case

@@ -18,22 +18,20 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtim
 import torch
 from torch import Tensor, nn
 
-from dilabench.attention import first_use
+from dilabench.attention import first_use, operands
+from dilabench.attention.planning import backend_of, planner_of
 from dilabench.backends.load import load_backend
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext
 from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
-from dilabench.impls.one_operator import eager, nothing_looks_on
-from dilabench.machine import detect
+from dilabench.impls.one_operator import eager, first_derivatives, nothing_looks_on, refuse_forward_mode
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
-from dilabench.plugins.manager import discover
 from dilabench.record import Case
-from dilabench.request import AUTO, RunRequest
+from dilabench.request import AUTO
 from dilabench.suites.choice import Choice
-from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
@@ -107,11 +105,13 @@ def dilated_attention(
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
+    operands.check_operands(query.shape, key.shape, value.shape)
+    bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, query.shape[1])
     tensors = (query, key, value) if sink is None else (query, key, value, sink)
+    refuse_forward_mode(*tensors)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if sink is not None:
-        _check_sink(sink, query, merge_grad)
+        operands.check_sink(sink, query, merge_grad)
     options = _Options(
         tuple(segment_lengths),
         tuple(dilation_rates),
@@ -124,30 +124,17 @@ def dilated_attention(
         padding,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
-        tuple(bounds),
+        bounds,
         wants_gradient,
         backend,
     )
     if sink is None and nothing_looks_on(*tensors):
         out, _lse = eager(_computation(query, key, value, options), query, key, value)
+    elif torch._C._are_functorch_transforms_active():
+        out, _lse = _Transformed.apply(query, key, value, sink, options)
     else:
         out, _lse = _forward_op(query, key, value, sink, *options)
     return out if cu_seqlens is None else out[0]
-
-
-def _check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
-    if query.ndim == 4 and (tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point()):
-        raise ValueError(
-            f"sink {sink.dtype} {tuple(sink.shape)} must be one logit per query head, of a floating type; query is "
-            f"{tuple(query.shape)}: give [{query.shape[2]}]"
-        )
-    if sink.device != query.device:
-        raise ValueError(f"sink is on {sink.device} and query on {query.device}; move one of them")
-    if merge_grad == "detached":
-        raise ValueError(
-            "sink with merge_grad='detached': a sink acts through the weights that branches are merged with, and "
-            "these count as constants; use merge_grad='exact'"
-        )
 
 
 class DilatedAttention(nn.Module):
@@ -312,9 +299,13 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, out, lse, sink = ctx.saved_tensors
-    gradients = _backward_op(dout, *inputs, out, lse, *ctx.options)
-    dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
-    return *gradients, dsink, *(None for _ in ctx.options)
+
+    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        of_inputs = _backward_op(*tensors[:6], *ctx.options)
+        return of_inputs if sink is None else (*of_inputs, _sink_gradient(tensors[0], *tensors[4:]))
+
+    found = first_derivatives(gradients, dout, *inputs, out, lse, *(() if sink is None else (sink,)))
+    return *found, *(None for _ in range(4 - len(found) + len(ctx.options)))
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -325,6 +316,27 @@ def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tens
 
 
 torch.library.register_autograd(_forward_op, _differentiate, setup_context=_save_for_backward)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator for the transforms of torch.func, which do not find the derivative that is registered with it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, options: _Options
+    ) -> tuple[Tensor, Tensor]:
+        return _forward_op(query, key, value, sink, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, options = inputs
+        _save_for_backward(ctx, (*tensors, *options), output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        return *_differentiate(ctx, dout, dlse)[:4], None
 
 
 def _like(x: Tensor) -> Tensor:
@@ -347,24 +359,12 @@ def _computation(query: Tensor, key: Tensor, value: Tensor, options: _Options) -
     return _cached_computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
 
 
-def _check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:
-    if len(query) != 4 or len(key) != 4 or key != value:
-        raise ValueError(
-            f"query {tuple(query)} must be [B, N, H, D], key {tuple(key)} and value {tuple(value)} equal and "
-            "[B, N, K, D]"
-        )
-    B, N, _, D = query
-    if (key[0], key[1], key[3]) != (B, N, D):
-        raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
-
-
 @lru_cache(maxsize=64)
 def _cached_computation(
     tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], options: _Options
 ) -> _Computation:
     """For query, key and value, each by its shape, dtype and device."""
     shapes, dtypes, devices = zip(*tensors, strict=True)
-    _check_operands(*shapes)
     if len({*dtypes}) > 1 or len({*devices}) > 1:
         kinds = sorted({str((dtype, device)) for _, dtype, device in tensors})
         raise ValueError(f"query, key and value must share dtype and device, got {kinds}")
@@ -425,22 +425,3 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, _Comput
     backend = backend_of(AUTO, case, device.type)
     computation = strided.build(asked, BuildContext(device=device, backend=backend))
     return Choice("strided", backend.name, choice.source), computation
-
-
-def backend_of(name: str, case: Case, device: str) -> LoadedBackend:
-    """The backend of a name that can serve a case here, or what 'auto' means for it. Raises ValueError for others."""
-    planner = planner_of(device)
-    if name == AUTO:
-        chosen, reasons = planner.choose_backend(case)
-    else:
-        chosen, asked = planner.catalogue.backends.get(name).name, case.model_copy(update={"backend": name})
-        reasons = "; ".join(planner.catalogue.reasons_against_backend(asked, planner.machine))
-    if chosen is None or (name != AUTO and reasons):
-        raise ValueError(f"backend {name!r} cannot serve this call: {reasons}")
-    return load_backend(planner.catalogue.backends.get(chosen))
-
-
-@lru_cache(maxsize=2)
-def planner_of(device: str) -> Planner:
-    """What can run on a kind of device, as the library asks."""
-    return Planner(discover().catalogue, detect(device), RunRequest(suite="library"))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilabench.attention.dilated import backend_of, planner_of
+from dilabench.attention.planning import backend_of, planner_of
 from dilabench.contracts import BuildContext
 from dilabench.distributed.row_deal import RowDeal
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
@@ -70,6 +70,7 @@ class SequenceShards:
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor of every rank's tokens, on every rank; it carries no gradient. All ranks call it."""
+        dim %= x.ndim
         lead, rest = x.shape[:dim], x.shape[dim + 1 :]
         sizes = [(*lead, rows, *rest) for rows in self.shards.rows]
         return self.shards.join(self.world.all_gather(x.detach(), sizes), dim)
@@ -98,7 +99,7 @@ def sequence_shards(
     if (seq_len is None) == (cu_seqlens is None):
         raise ValueError(f"seq_len {seq_len} and cu_seqlens {cu_seqlens}: give one of them")
     bounds = tuple(cu_seqlens) if cu_seqlens is not None else (0, seq_len or 0)
-    if bounds[0] != 0 or any(b <= a for a, b in pairwise(bounds)) or len(bounds) < 2:
+    if len(bounds) < 2 or bounds[0] != 0 or any(b <= a for a, b in pairwise(bounds)):
         raise ValueError(f"bounds of sequences {list(bounds)} must rise from 0, for example (0, 1024)")
     if order not in get_args(Order):
         raise ValueError(f"order {order!r} is none of {', '.join(get_args(Order))}")
@@ -141,12 +142,15 @@ def ring_attention(
     Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
-    branches = (tuple(segment_lengths or ()), tuple(dilation_rates or ()))
-    key_of_function = (query.shape, key.shape, query.dtype, query.device, causal, window, scale, branches)
+    sides, branches = tuple(window), (tuple(segment_lengths or ()), tuple(dilation_rates or ()))
+    kinds = {(x.dtype, x.device) for x in (query, key, value)}
+    if len(kinds) > 1:
+        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, kinds))}")
+    key_of_function = (query.shape, key.shape, query.dtype, query.device, causal, sides, scale, branches)
     known = shards._functions.get((*key_of_function, algorithm, backend))
     if known is None:
         try:
-            workload = _workload(query, key, shards, causal, tuple(window), scale, branches)
+            workload = _workload(query, key, shards, causal, sides, scale, branches)
             known = _function(workload, shards, query.device, algorithm, backend)
         except ConfigError as error:
             raise ValueError(str(error)) from None
@@ -168,6 +172,8 @@ def _workload(
     if query.ndim != (3 if shards.packed else 4):
         wanted = "[T_local, H, D], for sequences are packed" if shards.packed else "[B, N_local, H, D]"
         raise ValueError(f"query {tuple(query.shape)} must be {wanted}")
+    if key.ndim != query.ndim:
+        raise ValueError(f"key {tuple(key.shape)} must have the axes of query {tuple(query.shape)}")
     names = ("segment_lengths", "dilation_rates")
     pattern = validated(DilatedPattern, dict(zip(names, branches, strict=True))) if any(branches) else DensePattern()
     packed = {"layout": "packed", "cu_seqlens": shards.bounds}

@@ -133,12 +133,21 @@ def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
     """[b, K, g, m, x] times [b, K, x, y] -> [b, K, g, m, y]; the group is part of the rows."""
-    return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
+    return _product(rows.flatten(2, 3), matrix).unflatten(2, rows.shape[2:4])
 
 
 def _columns_times(weights: Tensor, rows: Tensor) -> Tensor:
     """Transposed [b, K, g, m, l] times [b, K, g, m, D], summed over the group -> [b, K, l, D]."""
-    return weights.flatten(2, 3).transpose(-1, -2) @ rows.flatten(2, 3)
+    return _product(weights.flatten(2, 3).transpose(-1, -2), rows.flatten(2, 3))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their own dtype, as kernels compute, where autocast would round both."""
+    device = a.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return a @ b
+    with torch.autocast(device, enabled=False):
+        return a @ b
 
 
 def _hide(scores: Tensor, band: Band, start: int, stop: int, first: int, end: int) -> None:

@@ -33,10 +33,10 @@ class ProjectedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_kv_heads or num_heads
-        if embed_dim % num_heads:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
-        if num_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads

@@ -52,7 +52,7 @@ def log_zero_keys(
         return None
     lead = workload.pattern.parts if apart else 1, workload.num_heads
     dtype = dtype or torch.promote_types(getattr(torch, workload.dtype), torch.float32)
-    counts = torch.zeros(*lead, workload.seq_len if rows is None else len(rows), dtype=dtype)
+    counts = torch.zeros(*lead, workload.seq_len if rows is None else len(rows), dtype=dtype, device="cpu")
     for head, start, keys in found:
         counts[keys.part if apart else 0, head, _places(keys.rows, start, rows)] += keys.count
     return counts.log_().to(device)

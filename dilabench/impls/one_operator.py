@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 ResultT = TypeVar("ResultT")
 
@@ -99,12 +99,50 @@ class _Function(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        return None, *ctx.computation.backward(dout, q, k, v, out, lse, *([kept] if kept else []))
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = ctx.computation.backward(*tensors, *([kept] if kept else []))
+            return found
+
+        return None, *first_derivatives(gradients, dout, q, k, v, out, lse)
+
+
+def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of these tensors, which refuse to be differentiated: autograd would leave terms out in silence."""
+    # Grad mode is off in a backward pass but for `create_graph` and torch.func.
+    return _Gradients.apply(gradients, *tensors) if torch.is_grad_enabled() else gradients(*tensors)
+
+
+class _Gradients(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradients: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return gradients(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            "attention has first derivatives only; where gradients are differentiated in turn, as in a penalty on "
+            "them, write attention in plain PyTorch"
+        )
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raise RuntimeError where one of them has a tangent, which an operator would drop in silence."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, "
+            "torch.func.vjp or jacrev"
+        )
 
 
 def as_one_operator(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,13 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
     reasons = (
         "ring-allgather: it takes tokens in another order than zigzag",
         "must be [B, N_local, H, D]",
+        "must have the axes of query (2, 12, 4, 8)",
+        "must share dtype and device",
         "unknown implementation 'no-such'",
         "strided: ",
         "give the axis of tokens",
         "give one of them",
+        "must rise from 0",
         "must rise from 0",
         "'striped' is none of zigzag, contiguous, balanced",
         "another order than balanced: those were dealt for causal attention",

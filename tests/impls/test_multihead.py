@@ -74,7 +74,12 @@ def test_norm_is_applied_before_the_output_projection() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [((25, 6, 6), "embed_dim 25 is not a multiple of num_heads 6"), ((24, 6, 4), "num_heads 6 is not a multiple")],
+    [
+        ((25, 6, 6), "embed_dim 25 is not a multiple of num_heads 6"),
+        ((24, 6, 4), "num_heads 6 is not a multiple"),
+        ((24, 0, None), "of num_heads 0"),
+        ((24, 6, 0), "of num_kv_heads 0"),
+    ],
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], message: str) -> None:
     embed_dim, num_heads, num_kv_heads = sizes

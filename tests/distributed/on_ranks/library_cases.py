@@ -16,6 +16,7 @@ CASES = {
     "full, in order": (ring_cases.workload(causal=False), "contiguous", {"causal": False}),
     "window": (ring_cases.workload(window=(5, 0), scale=0.3), "zigzag", {"window": (5, 0), "scale": 0.3}),
     "one key head by name": (ring_cases.workload(num_kv_heads=1), "zigzag", {"algorithm": "llama3"}),
+    "window in a list": (ring_cases.workload(window=(5, 0)), "zigzag", {"window": [5, 0]}),
     "dilated": (ring_cases.workload(pattern={"kind": "dilated", **BRANCHES}), "contiguous", BRANCHES),
     "packed": (ring_cases.packed(0, 1, 3, 30, 41), "zigzag", {}),
     "packed in balance": (ring_cases.packed(0, 1, 3, 290, 300, 700, window=(90, 0)), "balanced", {"window": (90, 0)}),
@@ -49,6 +50,8 @@ def wrong(world):
 def refusals(world):
     """Requests that cannot be served: one message each."""
     shards = sequence_shards(24)
+    channels_first = torch.randn(2, 3, 24, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(shards.gather(shards.take(channels_first, dim=-1), dim=-1), channels_first)
     assert shards.positions.tolist() == ([*range(6), *range(18, 24)] if world.rank == 0 else [*range(6, 18)])
     uneven = sequence_shards(cu_seqlens=(0, 300, 1024), order="balanced")
     q = shards.take(torch.randn(2, 24, 4, 8))
@@ -56,11 +59,14 @@ def refusals(world):
     for call in (
         lambda: ring_attention(q, q, q, shards, segment_lengths=(6,), dilation_rates=(1,), algorithm="ring-allgather"),
         lambda: ring_attention(q[0], q[0], q[0], shards),
+        lambda: ring_attention(q, q[0, 0], q, shards),
+        lambda: ring_attention(q, q.double(), q, shards),
         lambda: ring_attention(q, q, q, shards, algorithm="no-such"),
         lambda: ring_attention(q, q, q, shards, algorithm="strided"),
         lambda: shards.take(q),
         lambda: sequence_shards(24, cu_seqlens=(0, 24)),
         lambda: sequence_shards(cu_seqlens=(0, 5, 5)),
+        lambda: sequence_shards(cu_seqlens=()),
         lambda: sequence_shards(24, order="striped"),
         lambda: ring_attention(*[torch.randn(512, 4, 8)] * 3, uneven, causal=False),
         lambda: sequence_shards(24, group=init_device_mesh("cpu", (1, world.size))),

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
+from dilabench.impls.one_operator import first_derivatives
 from dilabench.workload.spec import Workload
 
 
@@ -120,7 +120,11 @@ class _Function(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        return None, *ctx.algorithm.backward(dout.contiguous(), q, k, v, out, lse, tuple(kept))
+
+        def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = ctx.algorithm.backward(dout.contiguous(), *tensors, tuple(kept))
+            return found
+
+        return None, *first_derivatives(gradients, dout, q, k, v, out, lse)

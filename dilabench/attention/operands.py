@@ -1,0 +1,46 @@
+"""Refusals of tensors that do not fit together: each names the value, the rule and a way out. All raise ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:
+    """Refuse shapes that are not [B, N, H, D] and [B, N, K, D]."""
+    if len(query) != 4 or len(key) != 4 or key != value:
+        raise ValueError(
+            f"query {tuple(query)} must be [B, N, H, D], key {tuple(key)} and value {tuple(value)} equal and "
+            "[B, N, K, D]"
+        )
+    B, N, _, D = query
+    if not D:
+        raise ValueError(f"query {tuple(query)} has a head dim of 0; give at least one channel")
+    if (key[0], key[1], key[3]) != (B, N, D):
+        raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
+
+
+def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
+    """As numbers, one at least: none stands for a batch."""
+    bounds = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+    if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
+        raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
+    return bounds
+
+
+def check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
+    """Refuse a sink that is not one logit per head, or whose gradient would be none."""
+    if tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point():
+        raise ValueError(
+            f"sink {sink.dtype} {tuple(sink.shape)} must be one logit per query head, of a floating type; query is "
+            f"{tuple(query.shape)}: give [{query.shape[2]}]"
+        )
+    if sink.device != query.device:
+        raise ValueError(f"sink is on {sink.device} and query on {query.device}; move one of them")
+    if merge_grad == "detached":
+        raise ValueError(
+            "sink with merge_grad='detached': a sink acts through the weights that branches are merged with, and "
+            "these count as constants; use merge_grad='exact'"
+        )
