@@ -97,7 +97,7 @@ class DilatedAttention(nn.Module):
         subln: bool = False,
     ) -> None:
         super().__init__()
-        if embed_dim % num_heads:
+        if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         if self_attention == encoder_decoder_attention:
             raise ValueError(f"self_attention and encoder_decoder_attention are both {self_attention}; set one of them")

@@ -190,6 +190,8 @@ def test_refuses_what_it_is_configured_for(monkeypatch: pytest.MonkeyPatch) -> N
 def test_refuses_sizes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="embed_dim 15 is not a multiple of num_heads 4"):
         DilatedAttention(arguments(), 15, 4, self_attention=True)
+    with pytest.raises(ValueError, match="embed_dim 16 is not a multiple of num_heads 0"):
+        DilatedAttention(arguments(), 16, 0, self_attention=True)
     with pytest.raises(ValueError, match="are both False; set one of them"):
         DilatedAttention(arguments(), 16, 4)
     with pytest.raises(ValueError, match="head_dim 5 is odd; use an even one"):
