@@ -19,6 +19,7 @@ from dilabench.workload.visibility import alike_heads, covered, seen_by
 
 # Keys whose dk is computed from all rows: each costs a pass over the rows.
 MAX_KEY_GRADIENTS = 4
+_UNDER = "dout random in every row and in another memory order than out"
 
 
 def probe_checks(oracle: Oracle, first: Tensor, results: list[Result]) -> Iterator[Check]:
@@ -88,7 +89,7 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
 
 
 def _gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
-    """dk and dv at probed keys under a dout that is random in every row, at any length.
+    """dk and dv at probed keys under a dout that is random in every row, at any length, head by head in memory.
 
     The channel of a key holds its attention weight P in every row, so that dv = sum_i P dout and
     dk = scale · sum_i P (dP - mean) q follow from the function's own forward, which the other checks hold to the
@@ -136,4 +137,4 @@ def _gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]
         if name == "dv":
             actual = torch.stack([actual[:, at, :, channel] for at, channel in enumerate(channels)], 1)
         expected = Expected(value, size, tolerance)
-        yield compare(f"{name}_from_every_row", actual, expected, axes[: actual.ndim], f"{len(keys)} keys, every row")
+        yield compare(f"{name}_from_every_row", actual, expected, axes[: actual.ndim], f"{len(keys)} keys, {_UNDER}")

@@ -231,6 +231,26 @@ def thread_when_timed(workload, context):
     return function
 
 
+class _DoutAsOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        ctx.causal = causal
+        ctx.save_for_backward(q, k, v)
+        return attend(q, k, v, causal)
+
+    @staticmethod
+    def backward(ctx, dout):
+        dout = dout.as_strided(dout.shape, torch.empty(dout.shape).stride())
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            return *torch.autograd.grad(attend(*leaves, ctx.causal), leaves, dout), None
+
+
+def takes_dout_to_lie_as_out(workload, context):
+    """Wrong where the next operation hands back another memory order."""
+    return lambda q, k, v: _DoutAsOut.apply(q, k, v, workload.causal)
+
+
 # Results that are not the caller's, inputs and settings that are not the callee's.
 
 
