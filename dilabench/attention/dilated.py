@@ -365,9 +365,7 @@ def _cached_computation(
 ) -> _Computation:
     """For query, key and value, each by its shape, dtype and device."""
     shapes, dtypes, devices = zip(*tensors, strict=True)
-    if len({*dtypes}) > 1 or len({*devices}) > 1:
-        kinds = sorted({str((dtype, device)) for _, dtype, device in tensors})
-        raise ValueError(f"query, key and value must share dtype and device, got {kinds}")
+    operands.check_kinds(zip(dtypes, devices, strict=True))
     (batch_size, seq_len, num_heads, head_dim), num_kv_heads = shapes[0], shapes[1][2]
     dtype, device = dtypes[0], devices[0]
     in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")

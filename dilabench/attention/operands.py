@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> Non
         raise ValueError(f"query {tuple(query)} has a head dim of 0; give at least one channel")
     if (key[0], key[1], key[3]) != (B, N, D):
         raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
+
+
+def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
+    """Refuse dtypes or devices that differ."""
+    found = {*kinds}
+    if len(found) > 1:
+        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, found))}")
 
 
 def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilabench.attention import operands
 from dilabench.attention.planning import backend_of, planner_of
 from dilabench.contracts import BuildContext
 from dilabench.distributed.row_deal import RowDeal
@@ -143,9 +144,7 @@ def ring_attention(
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
     sides, branches = tuple(window), (tuple(segment_lengths or ()), tuple(dilation_rates or ()))
-    kinds = {(x.dtype, x.device) for x in (query, key, value)}
-    if len(kinds) > 1:
-        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, kinds))}")
+    operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
     key_of_function = (query.shape, key.shape, query.dtype, query.device, causal, sides, scale, branches)
     known = shards._functions.get((*key_of_function, algorithm, backend))
     if known is None:

@@ -148,10 +148,18 @@ class Barrier:
         assert over, "waited for what nobody does"
 
 
+class _Own(threading.local):
+    """What a partition began: products that run, and shared memory that is on its way with what it held."""
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+        self.leaving: list[tuple[Shared, Tensor]] = []
+
+
 _turn = threading.Condition()
 _failed: list[BaseException] = []
 _barriers: dict[int, Barrier] = {}
-_own = threading.local()
+_own = _Own()
 
 
 def _of(bar: Shared) -> Barrier:
@@ -178,19 +186,12 @@ class _Builder:
         with _turn:
             there, places = descriptor.window(at)
             there += source.data[places].to(there.dtype)
-        _leaving().append((source, source.data.clone()))
-
-
-def _leaving() -> list[tuple[Shared, Tensor]]:
-    if not hasattr(_own, "leaving"):
-        _own.leaving = []
-    return _own.leaving
+        _own.leaving.append((source, source.data.clone()))
 
 
 def _store_wait(pending: int) -> None:
-    leaving = _leaving()
-    while len(leaving) > pending:
-        source, sent = leaving.pop(0)
+    while len(_own.leaving) > pending:
+        source, sent = _own.leaving.pop(0)
         assert torch.equal(source.data, sent), "shared memory was written before it had been copied"
 
 
@@ -214,24 +215,17 @@ class Product:
         self.done = True
 
 
-def _running() -> list[Product]:
-    if not hasattr(_own, "products"):
-        _own.products = []
-    return _own.products
-
-
 def _multiply(a: Any, b: Shared, total: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, total, use_acc)
     if not is_async:
         return product.value
-    _running().append(product)
+    _own.products.append(product)
     return product
 
 
 def _multiply_wait(pending: int, deps: Sequence[Product]) -> Any:
-    products = _running()
-    while len(products) > pending:
-        products.pop(0).end()
+    while len(_own.products) > pending:
+        _own.products.pop(0).end()
     assert all(product.done for product in deps), "a product is used before it is waited for"
     values = [product.value for product in deps]
     return values[0] if len(values) == 1 else tuple(values)
@@ -243,7 +237,7 @@ def _specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]
     def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         try:
             function(*arguments)
-            assert not _running(), "a product is not waited for"
+            assert not _own.products, "a product is not waited for"
         except BaseException as error:  # noqa: BLE001 - raised where the threads are waited for
             with _turn:
                 _failed.append(error)

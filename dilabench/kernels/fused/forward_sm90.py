@@ -93,7 +93,8 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
-    HEAD: gl.constexpr = DIM - TAIL
+    HEAD: gl.constexpr = form.value.HEAD
+    ROWS: gl.constexpr = form.value.ROWS
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
     items_ptr, entries_ptr, heads_ptr, _ = tables
@@ -112,7 +113,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM * 2)
         for half in gl.static_range(2):
-            place, half_row = box_place(residue, row + half * (BLOCK_M // 2), cut, R, BLOCK_M // 2)
+            place, half_row = box_place(residue, row + half * ROWS, cut, R, ROWS)
             column = place * q_token + head * q_head
             tma.async_copy_global_to_shared(q_desc, [half_row, column], q_full.index(0), q_smem.index(half))
             if TAIL:
@@ -189,7 +190,7 @@ def _consume_tile(
     """(unscaled accumulator, that of the last columns, running maximum, running sum) of half a query tile over its list
     of key tiles.
     """
-    DIM: gl.constexpr = form.value.DIM
+    HEAD: gl.constexpr = form.value.HEAD
     TAIL: gl.constexpr = form.value.TAIL
     ROWS: gl.constexpr = form.value.ROWS
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
@@ -204,7 +205,7 @@ def _consume_tile(
     BEHIND: gl.constexpr = 2 if TAIL else 1
     top = gl.full([ROWS], float("-inf"), gl.float32, STAT_LAYOUT)
     total = gl.full([ROWS], 0.0, gl.float32, STAT_LAYOUT)
-    acc = gl.full([ROWS, DIM - TAIL], 0.0, gl.float32, O_LAYOUT)
+    acc = gl.full([ROWS, HEAD], 0.0, gl.float32, O_LAYOUT)
     tail = 0
     if TAIL:
         tail = gl.full([ROWS, TAIL], 0.0, gl.float32, T_LAYOUT)
@@ -274,12 +275,12 @@ def _consume_item(
     half: gl.constexpr, work, step, turn, results, tables, geometry, tiles, barriers, scale_log2, R, form: gl.constexpr
 ):
     """Attend and store half a query tile; returns the counts of key tiles and query tiles so far."""
-    DIM: gl.constexpr = form.value.DIM
+    HEAD: gl.constexpr = form.value.HEAD
     TAIL: gl.constexpr = form.value.TAIL
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     ROWS: gl.constexpr = form.value.ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.value.BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM - TAIL, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
     items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
     bounds = (bounds_ptr, geometry[10])
