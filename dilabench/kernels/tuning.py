@@ -151,6 +151,19 @@ def padded_dim(dim: int) -> int:
     return max(_SMALLEST_DIM, 1 << (dim - 1).bit_length())
 
 
+# Narrow heads on Hopper, in programs of one warpgroup, three of them resident: by causal or not.
+_NARROW: dict[bool, TileConfig] = {
+    False: TileConfig(64, 128, 4, 2, max_registers=168),
+    True: TileConfig(64, 128, 4, 2, max_registers=168),
+}
+
+
+def narrow_config(head_dim: int, causal: bool, largest_tile: int) -> TileConfig | None:
+    """Configuration of the Hopper kernel for head dims below `specialized_config`'s where its tiles fit, else None."""
+    config = _NARROW.get(causal) if head_dim < _SMALLEST_SPECIALIZED else None
+    return config if config and config.longest <= largest_tile else None
+
+
 def specialized_config(head_dim: int, largest_tile: int) -> TileConfig | None:
     """Configuration of the warp-specialised forward where it wins and its tiles fit, else None.
 

@@ -32,7 +32,7 @@ from dilabench.kernels.tuning import TileConfig
 
 with gluon_on_cpu.in_its_place():
     # Imported by those who launch them, later.
-    from dilabench.kernels.fused import backward_sm90, forward_sm90  # noqa: F401
+    from dilabench.kernels.fused import backward_sm90, forward_narrow_sm90, forward_sm90  # noqa: F401
 
 # B, N, H, K, D, segments, rates, groups
 DILATED = {
@@ -42,6 +42,12 @@ DILATED = {
     "odd length": (1, 107, 4, 2, 16, (32, 64), (1, 1), ((0, 1),)),
     "tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
     "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
+}
+# Through the kernel for narrow heads.
+NARROW = {
+    "narrow, several steps": (2, 192, 2, 1, 8, (64, 192), (1, 2), ((0, 1),)),
+    "narrow, merged": (1, 128, 2, 2, 8, (32, 128), (1, 2), ((0,), (1,))),
+    "narrow, tokens left over": (1, 107, 3, 1, 8, (64, 400), (1, 2), ((0, 1),)),
 }
 # N, H, K, D, block, mask heads, ranges of rows that hide each key
 BLOCKS = {
@@ -128,8 +134,9 @@ def counted(case: Any, *arguments: Any) -> dict[str, float]:
     launched = gluon_on_cpu.Kernel.launched
     launched.clear()
     found = case(*arguments)
-    passes = Counter({module.rpartition(".")[2].partition("_")[0]: count for module, count in launched.items()})
-    return found | {"forward launches": passes["forward"], "backward launches": passes["backward"]}
+    by_name = Counter({module.rpartition(".")[2]: count for module, count in launched.items()})
+    kernels = ("forward", "forward_narrow", "backward")
+    return found | {f"{kernel} launches": by_name[f"{kernel}_sm90"] for kernel in kernels}
 
 
 if __name__ == "__main__":
@@ -143,6 +150,7 @@ if __name__ == "__main__":
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
         mock.patch.multiple(tuning, _LEAST_PROGRAMS=1, _SMALLEST_SPECIALIZED=16, _SPECIALIZED={128: FORWARD}),
         mock.patch.dict(tuning._LEAST_STEPS, branches=0, blocks=0),
+        mock.patch.object(tuning, "_NARROW", dict.fromkeys(both, TileConfig(16, 32, 4, 2))),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
         mock.patch.object(query_sums, "_PROGRAMS", 5),
         mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {(16, causal): BACKWARD for causal in both}),
@@ -151,7 +159,7 @@ if __name__ == "__main__":
         mock.patch.object(key_items, "_PROGRAMS", 64),
     ):
         results = {"null mass": counted(with_null_mass)}
-        for of_case, cases in ((dilated, DILATED), (blocks, BLOCKS)):
+        for of_case, cases in ((dilated, DILATED | NARROW), (blocks, BLOCKS)):
             for name, case in cases.items():
                 for causal in both:
                     results[f"{name}, {causal}"] = counted(of_case, case, causal)

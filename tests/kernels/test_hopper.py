@@ -20,6 +20,8 @@ DILATED = {
     "tokens left over": (2, 3),
     "two tiles of columns": (2, 0),
 }
+# Forward launches alone.
+NARROW = {"narrow, several steps": 1, "narrow, merged": 2, "narrow, tokens left over": 2}
 BLOCKS = {"one mask": 1, "mask per head": 1, "shared tiles": 1, "one range": 0, "two ranges": 0}
 RESULTS = {"out", "lse", "dq", "dk", "dv"}
 
@@ -30,6 +32,11 @@ def errors(interpreted: Callable[..., Errors]) -> Errors:
     return interpreted("kernels/interpreted_hopper.py")
 
 
+def launches(got: dict[str, float]) -> tuple[float, ...]:
+    """Forward, forward of narrow heads, and backward."""
+    return tuple(got.pop(f"{kernel} launches") for kernel in ("forward", "forward_narrow", "backward"))
+
+
 def assert_exact(got: dict[str, float]) -> None:
     """But for the rounding of float16 results, and of lse to float32; added to ones they are rounded as sums are."""
     assert max(error for name, error in got.items() if "lse" in name) < 2e-6, got
@@ -38,18 +45,19 @@ def assert_exact(got: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("case", DILATED)
+@pytest.mark.parametrize("case", [*DILATED, *NARROW])
 def test_dilated_attention(errors: Errors, case: str, causal: bool) -> None:
     got = errors[f"{case}, {causal}"]
-    assert (got.pop("forward launches"), got.pop("backward launches")) == DILATED[case]
-    unpadded = {f"unpadded {name}" for name in RESULTS} if case == "tokens left over" else set()
+    narrow, (wide, backward) = NARROW.get(case, 0), DILATED.get(case, (0, 0))
+    assert launches(got) == (wide, narrow, backward)
+    unpadded = {f"unpadded {name}" for name in RESULTS} if "left over" in case else set()
     assert set(got) == RESULTS | unpadded | {"added dq", "added dk", "added dv"}
     assert_exact(got)
 
 
 def test_a_null_mass(errors: Errors) -> None:
     got = errors["null mass"]
-    assert (got.pop("forward launches"), got.pop("backward launches")) == (1, 0)
+    assert launches(got) == (1, 0, 0)
     assert_exact(got)
 
 
@@ -57,6 +65,6 @@ def test_a_null_mass(errors: Errors) -> None:
 @pytest.mark.parametrize("case", BLOCKS)
 def test_block_sparse_attention(errors: Errors, case: str, causal: bool) -> None:
     got = errors[f"{case}, {causal}"]
-    assert (got.pop("forward launches"), got.pop("backward launches")) == (1, BLOCKS[case])
+    assert launches(got) == (1, 0, BLOCKS[case])
     assert set(got) == RESULTS
     assert_exact(got)

@@ -32,12 +32,14 @@ from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm9
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import backward_sm90 as fused_backward_sm90
 from dilabench.kernels.fused import forward as fused_forward
+from dilabench.kernels.fused import forward_narrow_sm90 as fused_forward_narrow_sm90
 from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launches
 from dilabench.kernels.tuning import (
     TileConfig,
+    narrow_config,
     shipped,
     specialized_backward_config,
     specialized_config,
@@ -273,15 +275,20 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
     constants["TAKE_TURNS"] = dim < 128
     missing = [("mass_ptr", null_mass), ("bounds_ptr", ranges), *((f"{x}_tail_desc", tail) for x in "qkv")]
     constants |= {name: None for name, there in missing if not there}
+    rows = {"q": config.block_m // 2, "k": config.block_n, "v": config.block_n}
+    tiles = {f"{x}_desc": [rows[x], dim - tail] for x in "qkv"} | {f"{x}_tail_desc": [rows[x], tail] for x in "qkv"}
+    return gluon_compiled(kernel, constants, tiles, {"num_warps": config.num_warps})
+
+
+def gluon_compiled(kernel, constants: dict[str, object], tiles: dict[str, list[int]], options: dict[str, int | None]):
+    """A kernel in Gluon with the argument types and alignment that its launchers pass; ``tiles`` by descriptor."""
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[(place,)] = "constexpr", constants[name]
-        elif name.endswith("_desc"):
-            rows = config.block_m // 2 if name.startswith("q") else config.block_n
-            columns = tail if "tail" in name else dim - tail
-            layout = NVMMASharedLayout.get_default_for([rows, columns], bfloat16)
-            signature[name] = f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
+        elif name in tiles:
+            layout = NVMMASharedLayout.get_default_for(tiles[name], bfloat16)
+            signature[name] = f"tensordesc<bf16[{','.join(map(str, tiles[name]))}],{layout!r}>"
         elif name.endswith("_ptr"):
             signature[name] = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "mass_ptr": "*fp32"}.get(name, "*i32")
             attributes[(place,)] = [["tt.divisibility", 16]]
@@ -289,7 +296,7 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
             signature[name] = "fp32" if name == "scale_log2" else "i32"
             if name not in NOT_ALIGNED:
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    return assembled(GluonASTSource(kernel, signature, values, attributes), {"num_warps": config.num_warps})
+    return assembled(GluonASTSource(kernel, signature, values, attributes), options)
 
 
 # Null mass and merging are of dilated attention, ranges of rows that keys are hidden from of block-sparse attention.
@@ -324,6 +331,31 @@ def test_specialised_forward(dim: int, causal: bool, cut: bool, null_mass: bool,
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked, report
     assert "serialized" not in report, report
     assert built.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize(("causal", "cut"), MASKS)
+@pytest.mark.parametrize(
+    "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
+)
+def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool) -> None:
+    kernel, config, (head, _) = (
+        fused_forward_narrow_sm90._narrow_kernel,
+        narrow_config(dim, causal, 128),
+        tile_columns(dim, 2),
+    )
+    assert config is not None
+    constants = {"HEAD_DIM": dim, "HEAD": head, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    constants |= {"CAUSAL": causal, "RAGGED": cut, "MERGE": merge} | ({"mass_ptr": None} if merge else {})
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
+    tiles = {f"{x}_desc": [1, 1, 1, rows[x], head] for x in "qkv"}
+    built, report = gluon_compiled(kernel, constants, tiles, {"num_warps": 4, "maxnreg": config.max_registers})
+    assert "wgmma.mma_async" in built.asm["ptx"]
+    assert "cp.async.bulk.tensor" in built.asm["ptx"]
+    assert "0 bytes spill stores" in report
+    assert "serialized" not in report
+    # Three programs share a multiprocessor.
+    assert 3 * (built.metadata.shared + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("dim", [128, pytest.param(192, marks=pytest.mark.slow)])

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -42,7 +42,7 @@ from dilabench.kernels.fused.tile_walk import (
 )
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
-from dilabench.kernels.tuning import TileConfig, specialized_config, tile_columns, tile_config
+from dilabench.kernels.tuning import TileConfig, narrow_config, specialized_config, tile_columns, tile_config
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -216,14 +216,9 @@ def fused_forward(
     for index, group in enumerate(plan.groups):
         if known.repeat(index, tensors):
             continue
-        specialized = _specialized(q, group) if config is None else config if config.specialized else None
         mass = None if index else tensors.get("mass")
-        if specialized:
-            from dilabench.kernels.fused.forward_sm90 import run_group
-
-            launched = run_group(q, k, v, out, lse, mass, group, plan.causal, scale, specialized, merge=index > 0)
-        else:
-            launched = _run_group(q, k, v, out, lse, mass, group, plan.causal, scale, config, merge=index > 0)
+        run, tiles = (_run_group, config) if config else _kernel_for(q, group, plan.causal)
+        launched = run(q, k, v, out, lse, mass, group, plan.causal, scale, tiles, merge=index > 0)
         known.keep(index, launched, tensors)
     if log_mass is not None and not covered:
         merge_null_mass_(out, lse, log_mass)
@@ -238,11 +233,19 @@ def _checked(
     return check_scale(scale, q.shape[-1]), all(is_whole(x, plan.modulus) for x in given)
 
 
-def _specialized(q: Tensor, group: BranchGroup) -> TileConfig | None:
-    """The configuration of the Hopper kernel where it can run and wins."""
-    if q.element_size() != 2 or not on_hopper(q.device):
-        return None
-    return specialized_config(q.shape[-1], group.largest_tile)
+def _kernel_for(q: Tensor, group: BranchGroup, causal: bool) -> tuple[Callable[..., Launched], TileConfig | None]:
+    """What runs a group: a Hopper kernel, with its tiles, where one can run and wins."""
+    if q.element_size() == 2 and on_hopper(q.device):
+        # These modules need a Triton with Gluon's Hopper instructions.
+        if tiles := specialized_config(q.shape[-1], group.largest_tile):
+            from dilabench.kernels.fused import forward_sm90
+
+            return forward_sm90.run_group, tiles
+        if tiles := narrow_config(q.shape[-1], causal, group.largest_tile):
+            from dilabench.kernels.fused import forward_narrow_sm90
+
+            return forward_narrow_sm90.run_group, tiles
+    return _run_group, None
 
 
 def _run_group(

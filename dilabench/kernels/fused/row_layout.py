@@ -122,17 +122,21 @@ def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     return [batch * length // modulus, columns], [modulus * token, 1]
 
 
-def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    """``x [B, N, H, D]`` as [B, R, H, N / R, D] in whole rows and tiles of [1, 1, 1, rows, columns]; reads past an end
-    give 0. Behind R tokens stand as many as are left over (`_fits_a_box`).
+def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
+    """(shape, strides) of ``x [B, N, H, D]`` as [B, R, H, N / R, D] in whole rows; behind R tokens stand as many as are
+    left over (`_fits_a_box`).
 
     Rows and columns come last: Triton multiplies tiles in place only where the axes of one element lie before them.
     """
     batch, length, heads, dim = x.shape
     token, head = x.stride(1), x.stride(2)
     shape = [batch, modulus + tokens_left(x, modulus), heads, length // modulus, dim]
-    strides = [length * token, token, head, modulus * token, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, columns])
+    return shape, [length * token, token, head, modulus * token, 1]
+
+
+def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
+    """`class_box` in tiles of [1, 1, 1, rows, columns]; reads past an end give 0."""
+    return TensorDescriptor(x, *class_box(x, modulus), [1, 1, 1, rows, columns])
 
 
 # Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
@@ -149,10 +153,31 @@ def launch_arguments(
     scale: float,
     config: TileConfig,
 ) -> Arguments:
-    """What the fused kernels are all given. ``tiles`` names each operand with its rows per tile;
-    each of ``n_items`` is visited once per super-segment, batch element and one of ``heads_per_batch`` heads.
+    """What the fused kernels in Triton are all given. ``tiles`` names each operand with its rows per tile; the rest as
+    for `shared_arguments`.
     """
     q, k = tiles["q"][0], tiles["k"][0]
+    grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
+    head, tail = arguments["HEAD"], arguments["TAIL"]
+    for name, (x, rows) in tiles.items():
+        arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows, head)
+        arguments[f"{name}_tail_desc"] = class_rows(x, group.modulus, rows, tail) if tail else None
+    return grid, arguments
+
+
+def shared_arguments(
+    q: Tensor,
+    k: Tensor,
+    n_items: int,
+    group: BranchGroup,
+    heads_per_batch: int,
+    causal: bool,
+    scale: float,
+    config: TileConfig,
+) -> Arguments:
+    """Grid and arguments without descriptors; each of ``n_items`` is visited once per super-segment, batch element and
+    one of ``heads_per_batch`` heads.
+    """
     n_blocks = q.shape[0] * heads_per_batch * group.n_supers
     head, tail = tile_columns(q.shape[-1], q.element_size())
     arguments: dict[str, Any] = {
@@ -183,9 +208,6 @@ def launch_arguments(
     }
     if config.max_registers is not None:
         arguments["maxnreg"] = config.max_registers
-    for name, (x, rows) in tiles.items():
-        arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows, head)
-        arguments[f"{name}_tail_desc"] = class_rows(x, group.modulus, rows, tail) if tail else None
     return (n_items * n_blocks,), arguments
 
 

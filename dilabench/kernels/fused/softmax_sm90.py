@@ -72,6 +72,15 @@ def weigh(
 
 
 @gluon.jit
+def _inside(rows, columns, end, COLUMNS: gl.constexpr, THERE: gl.constexpr):
+    """Which elements of COLUMNS columns, of which THERE are some, lie before row ``end``."""
+    inside = (rows < end)[:, None]
+    if THERE < COLUMNS:
+        inside = inside & (columns < THERE)[None, :]
+    return inside
+
+
+@gluon.jit
 def _store_columns(
     acc,
     out_ptr,
@@ -82,6 +91,7 @@ def _store_columns(
     MERGE: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    THERE: gl.constexpr,
 ):
     """Write rows before ``end`` of ``acc * mine``, and with MERGE what is there times ``theirs`` added."""
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
@@ -91,13 +101,13 @@ def _store_columns(
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
         at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-        old = gl.load(at, (rows < end)[:, None], 0.0).to(gl.float32)
+        old = gl.load(at, _inside(rows, columns, end, COLUMNS, THERE), 0.0).to(gl.float32)
         acc += old * gl.convert_layout(theirs, gl.SliceLayout(1, LAYOUT))[:, None]
     result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, STORE_LAYOUT))
     at = out_ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-    gl.store(at, result, (rows < end)[:, None])
+    gl.store(at, result, _inside(rows, columns, end, COLUMNS, THERE))
 
 
 @gluon.jit
@@ -143,7 +153,7 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
         theirs = theirs / (ours + theirs)
     out_at = out_ptr + ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
     row_stride = n_heads * R * DIM
-    _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD)
+    _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD, DIM - TAIL)
     if TAIL:
-        _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL)
+        _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL, TAIL)
     gl.store(lse_at, lse, lse_rows < end)

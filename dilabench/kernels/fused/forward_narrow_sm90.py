@@ -1,0 +1,265 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""The fused forward for Hopper and head dims up to 64, written in Gluon: programs of one warpgroup, three at a time.
+
+At narrow heads the softmax takes longer than the products, and two consumers (`forward_sm90`) leave the tensor cores
+idle. Three small programs share a multiprocessor instead; each issues the next q.k product with the present p.v product
+and does the softmax of the former while the latter runs. Copies are begun by the warps that compute, a tile ahead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
+from dilabench.kernels.fused.softmax_sm90 import finish, weigh
+from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, tile_of, turned
+from dilabench.kernels.launches import Arguments, Launched, launch
+from dilabench.kernels.tuning import TileConfig
+
+# What this kernel has no choice of.
+_NOT_GIVEN = frozenset(("TAIL", "PRECISION", "STAGES", "num_stages"))
+# Tile j of a list lies in stage j % 2.
+_STAGES = gl.constexpr(2)
+
+
+class _Form(NamedTuple):
+    """What is compiled in. HEAD: columns of the tiles, those beyond DIM are zeros."""
+
+    DIM: int
+    HEAD: int
+    ROWS: int
+    BLOCK_N: int
+    CAUSAL: bool
+    RAGGED: bool
+    MERGE: bool
+    TAIL: int = 0
+    RANGES: int = 0
+
+    def __repr__(self) -> str:
+        """Part of the names of functions, which may not hold every sign."""
+        return "_".join(str(int(value)) for value in self)
+
+
+@gluon.constexpr_function
+def _form(*values):
+    return _Form(*values)
+
+
+@gluon.jit
+def _copy(desc, smem, barrier, of, row, ROWS: gl.constexpr, HEAD: gl.constexpr):
+    """Begin to copy a tile; ``of``: batch item, place among the tokens of a row, head."""
+    batch, place, head = of
+    mbarrier.expect(barrier, ROWS * HEAD * 2)
+    tma.async_copy_global_to_shared(desc, [batch, place, head, row, 0], barrier, smem)
+
+
+@gluon.jit
+def _begin_score(q, k_smem, stage, zero, form: gl.constexpr):
+    k = k_smem.index(stage).reshape([form.value.BLOCK_N, form.value.HEAD])
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_sum(weights, v_smem, stage, acc, form: gl.constexpr):
+    v = v_smem.index(stage).reshape([form.value.BLOCK_N, form.value.HEAD])
+    return warpgroup_mma(weights, v, acc, is_async=True)
+
+
+@gluon.jit(do_not_specialize=PER_LENGTH)
+def _narrow_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    mass_ptr,
+    items_ptr,
+    entries_ptr,
+    heads_ptr,
+    scale_log2,
+    n_supers,
+    full_supers,
+    n_kinds,
+    n_items,
+    n_heads,
+    heads_per_kv,
+    length,
+    whole_rows,
+    longer_classes,
+    left_over,
+    super_rows,
+    n_blocks,
+    item_major,
+    R,
+    HEAD_DIM: gl.constexpr,
+    HEAD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    MERGE: gl.constexpr,
+):
+    # One program: one query tile of one class.
+    form: gl.constexpr = _form(HEAD_DIM, HEAD, BLOCK_M, BLOCK_N, CAUSAL, RAGGED, MERGE)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    MASK: gl.constexpr = CAUSAL or RAGGED
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, HEAD], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, [_STAGES, 1, 1, 1, BLOCK_N, HEAD], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, [_STAGES, 1, 1, 1, BLOCK_N, HEAD], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=1)
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    pid = gl.program_id(0)
+    item = gl.where(item_major != 0, pid // n_blocks, pid % n_items)
+    block = gl.where(item_major != 0, pid % n_blocks, pid // n_items)
+    super_index = block % n_supers
+    head = (block // n_supers) % n_heads
+    batch = block // n_supers // n_heads
+    kind = gl.load(heads_ptr + head * 2)
+    shift = gl.load(heads_ptr + head * 2 + 1)
+    variant = (super_index >= full_supers).to(gl.int32)
+    item_ptr = items_ptr + ((variant * n_kinds + kind) * n_items + item) * 5
+    u = gl.load(item_ptr)
+    tile = gl.load(item_ptr + 1)
+    first = entries_ptr + gl.load(item_ptr + 2)
+    n_full = gl.load(item_ptr + 3)
+    n = n_full + gl.load(item_ptr + 4)
+    if u >= 0:
+        residue = turned(u, shift, R)
+        base_row = super_index * super_rows
+        kv_head = head // heads_per_kv
+        cut = (whole_rows, left_over)
+        at, row = box_place(residue, base_row + tile * BLOCK_M, cut, R, BLOCK_M)
+        _copy(q_desc, q_smem, q_full.index(0), (batch, at, head), row, BLOCK_M, HEAD)
+        # The first two tiles of keys and values.
+        entry = gl.load(first)
+        at, row = box_place(class_of(entry, shift, R), base_row + tile_of(entry) * BLOCK_N, cut, R, BLOCK_N)
+        _copy(k_desc, k_smem.index(0), k_full.index(0), (batch, at, kv_head), row, BLOCK_N, HEAD)
+        _copy(v_desc, v_smem.index(0), v_full.index(0), (batch, at, kv_head), row, BLOCK_N, HEAD)
+        following = gl.load(first + gl.minimum(1, n - 1))
+        if n > 1:
+            at, row = box_place(class_of(following, shift, R), base_row + tile_of(following) * BLOCK_N, cut, R, BLOCK_N)
+            _copy(k_desc, k_smem.index(1), k_full.index(1), (batch, at, kv_head), row, BLOCK_N, HEAD)
+            _copy(v_desc, v_smem.index(1), v_full.index(1), (batch, at, kv_head), row, BLOCK_N, HEAD)
+        ends = (whole_rows - base_row, longer_classes, super_rows)
+        place = (tile * BLOCK_M, residue, shift, ends)
+        bounds = (items_ptr, 0)
+        top = gl.full([BLOCK_M], float("-inf"), gl.float32, STAT_LAYOUT)
+        total = gl.full([BLOCK_M], 0.0, gl.float32, STAT_LAYOUT)
+        acc = gl.full([BLOCK_M, HEAD], 0.0, gl.float32, O_LAYOUT)
+        zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+        q = q_smem.reshape([BLOCK_M, HEAD])
+        mbarrier.wait(q_full.index(0), 0)
+        mbarrier.wait(k_full.index(0), 0)
+        logits = warpgroup_mma_wait(0, deps=[_begin_score(q, k_smem, 0, zero, form)])
+        # All four warps must be past a product before one thread lets its operand be written over.
+        gl.thread_barrier()
+        # The tile two steps ahead, whose keys are copied now and whose values when the present ones are done with.
+        ahead = gl.load(first + gl.minimum(2, n - 1))
+        at, row = box_place(class_of(ahead, shift, R), base_row + tile_of(ahead) * BLOCK_N, cut, R, BLOCK_N)
+        if n > 2:
+            _copy(k_desc, k_smem.index(0), k_full.index(0), (batch, at, kv_head), row, BLOCK_N, HEAD)
+        p, top, total, decay = weigh(logits, top, total, entry, scale_log2, place, bounds, MASK, R, form, S_LAYOUT)
+        weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
+        for masked in gl.static_range(2 if MASK else 1):
+            low = 1 if masked == 0 else gl.maximum(1, n_full)
+            high = n_full if masked == 0 else n
+            for j in range(low, high):
+                stage = j % _STAGES
+                before = 1 - stage
+                entry = following
+                following = ahead
+                mbarrier.wait(k_full.index(stage), (j // _STAGES) & 1)
+                next_logits = _begin_score(q, k_smem, stage, zero, form)
+                mbarrier.wait(v_full.index(before), ((j - 1) // _STAGES) & 1)
+                next_acc = _begin_sum(weights, v_smem, before, acc, form)
+                ahead = gl.load(first + gl.minimum(j + 2, n - 1))
+                logits = warpgroup_mma_wait(1, deps=[next_logits])
+                p, top, total, decay = weigh(
+                    logits, top, total, entry, scale_log2, place, bounds, masked == 1, R, form, S_LAYOUT
+                )
+                acc = warpgroup_mma_wait(0, deps=[next_acc])
+                gl.thread_barrier()
+                if j + 1 < n:
+                    _copy(v_desc, v_smem.index(before), v_full.index(before), (batch, at, kv_head), row, BLOCK_N, HEAD)
+                at, row = box_place(class_of(ahead, shift, R), base_row + tile_of(ahead) * BLOCK_N, cut, R, BLOCK_N)
+                if j + 2 < n:
+                    _copy(k_desc, k_smem.index(stage), k_full.index(stage), (batch, at, kv_head), row, BLOCK_N, HEAD)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
+        last = (n - 1) % _STAGES
+        mbarrier.wait(v_full.index(last), ((n - 1) // _STAGES) & 1)
+        acc = warpgroup_mma_wait(0, deps=[_begin_sum(weights, v_smem, last, acc, form)])
+        whose = (batch, head, n_heads, length, base_row)
+        finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), whose, place, R, form, S_LAYOUT)
+
+
+def run_group(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mass: Tensor | None,
+    group: BranchGroup,
+    causal: bool,
+    scale: float,
+    config: TileConfig,
+    merge: bool,
+) -> Launched:
+    """As `forward_sm90.run_group`."""
+    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
+
+    def arguments(ragged: bool) -> Arguments:
+        grid, shared = shared_arguments(q, k, tables.items.shape[2], group, q.shape[2], causal, scale, config)
+        columns = shared["HEAD"]
+        given = {name: value for name, value in shared.items() if name not in _NOT_GIVEN}
+        own = {
+            "q_desc": _tile_descriptor(q, group.modulus, config.block_m, columns),
+            "k_desc": _tile_descriptor(k, group.modulus, config.block_n, columns),
+            "v_desc": _tile_descriptor(v, group.modulus, config.block_n, columns),
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "mass_ptr": mass,
+            "items_ptr": tables.items,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            "heads_per_kv": group.heads_per_kv,
+            "RAGGED": ragged and not causal,
+            "MERGE": merge,
+        }
+        return grid, given | own
+
+    kind = (q.dtype, q.shape[-1], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), config)
+    return launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), *kind)
+
+
+def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
+    shape, strides = class_box(x, modulus)
+    block: list[Any] = [1, 1, 1, rows, columns]
+    element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
+    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, element))
