@@ -151,10 +151,10 @@ def padded_dim(dim: int) -> int:
     return max(_SMALLEST_DIM, 1 << (dim - 1).bit_length())
 
 
-# Narrow heads on Hopper, in programs of one warpgroup, three of them resident: by causal or not.
+# Narrow heads on Hopper, in programs of one warpgroup, three of them resident, four if causal.
 _NARROW: dict[bool, TileConfig] = {
     False: TileConfig(64, 128, 4, 2, max_registers=168),
-    True: TileConfig(64, 128, 4, 2, max_registers=168),
+    True: TileConfig(64, 64, 4, 2, max_registers=128),
 }
 
 

@@ -195,6 +195,11 @@ def _store_wait(pending: int) -> None:
         assert torch.equal(source.data, sent), "shared memory was written before it had been copied"
 
 
+def in_half_range(weights: Tensor) -> Tensor:
+    """Weights as float16 holds them, but for its rounding: infinite where they are too large."""
+    return weights.masked_fill(weights > torch.finfo(torch.float16).max, torch.inf)
+
+
 class Product:
     """A product that runs: its operands are read at its beginning and at its end."""
 
@@ -204,7 +209,7 @@ class Product:
 
     def multiplied(self) -> Tensor:
         a, b, total = self.operands
-        found = (a.data if isinstance(a, Shared) else a) @ b.data
+        found = (a.data if isinstance(a, Shared) else in_half_range(a)) @ b.data
         if self.use_acc:
             found = found + (total.value if isinstance(total, Product) else total)
         return found
@@ -315,7 +320,10 @@ def in_its_place() -> Iterator[None]:
         "constexpr": lambda value: value,
         **dict.fromkeys(("float32", "float16", "bfloat16"), EXACT),
         **dict.fromkeys(("int32", "int64"), torch.int64),
-        **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), _layout),
+        **dict.fromkeys(
+            ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"),
+            _layout,
+        ),
         "NVMMASharedLayout": SimpleNamespace(get_default_for=_layout),
         "program_id": lambda _axis: torch.as_tensor(_program.at),
         "num_programs": lambda _axis: _program.count,
@@ -357,6 +365,7 @@ def in_its_place() -> Iterator[None]:
     home = "triton.experimental.gluon"
     modules = {
         home: gluon | {"language": SimpleNamespace(**language)},
+        f"{home}.language.extra": {"libdevice": SimpleNamespace(fast_log2f=torch.log2)},
         f"{home}.language._core": {"builtin": lambda f: lambda *given: f(*given, _semantic=semantic)},
         f"{home}.language.nvidia.hopper": hopper,
         f"{home}.nvidia.hopper": {"TensorDescriptor": Descriptor},

@@ -36,26 +36,31 @@ with gluon_on_cpu.in_its_place():
 
 # B, N, H, K, D, segments, rates, groups
 DILATED = {
-    "one group": (2, 128, 4, 2, 16, (64, 128), (1, 2), ((0, 1),)),
-    "two groups, one in two passes": (1, 128, 4, 4, 16, (16, 128), (1, 2), ((0,), (1,))),
-    "uncovered rows": (1, 128, 4, 4, 16, (64, 128), (2, 4), ((0,), (1,))),
-    "odd length": (1, 107, 4, 2, 16, (32, 64), (1, 1), ((0, 1),)),
-    "tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
+    "one group": (2, 128, 4, 2, 32, (64, 128), (1, 2), ((0, 1),)),
+    "two groups, one in two passes": (1, 128, 4, 4, 32, (16, 128), (1, 2), ((0,), (1,))),
+    "uncovered rows": (1, 128, 4, 4, 32, (64, 128), (2, 4), ((0,), (1,))),
+    "odd length": (1, 107, 4, 2, 32, (32, 64), (1, 1), ((0, 1),)),
+    "tokens left over": (1, 107, 3, 1, 32, (64, 400), (1, 2), ((0, 1),)),
+    "growing logits": (1, 256, 2, 1, 32, (128, 256), (1, 2), ((0,), (1,))),
     "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
 }
 # Through the kernel for narrow heads.
 NARROW = {
-    "narrow, several steps": (2, 192, 2, 1, 8, (64, 192), (1, 2), ((0, 1),)),
-    "narrow, merged": (1, 128, 2, 2, 8, (32, 128), (1, 2), ((0,), (1,))),
-    "narrow, tokens left over": (1, 107, 3, 1, 8, (64, 400), (1, 2), ((0, 1),)),
+    "narrow, several steps": (2, 192, 2, 1, 16, (64, 192), (1, 2), ((0, 1),)),
+    "narrow, merged": (1, 128, 2, 2, 16, (32, 128), (1, 2), ((0,), (1,))),
+    "narrow, tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
+    "narrow, growing logits": (1, 256, 2, 1, 16, (128, 256), (1, 2), ((0,), (1,))),
+    "narrow, columns added": (1, 128, 2, 1, 8, (64, 128), (1, 2), ((0, 1),)),
 }
+# Their logits grow by 16 at two tokens: in both branches weights by the maximum of the first two tiles overflow.
+GROWING = (DILATED["growing logits"], NARROW["narrow, growing logits"])
 # N, H, K, D, block, mask heads, ranges of rows that hide each key
 BLOCKS = {
-    "one mask": (128, 4, 2, 16, 32, 1, 0),
-    "mask per head": (96, 4, 2, 16, 32, 4, 0),
-    "shared tiles": (192, 2, 1, 16, 32, 1, 0),
-    "one range": (128, 2, 1, 16, 32, 1, 1),
-    "two ranges": (128, 2, 2, 16, 32, 2, 2),
+    "one mask": (128, 4, 2, 32, 32, 1, 0),
+    "mask per head": (96, 4, 2, 32, 32, 4, 0),
+    "shared tiles": (192, 2, 1, 32, 32, 1, 0),
+    "one range": (128, 2, 1, 32, 32, 1, 1),
+    "two ranges": (128, 2, 2, 32, 32, 2, 2),
 }
 FORWARD = TileConfig(32, 32, 4, 2, specialized=True)
 BACKWARD = TileConfig(16, 32, 4, 2, specialized=True)
@@ -66,6 +71,9 @@ def dilated(case: tuple, causal: bool) -> dict[str, float]:
     generator = torch.Generator().manual_seed(n + heads)
     shapes = [(batch, n, one, dim) for one in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (torch.randn(shape, generator=generator).half() for shape in shapes)
+    if case in GROWING:
+        token = torch.arange(n)[:, None]
+        q[..., 0], k[..., 0] = 16 * dim**0.5, (token >= 64).half() + (token >= 128).half() - 1
     plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, cut=cut)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     counts = multiplicity(n, heads, kv_heads, segments, rates, causal, "modulo", "head")
@@ -90,7 +98,7 @@ def with_null_mass() -> dict[str, float]:
     """A key of value 0 for each row, which the kernel adds where it writes its result."""
     n, heads, segments, rates = 128, 2, (64, 128), (1, 2)
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, n, heads, 16, generator=generator).half() for _ in range(3))
+    q, k, v = (torch.randn(1, n, heads, 32, generator=generator).half() for _ in range(3))
     mass = torch.randn(1, heads, n, generator=generator).masked_fill(torch.arange(n) % 3 == 0, -torch.inf)
     plan = residue_plan(segments, rates, n, heads, heads, False, tile=16, cut=((0, 1),))
     counts = multiplicity(n, heads, heads, segments, rates, False, "modulo", "head")
@@ -144,16 +152,17 @@ if __name__ == "__main__":
     hopper = mock.Mock(return_value=True)
     with (
         mock.patch.object(forward, "on_hopper", hopper),
+        mock.patch.object(row_layout, "on_hopper", hopper),
         mock.patch.object(backward_at_once, "on_hopper", hopper),
         mock.patch.object(block_sparse_forward_sm90, "on_hopper", hopper),
         # Fewer than there is work for, so that programs that stay walk over several tiles.
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
-        mock.patch.multiple(tuning, _LEAST_PROGRAMS=1, _SMALLEST_SPECIALIZED=16, _SPECIALIZED={128: FORWARD}),
+        mock.patch.multiple(tuning, _LEAST_PROGRAMS=1, _SMALLEST_SPECIALIZED=32, _SPECIALIZED={128: FORWARD}),
         mock.patch.dict(tuning._LEAST_STEPS, branches=0, blocks=0),
         mock.patch.object(tuning, "_NARROW", dict.fromkeys(both, TileConfig(16, 32, 4, 2))),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
         mock.patch.object(query_sums, "_PROGRAMS", 5),
-        mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {(16, causal): BACKWARD for causal in both}),
+        mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {(32, causal): BACKWARD for causal in both}),
         # So that lists of a few tiles are shared.
         mock.patch.object(key_items, "_LEAST_STEPS", 2),
         mock.patch.object(key_items, "_PROGRAMS", 64),

@@ -18,10 +18,17 @@ DILATED = {
     "uncovered rows": (2, 8),
     "odd length": (1, 2),
     "tokens left over": (2, 3),
+    "growing logits": (2, 4),
     "two tiles of columns": (2, 0),
 }
 # Forward launches alone.
-NARROW = {"narrow, several steps": 1, "narrow, merged": 2, "narrow, tokens left over": 2}
+NARROW = {
+    "narrow, several steps": 1,
+    "narrow, merged": 2,
+    "narrow, tokens left over": 2,
+    "narrow, growing logits": 2,
+    "narrow, columns added": 1,
+}
 BLOCKS = {"one mask": 1, "mask per head": 1, "shared tiles": 1, "one range": 0, "two ranges": 0}
 RESULTS = {"out", "lse", "dq", "dk", "dv"}
 

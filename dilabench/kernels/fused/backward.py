@@ -24,9 +24,11 @@ from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
+    columns_to_add,
     is_whole,
     launch_arguments,
     whole_classes,
+    with_columns,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -320,6 +322,18 @@ def fused_backward(
     out and lse. The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
     Raises ValueError as `fused_forward` does.
     """
+    dim = q.shape[-1]
+    if more := columns_to_add(dim, q.dtype, q.device):
+        scale = check_scale(scale, dim)
+        dout, q, k, v, out = (with_columns(x, more) for x in (dout, q, k, v, out))
+        padded = [with_columns(x, more) for x in padded] if padded else None
+        found = fused_backward(
+            dout, q, k, v, out, lse, plan, scale=scale, query_config=query_config, key_config=key_config, padded=padded
+        )
+        dq, dk, dv = (x[..., :dim] for x in found)
+        if onto is None:
+            return dq.contiguous(), dk.contiguous(), dv.contiguous()
+        return onto[0].add_(dq), onto[1].add_(dk), onto[2].add_(dv)
     tiles = (query_config, key_config)
     given = dict(zip(("q", "k", "v", "dout"), padded or (q, k, v, dout), strict=True))
     lse = lse.contiguous()
@@ -428,7 +442,7 @@ def _run_query(
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
         return grid, shared | own | {"RAGGED": ragged}
 
-    kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
     return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
@@ -466,7 +480,7 @@ def _run_key(
         grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
         return grid, shared | own | {"CUT": cut}
 
-    kind = (dk.dtype, dk.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    kind = (dk.dtype, *dk.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
     return launch(_key_kernel, arguments, group.longer_classes > 0, *kind)
 
 

@@ -112,5 +112,5 @@ def _run(
         }
         return (n_items * n_blocks,), shared | own
 
-    kind = (q.dtype, q.shape[-1], causal, add, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
     return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -17,10 +17,12 @@ from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
+    columns_to_add,
     is_whole,
     launch_arguments,
     on_hopper,
     whole_classes,
+    with_columns,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -198,6 +200,13 @@ def fused_forward(
     (packed qkv included). ``padded``: q, k and v from `whole_classes`, for who calls several plans. Raises ValueError
     on shapes that do not fit ``plan`` or a scale that is not positive.
     """
+    dim = q.shape[-1]
+    if more := columns_to_add(dim, q.dtype, q.device):
+        scale = check_scale(scale, dim)
+        q, k, v = (with_columns(x, more) for x in (q, k, v))
+        padded = [with_columns(x, more) for x in padded] if padded else None
+        out, lse = fused_forward(q, k, v, plan, scale=scale, log_mass=log_mass, config=config, padded=padded)
+        return out[..., :dim].contiguous(), lse
     given = padded or (q, k, v)
     known = launches("forward", plan, scale, config, log_mass is None, padded is None, *map(layout, given))
     scale, whole = known.once("checked", lambda: _checked(q, k, v, given, plan, scale))
@@ -286,5 +295,5 @@ def _run_group(
 
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
-    kind = (q.dtype, q.shape[-1], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), whole)
+    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), whole)
     return launch(_forward_kernel, arguments, ragged, *kind)

@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
-from dilabench.kernels.fused.softmax_sm90 import finish, weigh
+from dilabench.kernels.fused.softmax_sm90 import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
@@ -36,6 +36,7 @@ from dilabench.kernels.tuning import TileConfig
 _NOT_GIVEN = frozenset(("TAIL", "PRECISION", "STAGES", "num_stages"))
 # Tile j of a list lies in stage j % 2.
 _STAGES = gl.constexpr(2)
+_TILE_BITS = gl.constexpr(TILE_BITS)
 
 
 class _Form(NamedTuple):
@@ -48,6 +49,7 @@ class _Form(NamedTuple):
     CAUSAL: bool
     RAGGED: bool
     MERGE: bool
+    LARGEST: float
     TAIL: int = 0
     RANGES: int = 0
 
@@ -62,16 +64,24 @@ def _form(*values):
 
 
 @gluon.jit
-def _copy(desc, smem, barrier, of, row, ROWS: gl.constexpr, HEAD: gl.constexpr):
-    """Begin to copy a tile; ``of``: batch item, place among the tokens of a row, head."""
-    batch, place, head = of
+def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, HEAD: gl.constexpr):
+    """Begin to copy the tile that a list entry names; ``whose``: batch item and head."""
+    base_row, shift, cut, R = route
+    place, row = box_place(class_of(entry, shift, R), base_row + tile_of(entry) * ROWS, cut, R, ROWS)
+    batch, head = whose
     mbarrier.expect(barrier, ROWS * HEAD * 2)
     tma.async_copy_global_to_shared(desc, [batch, place, head, row, 0], barrier, smem)
 
 
 @gluon.jit
-def _begin_score(q, k_smem, stage, zero, form: gl.constexpr):
+def _begin_score(q_smem, k_smem, stage, zero, form: gl.constexpr):
+    q = q_smem.reshape([form.value.ROWS, form.value.HEAD])
     k = k_smem.index(stage).reshape([form.value.BLOCK_N, form.value.HEAD])
+    if form.value.DIM == 48:
+        # A product takes 16 columns at a time: none of zeros.
+        whole, rest = k.slice(0, 32, dim=1), k.slice(32, 16, dim=1)
+        logits = warpgroup_mma(q.slice(0, 32, dim=1), whole.permute((1, 0)), zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(32, 16, dim=1), rest.permute((1, 0)), logits, is_async=True)
     return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -79,6 +89,51 @@ def _begin_score(q, k_smem, stage, zero, form: gl.constexpr):
 def _begin_sum(weights, v_smem, stage, acc, form: gl.constexpr):
     v = v_smem.index(stage).reshape([form.value.BLOCK_N, form.value.HEAD])
     return warpgroup_mma(weights, v, acc, is_async=True)
+
+
+@gluon.jit
+def _step(
+    j,
+    state,
+    given,
+    MASKED: gl.constexpr,
+    RENEWS: gl.constexpr,
+    form: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+):
+    """Tile j of a list: begin its scores and the sum over the tile before, weigh the former while the latter runs.
+
+    RENEWS the running maximum, or leaves it as it was.
+    """
+    HEAD: gl.constexpr = form.value.HEAD
+    BLOCK_N: gl.constexpr = form.value.BLOCK_N
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    begun, first, n, operands, whose, route, softmax = given
+    k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full = operands
+    scale_log2, place, bounds, zero = softmax
+    acc, sums, weights, entry, ahead = state
+    _, _, _, R = route
+    stage = (begun + j) % _STAGES
+    before = 1 - stage
+    mbarrier.wait(k_full.index(stage), ((begun + j) // _STAGES) & 1)
+    next_logits = _begin_score(q_smem, k_smem, stage, zero, form)
+    mbarrier.wait(v_full.index(before), ((begun + j - 1) // _STAGES) & 1)
+    next_acc = _begin_sum(weights, v_smem, before, acc, form)
+    later = gl.load(first + gl.minimum(j + 2, n - 1))
+    logits = warpgroup_mma_wait(1, deps=[next_logits])
+    p, sums, decay = weigh(logits, sums, entry, scale_log2, place, bounds, MASKED, RENEWS, R, form, S_LAYOUT)
+    acc = warpgroup_mma_wait(0, deps=[next_acc])
+    # All four warps must be past a product before one thread lets its operands be written over.
+    gl.thread_barrier()
+    if j + 1 < n:
+        _copy(v_desc, v_smem.index(before), v_full.index(before), ahead, whose, route, BLOCK_N, HEAD)
+    if j + 2 < n:
+        _copy(k_desc, k_smem.index(stage), k_full.index(stage), later, whose, route, BLOCK_N, HEAD)
+    if RENEWS:
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    weights = gl.convert_layout(p.to(v_desc.dtype), P_LAYOUT)
+    return acc, sums, weights, ahead, later
 
 
 @gluon.jit(do_not_specialize=PER_LENGTH)
@@ -114,9 +169,10 @@ def _narrow_kernel(
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
     MERGE: gl.constexpr,
+    LARGEST: gl.constexpr,
 ):
     # One program: one query tile of one class.
-    form: gl.constexpr = _form(HEAD_DIM, HEAD, BLOCK_M, BLOCK_N, CAUSAL, RAGGED, MERGE)
+    form: gl.constexpr = _form(HEAD_DIM, HEAD, BLOCK_M, BLOCK_N, CAUSAL, RAGGED, MERGE, LARGEST)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -149,73 +205,59 @@ def _narrow_kernel(
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if u >= 0:
-        residue = turned(u, shift, R)
         base_row = super_index * super_rows
-        kv_head = head // heads_per_kv
-        cut = (whole_rows, left_over)
-        at, row = box_place(residue, base_row + tile * BLOCK_M, cut, R, BLOCK_M)
-        _copy(q_desc, q_smem, q_full.index(0), (batch, at, head), row, BLOCK_M, HEAD)
-        # The first two tiles of keys and values.
-        entry = gl.load(first)
-        at, row = box_place(class_of(entry, shift, R), base_row + tile_of(entry) * BLOCK_N, cut, R, BLOCK_N)
-        _copy(k_desc, k_smem.index(0), k_full.index(0), (batch, at, kv_head), row, BLOCK_N, HEAD)
-        _copy(v_desc, v_smem.index(0), v_full.index(0), (batch, at, kv_head), row, BLOCK_N, HEAD)
-        following = gl.load(first + gl.minimum(1, n - 1))
-        if n > 1:
-            at, row = box_place(class_of(following, shift, R), base_row + tile_of(following) * BLOCK_N, cut, R, BLOCK_N)
-            _copy(k_desc, k_smem.index(1), k_full.index(1), (batch, at, kv_head), row, BLOCK_N, HEAD)
-            _copy(v_desc, v_smem.index(1), v_full.index(1), (batch, at, kv_head), row, BLOCK_N, HEAD)
-        ends = (whole_rows - base_row, longer_classes, super_rows)
-        place = (tile * BLOCK_M, residue, shift, ends)
+        route = (base_row, shift, (whole_rows, left_over), R)
+        whose = (batch, head // heads_per_kv)
+        _copy(q_desc, q_smem, q_full.index(0), (u << _TILE_BITS) | tile, (batch, head), route, BLOCK_M, HEAD)
+        residue = turned(u, shift, R)
+        place = (tile * BLOCK_M, residue, shift, (whole_rows - base_row, longer_classes, super_rows))
         bounds = (items_ptr, 0)
+        zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+        softmax = (scale_log2, place, bounds, zero)
+        operands = (k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full)
+        # Tiles before this walk through the list, and how many steps of it leave the running maximum as it was.
+        begun = 0
+        kept = KEPT
         top = gl.full([BLOCK_M], float("-inf"), gl.float32, STAT_LAYOUT)
         total = gl.full([BLOCK_M], 0.0, gl.float32, STAT_LAYOUT)
         acc = gl.full([BLOCK_M, HEAD], 0.0, gl.float32, O_LAYOUT)
-        zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-        q = q_smem.reshape([BLOCK_M, HEAD])
         mbarrier.wait(q_full.index(0), 0)
-        mbarrier.wait(k_full.index(0), 0)
-        logits = warpgroup_mma_wait(0, deps=[_begin_score(q, k_smem, 0, zero, form)])
-        # All four warps must be past a product before one thread lets its operand be written over.
-        gl.thread_barrier()
-        # The tile two steps ahead, whose keys are copied now and whose values when the present ones are done with.
-        ahead = gl.load(first + gl.minimum(2, n - 1))
-        at, row = box_place(class_of(ahead, shift, R), base_row + tile_of(ahead) * BLOCK_N, cut, R, BLOCK_N)
-        if n > 2:
-            _copy(k_desc, k_smem.index(0), k_full.index(0), (batch, at, kv_head), row, BLOCK_N, HEAD)
-        p, top, total, decay = weigh(logits, top, total, entry, scale_log2, place, bounds, MASK, R, form, S_LAYOUT)
-        weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
-        for masked in gl.static_range(2 if MASK else 1):
-            low = 1 if masked == 0 else gl.maximum(1, n_full)
-            high = n_full if masked == 0 else n
-            for j in range(low, high):
-                stage = j % _STAGES
-                before = 1 - stage
-                entry = following
-                following = ahead
-                mbarrier.wait(k_full.index(stage), (j // _STAGES) & 1)
-                next_logits = _begin_score(q, k_smem, stage, zero, form)
-                mbarrier.wait(v_full.index(before), ((j - 1) // _STAGES) & 1)
-                next_acc = _begin_sum(weights, v_smem, before, acc, form)
-                ahead = gl.load(first + gl.minimum(j + 2, n - 1))
-                logits = warpgroup_mma_wait(1, deps=[next_logits])
-                p, top, total, decay = weigh(
-                    logits, top, total, entry, scale_log2, place, bounds, masked == 1, R, form, S_LAYOUT
-                )
-                acc = warpgroup_mma_wait(0, deps=[next_acc])
-                gl.thread_barrier()
-                if j + 1 < n:
-                    _copy(v_desc, v_smem.index(before), v_full.index(before), (batch, at, kv_head), row, BLOCK_N, HEAD)
-                at, row = box_place(class_of(ahead, shift, R), base_row + tile_of(ahead) * BLOCK_N, cut, R, BLOCK_N)
-                if j + 2 < n:
-                    _copy(k_desc, k_smem.index(stage), k_full.index(stage), (batch, at, kv_head), row, BLOCK_N, HEAD)
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
-        last = (n - 1) % _STAGES
-        mbarrier.wait(v_full.index(last), ((n - 1) // _STAGES) & 1)
-        acc = warpgroup_mma_wait(0, deps=[_begin_sum(weights, v_smem, last, acc, form)])
-        whose = (batch, head, n_heads, length, base_row)
-        finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), whose, place, R, form, S_LAYOUT)
+        while kept >= 0:
+            stage = begun % _STAGES
+            entry = gl.load(first)
+            _copy(k_desc, k_smem.index(stage), k_full.index(stage), entry, whose, route, BLOCK_N, HEAD)
+            _copy(v_desc, v_smem.index(stage), v_full.index(stage), entry, whose, route, BLOCK_N, HEAD)
+            following = gl.load(first + gl.minimum(1, n - 1))
+            if n > 1:
+                _copy(k_desc, k_smem.index(1 - stage), k_full.index(1 - stage), following, whose, route, BLOCK_N, HEAD)
+                _copy(v_desc, v_smem.index(1 - stage), v_full.index(1 - stage), following, whose, route, BLOCK_N, HEAD)
+            top = gl.full([BLOCK_M], float("-inf"), gl.float32, STAT_LAYOUT)
+            total = gl.full([BLOCK_M], 0.0, gl.float32, STAT_LAYOUT)
+            sums = (top, total, total)
+            mbarrier.wait(k_full.index(stage), (begun // _STAGES) & 1)
+            logits = warpgroup_mma_wait(0, deps=[_begin_score(q_smem, k_smem, stage, zero, form)])
+            gl.thread_barrier()
+            # The tile two steps ahead: its keys are copied now, its values when the present ones are done with.
+            ahead = gl.load(first + gl.minimum(2, n - 1))
+            if n > 2:
+                _copy(k_desc, k_smem.index(stage), k_full.index(stage), ahead, whose, route, BLOCK_N, HEAD)
+            p, sums, _ = weigh(logits, sums, entry, scale_log2, place, bounds, MASK, True, R, form, S_LAYOUT)
+            weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
+            acc = gl.full([BLOCK_M, HEAD], 0.0, gl.float32, O_LAYOUT)
+            state = (acc, sums, weights, following, ahead)
+            given = (begun, first, n, operands, whose, route, softmax)
+            state = walk(_step, n_full, n, kept, state, given, form, S_LAYOUT, O_LAYOUT)
+            acc, sums, weights, following, ahead = state
+            top, total, largest = sums
+            stage = (begun + n - 1) % _STAGES
+            mbarrier.wait(v_full.index(stage), ((begun + n - 1) // _STAGES) & 1)
+            acc = warpgroup_mma_wait(0, deps=[_begin_sum(weights, v_smem, stage, acc, form)])
+            gl.thread_barrier()
+            begun += n
+            # A weight may have overflowed: once more, with a maximum renewed in every step.
+            kept = gl.where((kept > 0) & (gl.max(largest, 0) > LARGEST), 0, -1)
+        rows = (batch, head, n_heads, length, base_row)
+        finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 
 def run_group(
@@ -251,10 +293,11 @@ def run_group(
             "heads_per_kv": group.heads_per_kv,
             "RAGGED": ragged and not causal,
             "MERGE": merge,
+            "LARGEST": LARGEST_SUM[q.dtype],
         }
         return grid, given | own
 
-    kind = (q.dtype, q.shape[-1], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), config)
     return launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 

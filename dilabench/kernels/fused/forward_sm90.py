@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
-from dilabench.kernels.fused.softmax_sm90 import finish, weigh
+from dilabench.kernels.fused.softmax_sm90 import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
@@ -55,6 +55,7 @@ class _Form(NamedTuple):
     RAGGED: bool
     RANGES: int
     MERGE: bool
+    LARGEST: float
     PERSISTENT: bool
     TAKE_TURNS: bool
 
@@ -144,7 +145,16 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
 
 
 @gluon.jit
-def _produce(n_work, descriptors, strides, tables, geometry, tiles, barriers, R, form: gl.constexpr):
+def _again(verdicts, WARPS: gl.constexpr):
+    """Whether either consumer has to begin again, when both have told."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    told, slots = verdicts
+    mbarrier.wait(told, 0)
+    return gl.max(slots.index(0).load(LAYOUT), 0) + gl.max(slots.index(1).load(LAYOUT), 0) > 0
+
+
+@gluon.jit
+def _produce(n_work, descriptors, strides, tables, geometry, tiles, barriers, verdicts, R, form: gl.constexpr):
     PERSISTENT: gl.constexpr = form.value.PERSISTENT
     step = 0
     turn = 0
@@ -155,7 +165,10 @@ def _produce(n_work, descriptors, strides, tables, geometry, tiles, barriers, R,
                 item, step, turn, descriptors, strides, tables, geometry, tiles, barriers, R, form
             )
     else:
-        _produce_item(work, 0, 0, descriptors, strides, tables, geometry, tiles, barriers, R, form)
+        step, turn = _produce_item(work, 0, 0, descriptors, strides, tables, geometry, tiles, barriers, R, form)
+        if form.value.LARGEST > 0:  # noqa: SIM102 - what is compiled in, and what is asked
+            if _again(verdicts, 1):
+                _produce_item(work, step, turn, descriptors, strides, tables, geometry, tiles, barriers, R, form)
 
 
 @gluon.jit
@@ -169,6 +182,64 @@ def _score(half: gl.constexpr, stage, zero, tiles, TAIL: gl.constexpr):
 
 
 @gluon.jit
+def _step(
+    j,
+    state,
+    given,
+    MASKED: gl.constexpr,
+    RENEWS: gl.constexpr,
+    form: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+):
+    """Tile j of a list: begin its scores and the sum over the tile before, weigh the former while the latter runs.
+
+    RENEWS the running maximum, or leaves it as it was.
+    """
+    TAIL: gl.constexpr = form.value.TAIL
+    STAGES: gl.constexpr = form.value.STAGES
+    T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    P_TAIL_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=T_LAYOUT, k_width=2)
+    # Products in flight behind the next scores.
+    BEHIND: gl.constexpr = 2 if TAIL else 1
+    half, first, step, turn, scale_log2, place, bounds, tiles, barriers, R, zero = given
+    _, _, v_smem, _, _, v_tail = tiles
+    _, _, k_full, k_empty, v_full, v_empty, turns = barriers
+    acc, tail, sums, weights = state
+    stage = (step + j) % STAGES
+    before = (step + j - 1) % STAGES
+    entry = gl.load(first + j)
+    mbarrier.wait(k_full.index(stage), ((step + j) // STAGES) & 1)
+    if form.value.TAKE_TURNS:
+        # One consumer's softmax then runs beside the other's products.
+        mbarrier.wait(turns.index(half), (step - turn + j + half) & 1)
+    next_logits = _score(half, stage, zero, tiles, TAIL)
+    mbarrier.wait(v_full.index(before), ((step + j - 1) // STAGES) & 1)
+    next_acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+    if TAIL:
+        tail_weights = gl.convert_layout(weights, P_TAIL_LAYOUT)
+        next_tail = warpgroup_mma(tail_weights, v_tail.index(before), tail, is_async=True)
+    if form.value.TAKE_TURNS:
+        mbarrier.arrive(turns.index(1 - half), count=1)
+    logits = warpgroup_mma_wait(BEHIND, deps=[next_logits])
+    gl.thread_barrier()
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    p, sums, decay = weigh(logits, sums, entry, scale_log2, place, bounds, MASKED, RENEWS, R, form, S_LAYOUT)
+    if TAIL:
+        acc, tail = warpgroup_mma_wait(0, deps=[next_acc, next_tail])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[next_acc])
+    gl.thread_barrier()
+    mbarrier.arrive(v_empty.index(before), count=1)
+    if RENEWS:
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        if TAIL:
+            tail = tail * gl.convert_layout(decay, gl.SliceLayout(1, T_LAYOUT))[:, None]
+    return acc, tail, sums, gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT)
+
+
+@gluon.jit
 def _consume_tile(
     half: gl.constexpr,
     first,
@@ -176,6 +247,7 @@ def _consume_tile(
     n,
     step,
     turn,
+    kept,
     scale_log2,
     place,
     bounds,
@@ -187,8 +259,8 @@ def _consume_tile(
     O_LAYOUT: gl.constexpr,
     T_LAYOUT: gl.constexpr,
 ):
-    """(unscaled accumulator, that of the last columns, running maximum, running sum) of half a query tile over its list
-    of key tiles.
+    """(unscaled accumulator, that of the last columns, `weigh`'s sums) of half a query tile over its list of key tiles;
+    ``kept`` as for `walk`.
     """
     HEAD: gl.constexpr = form.value.HEAD
     TAIL: gl.constexpr = form.value.TAIL
@@ -196,15 +268,14 @@ def _consume_tile(
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
     _, _, v_smem, _, _, v_tail = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     P_TAIL_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=T_LAYOUT, k_width=2)
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     MASK: gl.constexpr = form.value.CAUSAL or form.value.RAGGED or form.value.RANGES > 0
-    # Products in flight behind the next scores.
-    BEHIND: gl.constexpr = 2 if TAIL else 1
     top = gl.full([ROWS], float("-inf"), gl.float32, STAT_LAYOUT)
     total = gl.full([ROWS], 0.0, gl.float32, STAT_LAYOUT)
+    sums = (top, total, total)
     acc = gl.full([ROWS, HEAD], 0.0, gl.float32, O_LAYOUT)
     tail = 0
     if TAIL:
@@ -218,43 +289,10 @@ def _consume_tile(
     # All four warps must be past the product before one thread hands the buffer back.
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
-    p, top, total, decay = weigh(logits, top, total, entry, scale_log2, place, bounds, MASK, R, form, S_LAYOUT)
-    weights = gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT)
-    for masked in gl.static_range(2 if MASK else 1):
-        low = 1 if masked == 0 else gl.maximum(1, n_full)
-        high = n_full if masked == 0 else n
-        for j in range(low, high):
-            stage = (step + j) % STAGES
-            before = (step + j - 1) % STAGES
-            entry = gl.load(first + j)
-            mbarrier.wait(k_full.index(stage), ((step + j) // STAGES) & 1)
-            if form.value.TAKE_TURNS:
-                # One consumer's softmax then runs beside the other's products.
-                mbarrier.wait(turns.index(half), (step - turn + j + half) & 1)
-            next_logits = _score(half, stage, zero, tiles, TAIL)
-            mbarrier.wait(v_full.index(before), ((step + j - 1) // STAGES) & 1)
-            next_acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
-            if TAIL:
-                tail_weights = gl.convert_layout(weights, P_TAIL_LAYOUT)
-                next_tail = warpgroup_mma(tail_weights, v_tail.index(before), tail, is_async=True)
-            if form.value.TAKE_TURNS:
-                mbarrier.arrive(turns.index(1 - half), count=1)
-            logits = warpgroup_mma_wait(BEHIND, deps=[next_logits])
-            gl.thread_barrier()
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            p, top, total, decay = weigh(
-                logits, top, total, entry, scale_log2, place, bounds, masked == 1, R, form, S_LAYOUT
-            )
-            if TAIL:
-                acc, tail = warpgroup_mma_wait(0, deps=[next_acc, next_tail])
-            else:
-                acc = warpgroup_mma_wait(0, deps=[next_acc])
-            gl.thread_barrier()
-            mbarrier.arrive(v_empty.index(before), count=1)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
-            if TAIL:
-                tail = tail * gl.convert_layout(decay, gl.SliceLayout(1, T_LAYOUT))[:, None]
-            weights = gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT)
+    p, sums, _ = weigh(logits, sums, entry, scale_log2, place, bounds, MASK, True, R, form, S_LAYOUT)
+    state = (acc, tail, sums, gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT))
+    given = (half, first, step, turn, scale_log2, place, bounds, tiles, barriers, R, zero)
+    acc, tail, sums, weights = walk(_step, n_full, n, kept, state, given, form, S_LAYOUT, O_LAYOUT)
     mbarrier.arrive(q_empty.index(0), count=1)
     before = (step + n - 1) % STAGES
     mbarrier.wait(v_full.index(before), ((step + n - 1) // STAGES) & 1)
@@ -267,14 +305,14 @@ def _consume_tile(
         acc = warpgroup_mma_wait(0, deps=[next_acc])
     gl.thread_barrier()
     mbarrier.arrive(v_empty.index(before), count=1)
-    return acc, tail, top, total
+    return acc, tail, sums
 
 
 @gluon.jit
-def _consume_item(
-    half: gl.constexpr, work, step, turn, results, tables, geometry, tiles, barriers, scale_log2, R, form: gl.constexpr
-):
-    """Attend and store half a query tile; returns the counts of key tiles and query tiles so far."""
+def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, form: gl.constexpr):
+    """Attend and store half a query tile; returns the counts of key tiles and query tiles so far, and 1 if a weight may
+    have overflowed, for ``kept`` steps (`walk`) left the maximum: nothing is stored then.
+    """
     HEAD: gl.constexpr = form.value.HEAD
     TAIL: gl.constexpr = form.value.TAIL
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
@@ -282,6 +320,7 @@ def _consume_item(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.value.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
+    results, tables, geometry, tiles, barriers, scale_log2, R = given
     items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
     bounds = (bounds_ptr, geometry[10])
     n_heads, super_rows, whole_rows = geometry[4], geometry[6], geometry[7]
@@ -289,19 +328,21 @@ def _consume_item(
     item_ptr, head, batch, shift, super_index, _ = _locate(work, geometry, items_ptr, heads_ptr)
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
+    overflowed = 0
     if n > 0:
         residue = turned(gl.load(item_ptr), shift, R)
         first = entries_ptr + gl.load(item_ptr + 2)
         first_row = gl.load(item_ptr + 1) * BLOCK_M + half * ROWS
         ends = (whole_rows - super_index * super_rows, longer_classes, super_rows)
         place = (first_row, residue, shift, ends)
-        acc, tail, top, total = _consume_tile(
+        acc, tail, sums = _consume_tile(
             half,
             first,
             n_full,
             n,
             step,
             turn,
+            kept,
             scale_log2,
             place,
             bounds,
@@ -313,24 +354,54 @@ def _consume_item(
             O_LAYOUT,
             T_LAYOUT,
         )
-        whose = (batch, head, n_heads, length, super_index * super_rows)
-        finish(acc, tail, top, total, results, whose, place, R, form, S_LAYOUT)
-    return step + n, turn + (n > 0).to(gl.int32)
+        top, total, largest = sums
+        if form.value.LARGEST > 0:
+            overflowed = (gl.max(largest, 0) > form.value.LARGEST).to(gl.int32)
+            stores = stores & (overflowed == 0)
+        if stores:
+            whose = (batch, head, n_heads, length, super_index * super_rows)
+            finish(acc, tail, top, total, results, whose, place, R, form, S_LAYOUT)
+    return step + n, turn + (n > 0).to(gl.int32), overflowed
 
 
 @gluon.jit
-def _consume(half: gl.constexpr, n_work, results, tables, geometry, tiles, barriers, scale_log2, R, form: gl.constexpr):
+def _consume(
+    half: gl.constexpr,
+    n_work,
+    results,
+    tables,
+    geometry,
+    tiles,
+    barriers,
+    verdicts,
+    scale_log2,
+    R,
+    form: gl.constexpr,
+):
     PERSISTENT: gl.constexpr = form.value.PERSISTENT
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    given = (results, tables, geometry, tiles, barriers, scale_log2, R)
     step = 0
     turn = 0
     work = gl.program_id(0)
     if PERSISTENT:
         for item in range(work, n_work, gl.num_programs(0)):
-            step, turn = _consume_item(
-                half, item, step, turn, results, tables, geometry, tiles, barriers, scale_log2, R, form
-            )
+            step, turn, _ = _consume_item(half, item, step, turn, 0, True, given, form)
+    elif form.value.LARGEST > 0:
+        told, slots = verdicts
+        again = True
+        mine = 0
+        for attempt in range(2):
+            if again:
+                kept = gl.where(attempt == 0, KEPT, 0)
+                step, turn, mine = _consume_item(half, work, step, turn, kept, (attempt == 0) | (mine > 0), given, form)
+            if attempt == 0:
+                slots.index(half).store(gl.full([32], mine, gl.int32, LAYOUT))
+                gl.thread_barrier()
+                mbarrier.arrive(told, count=1)
+                again = _again(verdicts, 4)
     else:
-        _consume_item(half, work, 0, 0, results, tables, geometry, tiles, barriers, scale_log2, R, form)
+        _consume_item(half, work, 0, 0, 0, True, given, form)
 
 
 @gluon.jit(do_not_specialize=PER_LENGTH)
@@ -378,6 +449,7 @@ def _forward_kernel(
     RAGGED: gl.constexpr,
     RANGES: gl.constexpr,
     MERGE: gl.constexpr,
+    LARGEST: gl.constexpr,
     STAGES: gl.constexpr,
     PERSISTENT: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
@@ -407,6 +479,13 @@ def _forward_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
+    verdicts = (0, 0)
+    if LARGEST > 0:
+        # What the consumers tell each other and the producer, once.
+        told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(told.index(0), count=2)
+        slots = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        verdicts = (told.index(0), slots)
     fence_async_shared()
     tables = (items_ptr, entries_ptr, heads_ptr, bounds_ptr)
     geometry = (
@@ -439,14 +518,15 @@ def _forward_kernel(
         RAGGED,
         RANGES,
         MERGE,
+        LARGEST,
         PERSISTENT,
         TAKE_TURNS,
     )
     gl.warp_specialize(
         [
-            (_consume, (0, n_work, results, tables, geometry, tiles, barriers, scale_log2, R, form)),
-            (_consume, (1, n_work, results, tables, geometry, tiles, barriers, scale_log2, R, form)),
-            (_produce, (n_work, descriptors, strides, tables, geometry, tiles, barriers, R, form)),
+            (_consume, (0, n_work, results, tables, geometry, tiles, barriers, verdicts, scale_log2, R, form)),
+            (_consume, (1, n_work, results, tables, geometry, tiles, barriers, verdicts, scale_log2, R, form)),
+            (_produce, (n_work, descriptors, strides, tables, geometry, tiles, barriers, verdicts, R, form)),
         ],
         [4, 1],
         [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
@@ -458,19 +538,22 @@ def stays(dim: int, causal: bool, more: bool) -> bool:
 
     Longer lists gain from that (840 against 815 TFLOP/s effective, not causal), shorter causal ones lose (503 against
     540). It costs the consumers registers, which spill beside accumulators of many columns and beside ``more``: a loop
-    over masked tiles or results that are merged (below 128 columns they do not, and yet it is up to 10 % slower).
+    over masked tiles or results that are merged. Below 128 columns a program may have to begin again.
     """
-    return dim <= 128 and not causal and not more
+    return dim == 128 and not causal and not more
 
 
 def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileConfig) -> dict[str, Any]:
     """The descriptors of a launch, and what is compiled in by the head dim.
 
-    Taking turns gains 5 to 10 % below 128 columns, where the softmax takes as long as the products, and nothing above.
+    Below 128 columns the softmax takes as long as the products: there taking turns gains 5 to 10 %, and so does leaving
+    the running maximum in most steps.
     """
     dim = q.shape[-1]
     head, tail = tile_columns(dim, q.element_size())
-    arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": dim < 128}
+    narrow = dim < 128
+    largest = LARGEST_SUM[q.dtype] if narrow else 0.0
+    arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest}
     for name, x, rows in (("q", q, config.block_m // 2), ("k", k, config.block_n), ("v", v, config.block_n)):
         arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, rows, head)
         arguments[f"{name}_tail_desc"] = _tile_descriptor(x, modulus, rows, tail) if tail else None
@@ -549,5 +632,5 @@ def run_group(
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    kind = (q.dtype, dim, causal, merge, mass is None, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, dim, num_heads, causal, merge, mass is None, group.heads_per_kv, len(group.kinds), config)
     return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

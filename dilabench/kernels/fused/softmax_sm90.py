@@ -2,16 +2,24 @@
 # mypy: disable-error-code="no-untyped-def"
 """What the Hopper kernels of the forward pass do with scores: one step of the online softmax, and the end of it.
 
-``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RANGES (of rows
-that hide each key), MERGE (with the results that are there), DIM and TAIL (the last columns, tiles of their own).
+``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED, RANGES
+(of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the results that are there), DIM and TAIL
+(the last columns, tiles of their own).
 """
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dilabench.kernels.fused.tile_walk_sm90 import bias_of, class_of, tile_of
+
+# Steps between two that renew the running maximum, at most.
+KEPT = gl.constexpr(15)
+# Of the weights of a row in one step, if the maximum is not renewed: none is rounded to infinity then, nor is a sum of
+# many with values below 2^60.
+LARGEST_SUM = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}
 
 
 @gluon.jit
@@ -22,53 +30,115 @@ def end_of(residue, ends):
 
 
 @gluon.jit
+def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.constexpr):
+    """Logits, those of keys that a query does not see -inf; arguments as of `weigh`."""
+    ROWS: gl.constexpr = form.value.ROWS
+    BLOCK_N: gl.constexpr = form.value.BLOCK_N
+    CAUSAL: gl.constexpr = form.value.CAUSAL
+    RANGES: gl.constexpr = form.value.RANGES
+    first_row, residue, shift, ends = place
+    key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    partner = class_of(entry, shift, R)
+    if CAUSAL:
+        ahead = first_row - (partner > residue).to(gl.int32) - tile_of(entry) * BLOCK_N
+        last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
+        seen = key_row[None, :] <= last[:, None]
+    else:
+        seen = (key_row < end_of(partner, ends) - tile_of(entry) * BLOCK_N)[None, :]
+    logits = gl.where(seen, logits, float("-inf"))
+    bounds_ptr, key_rows = bounds
+    for index in gl.static_range(RANGES):
+        # Ranges of rows that a key is hidden from (block_sparse), key by key.
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + first_row
+        at = bounds_ptr + 2 * index * key_rows + tile_of(entry) * BLOCK_N + key_row
+        start, stop = gl.load(at), gl.load(at + key_rows)
+        hidden = (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
+        logits = gl.where(hidden, float("-inf"), logits)
+    return logits
+
+
+@gluon.jit
 def weigh(
     logits,
-    top,
-    total,
+    sums,
     entry,
     scale_log2,
     place,
     bounds,
     MASK: gl.constexpr,
+    RENEWS: gl.constexpr,
     R,
     form: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Weights, new running maximum and sum, and the decay of what was summed before. ``place``: first row, class and
-    class shift of the queries, and `end_of`'s ends.
+    """Weights, ``sums`` with them, and the decay of what was summed before. ``place``: first row, class and class shift
+    of the queries, and `end_of`'s ends.
+
+    sums: running maximum, running sum, and the largest sum of weights of a step that does not RENEW the maximum but
+    leaves it as it was, finite; its weights may exceed 1. For the maximum of a softmax is any number that keeps the
+    weights in range (Hong et al. 2023, FlashDecoding++, section 3): that of some keys serves for the following ones, as
+    long as what is summed shows that no weight overflowed.
     """
-    ROWS: gl.constexpr = form.value.ROWS
-    BLOCK_N: gl.constexpr = form.value.BLOCK_N
-    CAUSAL: gl.constexpr = form.value.CAUSAL
-    RANGES: gl.constexpr = form.value.RANGES
+    top, total, largest = sums
     bias = bias_of(entry)
     if MASK:
-        first_row, residue, shift, ends = place
-        key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        partner = class_of(entry, shift, R)
-        if CAUSAL:
-            ahead = first_row - (partner > residue).to(gl.int32) - tile_of(entry) * BLOCK_N
-            last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
-            seen = key_row[None, :] <= last[:, None]
+        logits = _hidden(logits, entry, place, bounds, R, form, LAYOUT)
+    decay = 1.0
+    if RENEWS:
+        new_top = gl.maximum(top, gl.max(logits, 1) * scale_log2 + bias)
+        safe_top = new_top
+        if MASK:
+            safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
+        p = gl.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
+        decay = gl.exp2(top - safe_top)
+        top, total = new_top, total * decay + gl.sum(p, 1)
+    else:
+        p = gl.exp2(logits * scale_log2 - (top - bias)[:, None])
+        added = gl.sum(p, 1)
+        total, largest = total + added, gl.maximum(largest, added)
+    return p, (top, total, largest), decay
+
+
+@gluon.jit
+def walk(
+    STEP: gl.constexpr,
+    n_full,
+    n,
+    kept,
+    state,
+    given,
+    form: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+):
+    """Take all steps of a list but the first; ``STEP`` is given its number and whether it masks and renews the maximum.
+
+    Up to ``kept`` steps leave the running maximum before one renews it. In float16, where weights overflow soon, they
+    become so many by and by, for it is the first keys after which a maximum still rises much.
+    """
+    CAUSAL: gl.constexpr = form.value.CAUSAL
+    LARGEST: gl.constexpr = form.value.LARGEST
+    RANGES: gl.constexpr = form.value.RANGES
+    # Without a whole tile the maximum of some rows may still be that of no key.
+    kept = gl.where(n_full > 0, kept, 0)
+    between = gl.minimum(kept, KEPT if LARGEST > 65504.0 else 0)
+    for masked in gl.static_range(2 if CAUSAL or form.value.RAGGED or RANGES > 0 else 1):
+        begin = 1 if masked == 0 else gl.maximum(1, n_full)
+        end = n_full if masked == 0 else n
+        # Few tiles are cut by the end of a sequence.
+        if LARGEST > 0 and (masked == 0 or (CAUSAL and RANGES == 0)):
+            while begin < end:
+                renewed = gl.minimum(begin + between, end)
+                for j in range(begin, renewed):
+                    state = STEP(j, state, given, masked == 1, False, form, S_LAYOUT, O_LAYOUT)
+                for j in range(renewed, gl.minimum(renewed + 1, end)):
+                    state = STEP(j, state, given, masked == 1, True, form, S_LAYOUT, O_LAYOUT)
+                begin = renewed + 1
+                between = gl.minimum(2 * between + 1, kept)
         else:
-            seen = (key_row < end_of(partner, ends) - tile_of(entry) * BLOCK_N)[None, :]
-        logits = gl.where(seen, logits, float("-inf"))
-        bounds_ptr, key_rows = bounds
-        for index in gl.static_range(RANGES):
-            # Ranges of rows that a key is hidden from (block_sparse), key by key.
-            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + first_row
-            at = bounds_ptr + 2 * index * key_rows + tile_of(entry) * BLOCK_N + key_row
-            start, stop = gl.load(at), gl.load(at + key_rows)
-            hidden = (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
-            logits = gl.where(hidden, float("-inf"), logits)
-    new_top = gl.maximum(top, gl.max(logits, 1) * scale_log2 + bias)
-    safe_top = new_top
-    if MASK:
-        safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
-    p = gl.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
-    decay = gl.exp2(top - safe_top)
-    return p, new_top, total * decay + gl.sum(p, 1), decay
+            for j in range(begin, end):
+                state = STEP(j, state, given, masked == 1, True, form, S_LAYOUT, O_LAYOUT)
+    return state
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.extra import libdevice
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 
@@ -36,8 +37,8 @@ def class_of(entry, shift, R):
 
 @gluon.jit
 def bias_of(entry):
-    """log2 of its multiplicity."""
-    return gl.log2((entry >> _COUNT_SHIFT).to(gl.float32))
+    """log2 of its multiplicity, by one instruction for thirty: exact at powers of 2 and else off by at most 2^-22."""
+    return libdevice.fast_log2f((entry >> _COUNT_SHIFT).to(gl.float32))
 
 
 @gluon.jit
