@@ -14,7 +14,7 @@ from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.tolerance import Expected
-from dilabench.engine.verify.probes import probe_checks
+from dilabench.engine.verify.probes import FROM_EVERY_ROW, gradients_from_every_row, probe_checks
 from dilabench.record import Check
 
 NO_GRADIENT = "out carries no gradient for it, but the workload's mode needs one"
@@ -25,12 +25,14 @@ GRADIENTS = ("dq", "dk", "dv")
 class Seen:
     """What the function gave for the oracle's inputs; None what it did not come to. lse: on the sampled rows.
 
-    against: the confirmed implementation that every row was compared with.
+    against: the confirmed implementation that every row was compared with. misreads_dout: gradients are wrong under an
+    upstream gradient in another memory order than out, and right under the same values in out's.
     """
 
     first: Result | None = None
     lse: Tensor | None = None
     against: str | None = None
+    misreads_dout: bool = False
 
 
 def heads_checks(
@@ -66,7 +68,11 @@ def heads_checks(
     # The first call's lies in memory as out does; what follows in a model may hand back any order.
     dout = _head_by_head(oracle.full_dout) if backward else None
     results = [call(inputs, dout) for inputs in second]
-    yield from probe_checks(oracle, first.out, results)
+    probes = list(probe_checks(oracle, first.out, results))
+    yield from probes
+    if any(check.name.endswith(FROM_EVERY_ROW) and not check.passed for check in probes):
+        again = gradients_from_every_row(oracle, call(second[-1], oracle.full_dout))
+        seen.misreads_dout = all(check.passed for check in again)
     del results, second, dout
     yield kept_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected_out.tolerance)

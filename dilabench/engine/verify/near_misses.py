@@ -26,6 +26,11 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 ROWS, BATCHES = 24, 2
 # A near miss must explain all but this share of the error, and be this far from the truth itself, in tolerances.
 UNEXPLAINED, DISTINCT = 0.25, 4.0
+# torch's cuDNN attention keeps a plan by the strides of q, k and v alone, and reads a later dout by those of the first.
+MISREADS_DOUT = (
+    "gradients are right only while dout lies in memory as out does: pass it on contiguous (where this is torch's "
+    "scaled_dot_product_attention, its cuDNN kernel is what fails: leave that out by torch.nn.attention.sdpa_kernel)"
+)
 FORWARD = ("out", "second_call", "ones", "dependency")
 
 
@@ -65,6 +70,8 @@ def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
     first = seen.first
     if not failing or first is None:
         return None
+    if seen.misreads_dout:
+        return MISREADS_DOUT
     wrong_out = any(name.startswith(FORWARD) for name in failing)
     if wrong_out and (found := _of_out(oracle, oracle.sampled(first.out))):
         return f"out is that of {found}"

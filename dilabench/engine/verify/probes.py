@@ -19,6 +19,7 @@ from dilabench.workload.visibility import alike_heads, covered, seen_by
 
 # Keys whose dk is computed from all rows: each costs a pass over the rows.
 MAX_KEY_GRADIENTS = 4
+FROM_EVERY_ROW = "_from_every_row"
 _UNDER = "dout random in every row and in another memory order than out"
 
 
@@ -33,7 +34,7 @@ def probe_checks(oracle: Oracle, first: Tensor, results: list[Result]) -> Iterat
     yield _ones(oracle, oracle.batched(results[0].out)[..., 0])
     yield _dependency(oracle, oracle.batched(results[-1].out))
     if results[-1].gradients and oracle.planes.calls == 1:
-        yield from _gradients_from_every_row(oracle, results[-1])
+        yield from gradients_from_every_row(oracle, results[-1])
 
 
 def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
@@ -88,8 +89,8 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
     return Check(name="dependency", passed=not wrong, error=float(wrong), tolerance=0.0, where=where, detail=detail)
 
 
-def _gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
-    """dk and dv at probed keys under a dout that is random in every row, at any length, head by head in memory.
+def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
+    """dk and dv at probed keys under a dout that is random in every row, at any length.
 
     The channel of a key holds its attention weight P in every row, so that dv = sum_i P dout and
     dk = scale · sum_i P (dP - mean) q follow from the function's own forward, which the other checks hold to the
@@ -137,4 +138,4 @@ def _gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]
         if name == "dv":
             actual = torch.stack([actual[:, at, :, channel] for at, channel in enumerate(channels)], 1)
         expected = Expected(value, size, tolerance)
-        yield compare(f"{name}_from_every_row", actual, expected, axes[: actual.ndim], f"{len(keys)} keys, {_UNDER}")
+        yield compare(name + FROM_EVERY_ROW, actual, expected, axes[: actual.ndim], f"{len(keys)} keys, {_UNDER}")
