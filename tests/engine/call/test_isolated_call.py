@@ -180,15 +180,21 @@ def test_nothing_of_the_measuring_comes_out_of_the_limit(mode, limit):
     assert reply.isolated.verification.passed
 
 
-def start_a_thread():
-    threading.Thread(target=int).start()
+def start_threads():
+    """More at a time than the C library keeps stacks of threads that have ended, which need no memory."""
+    over = threading.Event()
+    try:
+        for _ in range(16):
+            threading.Thread(target=over.wait).start()
+    finally:
+        over.set()
 
 
 @ON_LINUX
 def test_a_thread_without_room_is_out_of_memory_and_one_refused_otherwise_is_not(monkeypatch):
     with pytest.raises(MemoryError, match="none is left for a thread"), memory_limited(CPU, 2**20):
-        start_a_thread()
-    start_a_thread()
+        start_threads()
+    start_threads()
     with pytest.raises(MemoryError, match="none is left for a thread"), memory_limited(CPU, 2**20):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
     with pytest.raises(RuntimeError, match="no kernel"), memory_limited(CPU, 2**20):
@@ -199,4 +205,4 @@ def test_a_thread_without_room_is_out_of_memory_and_one_refused_otherwise_is_not
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(RuntimeError, match="can't start"), memory_limited(CPU, 2**30):
-        start_a_thread()
+        start_threads()
