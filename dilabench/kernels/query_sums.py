@@ -11,7 +11,7 @@ from torch import Tensor
 from dilabench.kernels.tuning import TileConfig
 
 # Heads whose programs are as many follow others: at their end multiprocessors wait for the last of them.
-_PROGRAMS = 2048
+_PROGRAMS = 4096
 
 
 def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:

@@ -74,6 +74,7 @@ def _row_sums_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
+    delta_ptr,
     stats_ptr,
     out_b,
     out_n,
@@ -91,6 +92,7 @@ def _row_sums_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOUND: tl.constexpr,
 ):
     # delta = rowsum(out * dout) and the base-2 lse, written as [B, H, R, segments, stats_rows / block, 2, block].
     pid = tl.program_id(0)
@@ -100,13 +102,19 @@ def _row_sums_kernel(
     tokens = (rest % blocks) * ROWS + tl.arange(0, ROWS)
     batch = (rest // blocks).to(tl.int64)
     valid = tokens < length
-    columns = tl.arange(0, DIM)[None, :]
-    there = valid[:, None] & (columns < HEAD_DIM)
     at = tokens.to(tl.int64)
-    out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns, there, 0.0)
-    dout = tl.load(dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns, there, 0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + (batch * n_heads + head) * length + at, valid, 0.0)
+    row_at = (batch * n_heads + head) * length + at
+    if FOUND:
+        delta = tl.load(delta_ptr + row_at, valid, 0.0)
+    else:
+        columns = tl.arange(0, DIM)[None, :]
+        there = valid[:, None] & (columns < HEAD_DIM)
+        out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns, there, 0.0)
+        dout = tl.load(dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns, there, 0.0)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        if delta_ptr is not None:
+            tl.store(delta_ptr + row_at, delta, valid)
+    lse = tl.load(lse_ptr + row_at, valid, 0.0)
     row = tokens // R
     segment = ((batch * n_heads + head) * R + tokens % R) * segments + row // segment_rows
     row %= segment_rows
@@ -118,23 +126,34 @@ def _row_sums_kernel(
 
 
 def row_sums(
-    out: Tensor, dout: Tensor, lse: Tensor, layout: StatsLayout, known: Launches | None = None, name: object = None
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    layout: StatsLayout,
+    known: Launches | None = None,
+    name: object = None,
+    delta: Tensor | None = None,
+    found: bool = False,
 ) -> Tensor:
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
     ``[B, H, R, segments, rows / block, 2, block]``.
 
-    known: launches of the pass, which may have this one under this name.
+    known: launches of the pass, which may have this one under this name. delta: room for rowsum(out * dout), like lse,
+    for the next of several layouts, which reads neither out nor dout once it is ``found``.
     """
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // layout.block, 2, layout.block)
     stats = lse.new_empty(shape) if layout.is_filled_by(length) else lse.new_full(shape, _NO_TOKEN)
     tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}
+    if delta is not None:
+        tensors["delta"] = delta
     if known is not None and known.repeat(name, tensors):
         return stats
     columns = triton.next_power_of_2(dim)
     rows = max(1, 4096 // columns)
     arguments = {
+        "delta_ptr": None,
         **{f"{name}_ptr": x for name, x in tensors.items()},
         **dict(zip(("out_b", "out_n", "out_h"), out.stride(), strict=False)),
         **dict(zip(("dout_b", "dout_n", "dout_h"), dout.stride(), strict=False)),
@@ -148,6 +167,7 @@ def row_sums(
         "DIM": columns,
         "ROWS": rows,
         "BLOCK": layout.block,
+        "FOUND": found,
     }
     launched = run(_row_sums_kernel, (triton.cdiv(length, rows) * batch * num_heads,), arguments)
     if known is not None:

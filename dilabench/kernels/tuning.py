@@ -92,13 +92,16 @@ _SPECIALIZED: dict[int, TileConfig] = {
 _SMALLEST_SPECIALIZED = 65
 
 
-# The backward pass in one kernel, by (head dim, causal), where it wins. Milliseconds of the two passes of the plain
-# kernels and of this one on an H200, H16: 32768 tokens, dense, D128 52.8 to 37.8; longnet_128k D128 20.2 to 16.0,
-# causal 12.2 to 11.9. D64 is not in it: 10.9 to 10.3, causal 6.5 to 7.2, and slower with sparse masks.
-_SPECIALIZED_BACKWARD: dict[tuple[int, bool], TileConfig] = {
-    (128, False): TileConfig(64, 128, 4, 2, specialized=True),
-    (128, True): TileConfig(64, 128, 4, 2, specialized=True),
+# The backward pass in one kernel, by the largest head dim, where it wins. Milliseconds of the two passes of the plain
+# kernels and of this one on an H200, H16: 32768 tokens, dense, D128 52.8 to 37.8, D64 27.2 to 22.0, causal 14.2 to
+# 10.4; longnet_128k D128 20.2 to 16.0, causal 12.2 to 11.9, D64 10.1 to 9.2, causal 6.58 to 6.64; 65536 tokens, w 1024
+# 5792 32768 65536, D96 14.5 to 12.2, D80 13.7 to 11.4, D64 8.6 to 7.5; GigaPath's 70001 tokens at D48 9.8 to 8.1.
+_SPECIALIZED_BACKWARD: dict[int, TileConfig] = {
+    64: TileConfig(64, 128, 4, 4, specialized=True),
+    128: TileConfig(64, 128, 4, 2, specialized=True),
 }
+# Below, a share of dQ turned over would have fewer rows than a product.
+_SMALLEST_SPECIALIZED_BACKWARD = 33
 
 
 # float32, (largest head dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal: milliseconds,
@@ -138,10 +141,14 @@ def tile_columns(dim: int, itemsize: int) -> tuple[int, int]:
 
     float32 has one tile: with two, head dims 72 and 160 ended in an illegal memory access on an H200 (Triton 3.6).
     """
+    head, tail = product_columns(dim)
+    return (head, tail) if tail == 0 or (head >= _SMALLEST_HEAD_TILE and itemsize <= 2) else (padded_dim(dim), 0)
+
+
+def product_columns(dim: int) -> tuple[int, int]:
+    """As `tile_columns` for products over columns of one tile, which may have fewer of them."""
     padded = padded_dim(dim)
     head = padded // 2
-    if head < _SMALLEST_HEAD_TILE or itemsize > 2:
-        return padded, 0
     tail = padded_dim(dim - head)
     return (head, tail) if head + tail < padded else (padded, 0)
 
@@ -176,24 +183,31 @@ def specialized_config(head_dim: int, largest_tile: int) -> TileConfig | None:
 
 
 # A program has a multiprocessor for itself: with fewer of them, or with shorter lists of query tiles in the mean, two
-# passes of smaller tiles are faster. Of branches the long lists go first and cover the short ones: 16 to 40 steps 1.27
-# times as fast at once, 2.6 and 24 steps 1.02 times. Lists of a block mask are alike: 51 steps 1.14 times as fast, 26
-# steps 0.95 times.
+# passes of smaller tiles are faster. Of branches the long lists go first and cover the short ones: at D128 16 to 40
+# steps 1.27 times as fast at once, 2.6 and 24 steps 1.02 times. Lists of a block mask are alike: 51 steps 1.14 times as
+# fast, 26 steps 0.95 times.
 _LEAST_PROGRAMS = 512
-_LEAST_STEPS: dict[Literal["branches", "blocks"], int] = {"branches": 16, "blocks": 48}
+_LEAST_STEPS: dict[tuple[int, Literal["branches", "blocks"]], int] = {
+    (64, "branches"): 8,
+    (128, "branches"): 8,
+    (128, "blocks"): 48,
+}
 
 
 def specialized_backward_config(
-    head_dim: int, causal: bool, largest_tile: int, key_rows: int, pairs: int, of: Literal["branches", "blocks"]
+    head_dim: int, largest_tile: int, key_rows: int, pairs: int, of: Literal["branches", "blocks"]
 ) -> TileConfig | None:
     """Configuration of the warp-specialised backward where it wins and its tiles fit, else None.
 
     ``key_rows`` over all batch elements and key/value heads; ``pairs`` of queries with those keys.
     """
-    config = _SPECIALIZED_BACKWARD.get((head_dim, causal))
-    if config is None or config.longest > largest_tile or key_rows < _LEAST_PROGRAMS * config.block_n:
+    largest = next((most for most in _SPECIALIZED_BACKWARD if head_dim <= most), None)
+    if largest is None or head_dim < _SMALLEST_SPECIALIZED_BACKWARD or (largest, of) not in _LEAST_STEPS:
         return None
-    return config if pairs >= _LEAST_STEPS[of] * config.block_m * key_rows else None
+    config = _SPECIALIZED_BACKWARD[largest]
+    if config.longest > largest_tile or key_rows < _LEAST_PROGRAMS * config.block_n:
+        return None
+    return config if pairs >= _LEAST_STEPS[largest, of] * config.block_m * key_rows else None
 
 
 def tile_config(

@@ -325,6 +325,7 @@ def in_its_place() -> Iterator[None]:
             _layout,
         ),
         "NVMMASharedLayout": SimpleNamespace(get_default_for=_layout),
+        "to_tensor": torch.as_tensor,
         "program_id": lambda _axis: torch.as_tensor(_program.at),
         "num_programs": lambda _axis: _program.count,
         "load": load,

@@ -38,11 +38,12 @@ with gluon_on_cpu.in_its_place():
 DILATED = {
     "one group": (2, 128, 4, 2, 32, (64, 128), (1, 2), ((0, 1),)),
     "two groups, one in two passes": (1, 128, 4, 4, 32, (16, 128), (1, 2), ((0,), (1,))),
-    "uncovered rows": (1, 128, 4, 4, 32, (64, 128), (2, 4), ((0,), (1,))),
+    "uncovered rows": (1, 128, 4, 4, 128, (64, 128), (2, 4), ((0,), (1,))),
     "odd length": (1, 107, 4, 2, 32, (32, 64), (1, 1), ((0, 1),)),
     "tokens left over": (1, 107, 3, 1, 32, (64, 400), (1, 2), ((0, 1),)),
     "growing logits": (1, 256, 2, 1, 32, (128, 256), (1, 2), ((0,), (1,))),
     "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
+    "columns of zeros": (2, 128, 2, 1, 48, (64, 128), (1, 2), ((0,), (1,))),
 }
 # Through the kernel for narrow heads.
 NARROW = {
@@ -58,7 +59,7 @@ GROWING = (DILATED["growing logits"], NARROW["narrow, growing logits"])
 BLOCKS = {
     "one mask": (128, 4, 2, 32, 32, 1, 0),
     "mask per head": (96, 4, 2, 32, 32, 4, 0),
-    "shared tiles": (192, 2, 1, 32, 32, 1, 0),
+    "shared tiles": (192, 2, 1, 128, 32, 1, 0),
     "one range": (128, 2, 1, 32, 32, 1, 1),
     "two ranges": (128, 2, 2, 32, 32, 2, 2),
 }
@@ -158,11 +159,12 @@ if __name__ == "__main__":
         # Fewer than there is work for, so that programs that stay walk over several tiles.
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
         mock.patch.multiple(tuning, _LEAST_PROGRAMS=1, _SMALLEST_SPECIALIZED=32, _SPECIALIZED={128: FORWARD}),
-        mock.patch.dict(tuning._LEAST_STEPS, branches=0, blocks=0),
+        mock.patch.dict(tuning._LEAST_STEPS, {(dim, of): 0 for dim in (64, 128) for of in ("branches", "blocks")}),
         mock.patch.object(tuning, "_NARROW", dict.fromkeys(both, TileConfig(16, 32, 4, 2))),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
         mock.patch.object(query_sums, "_PROGRAMS", 5),
-        mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {(32, causal): BACKWARD for causal in both}),
+        mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {64: BACKWARD, 128: BACKWARD}),
+        mock.patch.object(tuning, "_SMALLEST_SPECIALIZED_BACKWARD", 32),
         # So that lists of a few tiles are shared.
         mock.patch.object(key_items, "_LEAST_STEPS", 2),
         mock.patch.object(key_items, "_PROGRAMS", 64),

@@ -19,7 +19,8 @@ DILATED = {
     "odd length": (1, 2),
     "tokens left over": (2, 3),
     "growing logits": (2, 4),
-    "two tiles of columns": (2, 0),
+    "two tiles of columns": (2, 4),
+    "columns of zeros": (0, 4),
 }
 # Forward launches alone.
 NARROW = {

@@ -40,6 +40,8 @@ from dilabench.kernels.launches import Launches
 from dilabench.kernels.tuning import (
     TileConfig,
     narrow_config,
+    padded_dim,
+    product_columns,
     shipped,
     specialized_backward_config,
     specialized_config,
@@ -471,11 +473,14 @@ BACKWARD_PARKED = 12
 
 def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool):
     """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``)."""
-    config = specialized_backward_config(dim, causal, 128, 1 << 20, 1 << 40, "blocks" if shared else "branches")
+    config = specialized_backward_config(dim, 128, 1 << 20, 1 << 40, "blocks" if shared else "branches")
     assert config is not None
-    kernel = fused_backward_sm90._backward_kernel
-    constants = {"DIM": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages}
+    kernel, head, (first, rest) = fused_backward_sm90._backward_kernel, padded_dim(dim), product_columns(dim)
+    held = head <= 64
+    constants = {"DIM": dim, "FIRST": first, "REST": rest, "HEAD": head, "HELD": held, "STAGES": config.num_stages}
     constants |= {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
         "CAUSAL": causal,
         "RAGGED": ragged,
         "ADD": not shared,
@@ -488,15 +493,17 @@ def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int
     if heads_per_kv is not None:
         constants["heads_per_kv"] = heads_per_kv
     # Shape and kind of each tile that is no 64 rows of queries.
-    tiles = {"k_desc": (config.block_n, dim), "v_desc": (config.block_n, dim)}
-    sums = {"stats_desc": (2 * config.block_m,), "sums_desc": (config.block_m, dim // 2)}
+    sides = () if dim == head else (1, 1, 1)
+    tiles = dict.fromkeys(("k_desc", "v_desc"), (*sides, config.block_n, head))
+    share = (config.block_m // 2, head) if held else (config.block_m, head // 2)
+    sums = {"stats_desc": (2 * config.block_m,), "sums_desc": (*sides, *share)}
     signature, values, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[(place,)] = "constexpr", constants[name]
         elif name.endswith("_desc"):
             element = float32 if name in sums else bfloat16
-            shape = list((tiles | sums).get(name, (config.block_m, dim)))
+            shape = list((tiles | sums).get(name, (*sides, config.block_m, head)))
             layout = NVMMASharedLayout.get_default_for(shape, element)
             signature[name] = f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
         elif name.endswith("_ptr"):

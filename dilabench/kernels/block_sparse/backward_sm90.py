@@ -25,7 +25,7 @@ def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) ->
     if pairs is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
         return None
     size = (k.numel() // k.shape[-1], q.shape[0] * pairs)
-    tiles = specialized_backward_config(q.shape[-1], plan.causal, plan.block_size, *size, "blocks")
+    tiles = specialized_backward_config(q.shape[-1], plan.block_size, *size, "blocks")
     if tiles is None:
         return None
     return tiles if serves((q, k, v, dout), plan, tiles, plan.rows // tiles.block_m) else None

@@ -351,12 +351,13 @@ def fused_backward(
     if onto is None and not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     add = onto is not None
+    delta = torch.empty_like(lse) if len(plan.groups) > 1 else None
     if sums is not None:
-        run_at_once(at_once, operands, out, lse, (dq, dk, dv), sums, plan.causal, scale, add, known)
+        run_at_once(at_once, operands, out, lse, (dq, dk, dv), sums, plan.causal, scale, add, delta, known)
         add = True
     for index, (group, query_tiles, key_tiles, stats_layout) in enumerate(passes):
         name = (len(at_once), index)
-        stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", *name))
+        stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", *name), delta, sums is not None or index > 0)
         tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         if not known.repeat(("dq", *name), tensors):
             launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add)

@@ -32,7 +32,7 @@ class AtOnce(NamedTuple):
             return None
         pairs = q.shape[0] * computed_pairs(group, min(64, group.largest_tile), causal)
         size = (k.numel() // k.shape[-1], pairs)
-        tiles = specialized_backward_config(q.shape[-1], causal, group.largest_tile, *size, "branches")
+        tiles = specialized_backward_config(q.shape[-1], group.largest_tile, *size, "branches")
         if tiles is None:
             return None
         where = (group.length, group.modulus, group.super_rows)
@@ -49,14 +49,17 @@ def run_at_once(
     causal: bool,
     scale: float,
     add: bool,
+    delta: Tensor | None,
     known: Launches,
 ) -> None:
-    """Write, or ``add``, the gradients of these groups. sums: from `empty_sums`, for some heads after the other."""
+    """Write, or ``add``, the gradients of these groups. sums: from `empty_sums`, for some heads after the other. delta:
+    of `row_sums`.
+    """
     dq, dk, dv = gradients
     dout = operands["dout"][:, : out.shape[1]]
     heads, kv_heads, some = operands["q"].shape[2], operands["k"].shape[2], sums.shape[2]
     stats = [
-        row_sums(out, dout, lse, step.stats_layout, known, ("at once", "row sums", index))
+        row_sums(out, dout, lse, step.stats_layout, known, ("at once", "row sums", index), delta, found=index > 0)
         for index, step in enumerate(steps)
     ]
     for first in range(0, heads, some):

@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view, tokens_left
 from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, tile_of, turned
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -46,9 +46,15 @@ def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 class _Form(NamedTuple):
-    """What is compiled in."""
+    """What is compiled in. HEAD: columns of the tiles, those beyond DIM are zeros; FIRST and REST: those that products
+    over columns take. HELD: what all steps multiply of keys and values is in registers.
+    """
 
     DIM: int
+    FIRST: int
+    REST: int
+    HEAD: int
+    HELD: bool
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
@@ -116,30 +122,41 @@ def _list_of(head, residue, tile, variant, item_ptr, tables, R, form: gl.constex
 
 
 @gluon.jit
-def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R, form: gl.constexpr):
+def _corner(batch, place, head, row, column, steps, form: gl.constexpr):
+    """Where a tile begins in what `class_box` shows, or `class_view` if no columns of zeros are needed: at D128 fewer
+    numbers are 4 % faster. ``steps``: rows of a batch item, and columns from a class and from a head to the next.
+    """
+    rows, class_step, head_step = steps
+    if form.value.DIM < form.value.HEAD:
+        return batch, place, head, row, column
+    else:
+        return batch * rows + row, place * class_step + head * head_step + column
+
+
+@gluon.jit
+def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, form: gl.constexpr):
     """Copy the key tile, then the query tiles of its lists with their statistics."""
-    DIM: gl.constexpr = form.value.DIM
+    HEAD: gl.constexpr = form.value.HEAD
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
     q_desc, k_desc, v_desc, dout_desc, stats_desc = descriptors
-    q_token, q_head, k_token, k_head, v_token, v_head, dout_token, dout_head = strides
+    q_steps, k_steps, v_steps, dout_steps = steps
     q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
     key_full, query_full, query_empty, _, _ = barriers
-    sequence_rows, key_rows, super_rows, whole_rows, _, stats_rows, left_over = rows
+    super_rows, whole_rows, _, stats_rows, left_over = rows
     cut = (whole_rows, left_over)
     n_heads, _, heads_per_kv, _, _ = heads
     n_supers = grid[0]
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
-        key_row = batch * key_rows + super_index * super_rows + tile * BLOCK_N
-        place, key_row = box_place(residue, key_row, cut, R, BLOCK_N)
-        mbarrier.expect(key_full, 2 * BLOCK_N * DIM * 2)
-        at = [key_row, place * k_token + kv_head * k_head]
+        base_row = super_index * super_rows
+        place, key_row = box_place(residue, base_row + tile * BLOCK_N, cut, R, BLOCK_N)
+        mbarrier.expect(key_full, 2 * BLOCK_N * HEAD * 2)
+        at = _corner(batch, place, kv_head, key_row, 0, k_steps, form)
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
-        at = [key_row, place * v_token + kv_head * v_head]
+        at = _corner(batch, place, kv_head, key_row, 0, v_steps, form)
         tma.async_copy_global_to_shared(v_desc, at, key_full, v_smem.index(0))
-        base_row = batch * sequence_rows + super_index * super_rows
         # For the consumers, step 0 is one that found nothing.
         mbarrier.arrive(query_full.index(0), count=1)
         step = 1
@@ -156,10 +173,10 @@ def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R
                 place, row = box_place(partner, base_row + query_row, cut, R, BLOCK_M)
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
-                mbarrier.expect(full, 2 * BLOCK_M * (DIM * 2 + 4))
-                at = [row, place * q_token + head * q_head]
+                mbarrier.expect(full, 2 * BLOCK_M * (HEAD * 2 + 4))
+                at = _corner(batch, place, head, row, 0, q_steps, form)
                 tma.async_copy_global_to_shared(q_desc, at, full, q_smem.index(stage))
-                at = [row, place * dout_token + head * dout_head]
+                at = _corner(batch, place, head, row, 0, dout_steps, form)
                 tma.async_copy_global_to_shared(dout_desc, at, full, dout_smem.index(stage))
                 stats_row = ((head_stats + partner) * n_supers + super_index) * stats_rows + query_row
                 tma.async_copy_global_to_shared(stats_desc, [2 * stats_row], full, stats_smem.index(stage))
@@ -167,44 +184,97 @@ def _produce(descriptors, strides, grid, heads, rows, tables, tiles, barriers, R
 
 
 @gluon.jit
-def _begin_queries(half: gl.constexpr, step, none, tiles, ds_full, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin half of the columns of dS.K of a step."""
-    COLUMNS: gl.constexpr = form.value.DIM // 2
+def _begin_scores(keys, queries, zero, form: gl.constexpr):
+    """Begin keys . queries^T of half of the keys, of k and q as of v and dout."""
+    FIRST: gl.constexpr = form.value.FIRST
+    first, rest = keys
+    queries = queries.reshape([form.value.BLOCK_M, form.value.HEAD])
+    columns = queries.slice(0, FIRST, dim=1)
+    found = warpgroup_mma(first, columns.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if form.value.REST:
+        columns = queries.slice(FIRST, form.value.REST, dim=1)
+        found = warpgroup_mma(rest, columns.permute((1, 0)), found, is_async=True)
+    return found
+
+
+@gluon.jit
+def _half_of(half: gl.constexpr, tile, form: gl.constexpr, LAYOUT: gl.constexpr):
+    """Half of a tile of keys or values as `_begin_scores` takes it, with HELD in registers."""
+    ROWS: gl.constexpr = form.value.BLOCK_N // 2
+    REST: gl.constexpr = form.value.REST
+    rows = tile.reshape([form.value.BLOCK_N, form.value.HEAD]).slice(half * ROWS, ROWS, dim=0)
+    first = rows.slice(0, form.value.FIRST, dim=1)
+    rest = rows.slice(form.value.FIRST, REST, dim=1) if REST else first
+    if form.value.HELD:
+        return first.load(LAYOUT), rest.load(LAYOUT)
+    else:
+        return first, rest
+
+
+@gluon.jit
+def _begin_queries(half: gl.constexpr, step, keys, tiles, ds_full, form: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin a consumer's share of dS.K of a step: half of its columns, or with HELD ``keys`` half of its queries, turned
+    over.
+    """
+    BLOCK_M: gl.constexpr = form.value.BLOCK_M
+    HEAD: gl.constexpr = form.value.HEAD
     k_smem, ds_smem = tiles[1], tiles[5]
     mbarrier.wait(ds_full.index(step % _BUFFERS), (step // _BUFFERS) & 1)
-    zero = gl.full([form.value.BLOCK_M, COLUMNS], 0.0, gl.float32, LAYOUT)
-    ds = ds_smem.index(step % _BUFFERS).permute((1, 0))
-    k_columns = k_smem.index(none).slice(half * COLUMNS, COLUMNS, dim=1)
-    return warpgroup_mma(ds, k_columns, zero, use_acc=False, is_async=True)
+    ds = ds_smem.index(step % _BUFFERS)
+    if form.value.HELD:
+        zero = gl.full([HEAD, BLOCK_M // 2], 0.0, gl.float32, LAYOUT)
+        mine = ds.slice(half * (BLOCK_M // 2), BLOCK_M // 2, dim=1)
+        return warpgroup_mma(keys, mine, zero, use_acc=False, is_async=True)
+    else:
+        zero = gl.full([BLOCK_M, HEAD // 2], 0.0, gl.float32, LAYOUT)
+        columns = k_smem.index(keys).reshape([form.value.BLOCK_N, HEAD]).slice(half * (HEAD // 2), HEAD // 2, dim=1)
+        return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_queries(half: gl.constexpr, dq, sums_desc, row, column, dq_smem, form: gl.constexpr):
-    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer."""
-    dq_smem.index(half).store(dq)
+def _add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
+    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer. ``sums``: their
+    descriptor, and `_corner`'s steps; ``at``: batch item, class, head and row.
+    """
+    BLOCK_M: gl.constexpr = form.value.BLOCK_M
+    HEAD: gl.constexpr = form.value.HEAD
+    batch, place, head, row = at
+    share = dq_smem.index(half)
+    if form.value.HELD:
+        share.reshape([BLOCK_M // 2, HEAD]).permute((1, 0)).store(dq)
+    else:
+        share.reshape([BLOCK_M, HEAD // 2]).store(dq)
     fence_async_shared()
     gl.thread_barrier()
-    add_shared_to_global(sums_desc, [row, column + half * (form.value.DIM // 2)], dq_smem.index(half))
+    sums_desc, steps = sums
+    row = row + (half * (BLOCK_M // 2) if form.value.HELD else 0)
+    column = 0 if form.value.HELD else half * (HEAD // 2)
+    add_shared_to_global(sums_desc, _corner(batch, place, head, row, column, steps, form), share)
 
 
 @gluon.jit
-def _store(x, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def _store(x, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, form: gl.constexpr):
     """Write rows before ``end``, with ADD to what is there."""
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    columns = gl.arange(0, form.value.HEAD, layout=gl.SliceLayout(0, LAYOUT))
     at = ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+    inside = (rows < end)[:, None]
+    if form.value.DIM < form.value.HEAD:
+        inside = inside & (columns < form.value.DIM)[None, :]
     if ADD:
-        x += gl.load(at, (rows < end)[:, None], 0.0).to(gl.float32)
-    gl.store(at, x.to(ptr.dtype.element_ty), (rows < end)[:, None])
+        x += gl.load(at, inside, 0.0).to(gl.float32)
+    gl.store(at, x.to(ptr.dtype.element_ty), inside)
 
 
 @gluon.jit
 def _consume(
     half: gl.constexpr, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form: gl.constexpr
 ):
-    """Half of the keys of a tile: dk and dv in registers, and half of the columns of every share of dq."""
+    """Half of the keys of a tile: dk and dv in registers, and half of every share of dq."""
     DIM: gl.constexpr = form.value.DIM
+    HEAD: gl.constexpr = form.value.HEAD
+    HELD: gl.constexpr = form.value.HELD
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
@@ -212,25 +282,25 @@ def _consume(
     RAGGED: gl.constexpr = form.value.RAGGED
     ROWS: gl.constexpr = BLOCK_N // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
+    KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M // 2 if HELD else HEAD // 2, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KEY_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    sums_desc, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
+    sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
-    sequence_rows, _, super_rows, whole_rows, longer_classes, _, _ = rows
+    super_rows, whole_rows, longer_classes, _, _ = rows
     _, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
-        dk = gl.full([ROWS, DIM], 0.0, gl.float32, KEY_LAYOUT)
-        dv = gl.full([ROWS, DIM], 0.0, gl.float32, KEY_LAYOUT)
+        dk = gl.full([ROWS, HEAD], 0.0, gl.float32, KEY_LAYOUT)
+        dv = gl.full([ROWS, HEAD], 0.0, gl.float32, KEY_LAYOUT)
         zero = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
         first_row = tile * BLOCK_N + half * ROWS
         rows_left = whole_rows - super_index * super_rows
         end = gl.minimum(super_rows, rows_left + (residue < longer_classes).to(gl.int32))
-        base_row = batch * sequence_rows + super_index * super_rows
+        base_row = super_index * super_rows
         query = gl.arange(0, BLOCK_M, layout=COLUMN_LAYOUT)
         # Every step adds to dQ what the one before found. The first follows one that found nothing.
         ds_smem.index(0).slice(half * ROWS, ROWS, dim=0).store(gl.full([ROWS, BLOCK_M], 0.0, q_smem.dtype, S_LAYOUT))
@@ -239,9 +309,14 @@ def _consume(
         mbarrier.arrive(ds_full.index(0), count=1)
         mbarrier.arrive(query_empty.index(0), count=1)
         step = 1
-        row_before = base_row
-        column_before = 0
+        before = (batch, 0, 0, base_row)
         mbarrier.wait(key_full, 0)
+        if HELD:
+            SCORE_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
+            COLUMNS_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT, k_width=2)
+            k_rows = _half_of(half, k_smem.index(0), form, SCORE_LAYOUT)
+            v_rows = _half_of(half, v_smem.index(0), form, SCORE_LAYOUT)
+            keys = k_smem.index(0).reshape([BLOCK_N, HEAD]).permute((1, 0)).load(COLUMNS_LAYOUT)
         for member in range(heads_per_kv):
             head = kv_head * heads_per_kv + member
             first, low, n_full, n, shift = _list_of(head, residue, tile, variant, item_ptr, tables, R, form)
@@ -256,23 +331,23 @@ def _consume(
                     phase = (step // STAGES) & 1
                     partner = class_of(entry, shift, R)
                     query_row = tile_of(entry) * BLOCK_M
-                    # Always 0, which the compiler does not know: it would keep every address of K and V in registers.
-                    none = entry >> 31
+                    if not HELD:
+                        # Always 0, which the compiler does not know: it would keep every address of K and V.
+                        keys = entry >> 31
+                        k_rows = _half_of(half, k_smem.index(keys), form, S_LAYOUT)
+                        v_rows = _half_of(half, v_smem.index(keys), form, S_LAYOUT)
                     mbarrier.wait(query_full.index(stage), phase)
-                    queries = q_smem.index(stage)
-                    k_rows = k_smem.index(none).slice(half * ROWS, ROWS, dim=0)
+                    queries, douts = q_smem.index(stage), dout_smem.index(stage)
                     # One consumer's softmax runs beside the other's products.
                     mbarrier.wait(turns.index(half), 1 - half)
-                    logits = warpgroup_mma(k_rows, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    douts = dout_smem.index(stage)
-                    v_rows = v_smem.index(none).slice(half * ROWS, ROWS, dim=0)
-                    dp = warpgroup_mma(v_rows, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    logits = _begin_scores(k_rows, queries, zero, form)
+                    dp = _begin_scores(v_rows, douts, zero, form)
                     mbarrier.arrive(turns.index(1 - half), count=1)
                     stats = stats_smem.index(stage)
                     log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT)
                     if form.value.COUNTED:
                         log2_lse -= bias_of(entry)
-                    logits = warpgroup_mma_wait(1, deps=[logits])
+                    logits = warpgroup_mma_wait(2 if form.value.REST else 1, deps=[logits])
                     if RAGGED:
                         key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
                         hides = gl.where(key < end, 0.0, float("-inf"))
@@ -294,37 +369,39 @@ def _consume(
                     gl.thread_barrier()
                     mbarrier.arrive(ds_full.index(step % _BUFFERS), count=1)
                     mbarrier.wait(turns.index(half), half)
-                    dq = _begin_queries(half, step - 1, none, tiles, ds_full, form, DQ_LAYOUT)
-                    next_dv = warpgroup_mma(weights, douts, dv, is_async=True)
-                    next_dk = warpgroup_mma(gl.convert_layout(ds, P_LAYOUT), queries, dk, is_async=True)
+                    dq = _begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
+                    next_dv = warpgroup_mma(weights, douts.reshape([BLOCK_M, HEAD]), dv, is_async=True)
+                    rows_of_ds = gl.convert_layout(ds, P_LAYOUT)
+                    next_dk = warpgroup_mma(rows_of_ds, queries.reshape([BLOCK_M, HEAD]), dk, is_async=True)
                     mbarrier.arrive(turns.index(1 - half), count=1)
                     dq = warpgroup_mma_wait(2, deps=[dq])
-                    _add_queries(half, dq, sums_desc, row_before, column_before, dq_smem, form)
+                    _add_queries(half, dq, sums, before, dq_smem, form)
                     dv, dk = warpgroup_mma_wait(0, deps=[next_dv, next_dk])
                     gl.thread_barrier()
                     mbarrier.arrive(query_empty.index(stage), count=1)
-                    row_before = base_row + query_row
-                    column_before = ((partner * some_kv_heads - first_kv_head) * heads_per_kv + head) * DIM
+                    before = (batch, partner, head - first_kv_head * heads_per_kv, base_row + query_row)
                     step += 1
-        dq = _begin_queries(half, step - 1, 0, tiles, ds_full, form, DQ_LAYOUT)
+        if not HELD:
+            keys = 0
+        dq = _begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         gl.thread_barrier()
-        _add_queries(half, dq, sums_desc, row_before, column_before, dq_smem, form)
+        _add_queries(half, dq, sums, before, dq_smem, form)
         slot = -1
         if form.value.SHARED:
             slot = gl.load(item_ptr + 3)
             if slot >= 0:
                 place = (batch * n_kv_heads + kv_head).to(gl.int64) * n_slots + slot
-                sums = slots_ptr + place * (2 * BLOCK_N * DIM) + half * (ROWS * DIM)
-                _store(dk, sums, DIM, ROWS, False, ROWS, DIM)
-                _store(dv, sums + BLOCK_N * DIM, DIM, ROWS, False, ROWS, DIM)
+                own = slots_ptr + place * (2 * BLOCK_N * HEAD) + half * (ROWS * HEAD)
+                _store(dk, own, HEAD, ROWS, False, ROWS, form)
+                _store(dv, own + BLOCK_N * HEAD, HEAD, ROWS, False, ROWS, form)
         if slot < 0:
             token = batch.to(gl.int64) * length + (super_index * super_rows + first_row).to(gl.int64) * R + residue
             at = (token * n_kv_heads + kv_head) * DIM
             row_stride = n_kv_heads * R * DIM
-            _store(dk * scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, DIM)
-            _store(dv, dv_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, DIM)
+            _store(dk * scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
+            _store(dv, dv_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
         tma.store_wait(0)
 
 
@@ -376,6 +453,10 @@ def _backward_kernel(
     some_kv_heads,
     R,
     DIM: gl.constexpr,
+    FIRST: gl.constexpr,
+    REST: gl.constexpr,
+    HEAD: gl.constexpr,
+    HELD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -386,14 +467,17 @@ def _backward_kernel(
     PER_HEAD: gl.constexpr,
     COUNTED: gl.constexpr,
 ):
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, DIM], v_desc.layout)
-    dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, DIM], dout_desc.layout)
+    # Tiles are boxes of as many sides as `_corner` has numbers.
+    TILE: gl.constexpr = [1, 1, 1] if DIM < HEAD else []
+    SHARE: gl.constexpr = [BLOCK_M // 2, HEAD] if HELD else [BLOCK_M, HEAD // 2]
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + TILE + [BLOCK_M, HEAD], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, [1] + TILE + [BLOCK_N, HEAD], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, [1] + TILE + [BLOCK_N, HEAD], v_desc.layout)
+    dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + TILE + [BLOCK_M, HEAD], dout_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [_BUFFERS, BLOCK_N, BLOCK_M], DS_LAYOUT)
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, DIM // 2], sums_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2] + TILE + SHARE, sums_desc.layout)
     tiles = (q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem)
     key_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     query_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -411,18 +495,24 @@ def _backward_kernel(
     fence_async_shared()
     barriers = (key_full, query_full, query_empty, ds_full, turns)
     descriptors = (q_desc, k_desc, v_desc, dout_desc, stats_desc)
-    strides = (q_token, q_head, k_token, k_head, v_token, v_head, dout_token, dout_head)
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
-    rows = (sequence_rows, key_rows, super_rows, whole_rows, longer_classes, stats_rows, left_over)
+    rows = (super_rows, whole_rows, longer_classes, stats_rows, left_over)
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
-    results = (sums_desc, dk_ptr, dv_ptr, slots_ptr, length, n_slots)
-    form: gl.constexpr = _form(DIM, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD, COUNTED)
+    steps = (
+        (sequence_rows, q_token, q_head),
+        (key_rows, k_token, k_head),
+        (key_rows, v_token, v_head),
+        (sequence_rows, dout_token, dout_head),
+    )
+    sums_steps = (sequence_rows, some_kv_heads * heads_per_kv * DIM, DIM)
+    results = ((sums_desc, sums_steps), dk_ptr, dv_ptr, slots_ptr, length, n_slots)
+    form: gl.constexpr = _form(DIM, FIRST, REST, HEAD, HELD, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD, COUNTED)
     gl.warp_specialize(
         [
             (_consume, (0, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form)),
             (_consume, (1, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form)),
-            (_produce, (descriptors, strides, grid, heads, rows, tables, tiles, barriers, R, form)),
+            (_produce, (descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, form)),
         ],
         [4, 1],
         [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
@@ -434,14 +524,20 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
     sums [B, N, H', D], to which that many heads, the first those of ``first_kv_head``, add their shares of dq / scale.
     """
     q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
+    dim, head, (first, rest) = q.shape[-1], padded_dim(q.shape[-1]), product_columns(q.shape[-1])
+    # Two accumulators of 128 columns leave no room for more.
+    held = head <= 64
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
-    arguments: dict[str, Any] = {"DIM": q.shape[-1], "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    arguments: dict[str, Any] = {"DIM": dim, "FIRST": first, "REST": rest, "HEAD": head, "HELD": held}
     for name, size in rows.items():
         x = tensors[name]
-        arguments[f"{name}_desc"] = _descriptor(x, *class_view(x, modulus), [size, x.shape[-1]])
+        arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, [size, head])
         arguments |= {f"{name}_token": x.stride(1), f"{name}_head": x.stride(2)}
+    share = [config.block_m // 2, head] if held else [config.block_m, head // 2]
     return arguments | {
-        "sums_desc": _descriptor(sums, *class_view(sums, modulus), [config.block_m, sums.shape[-1] // 2]),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "sums_desc": _tile_descriptor(sums, modulus, share),
         "stats_desc": _descriptor(stats, [stats.numel()], [1], [2 * config.block_m]),
         "dk_ptr": tensors["dk"],
         "dv_ptr": tensors["dv"],
@@ -449,15 +545,21 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
         "n_kv_heads": keys.shape[2],
         "heads_per_kv": q.shape[2] // keys.shape[2],
         "first_kv_head": first_kv_head,
-        "some_kv_heads": sums.shape[2] * keys.shape[2] // q.shape[2],
         "sequence_rows": q.shape[1] // modulus,
         "key_rows": keys.shape[1] // modulus,
+        "some_kv_heads": sums.shape[2] * keys.shape[2] // q.shape[2],
         "left_over": tokens_left(q, modulus),
         "stats_rows": stats.shape[4] * stats.shape[6],
         "R": modulus,
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
     }
+
+
+def _tile_descriptor(x: Tensor, modulus: int, tile: list[int]) -> TensorDescriptor:
+    if x.shape[-1] == padded_dim(x.shape[-1]):
+        return _descriptor(x, *class_view(x, modulus), tile)
+    return _descriptor(x, *class_box(x, modulus), [1, 1, 1, *tile])
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
