@@ -153,3 +153,13 @@ def test_a_segment_that_only_longer_sequences_cut_is_planned(length: int) -> Non
     plan = residue_plan(segments, rates, length, 16, 16, False)
     planned = {i for group in plan.groups for i in group.branches}
     assert planned == ({0, 1, 2, 4} if length > 185_363 else {0, 1, 2, 3, 4})
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("n", [3000, 3001, 3333, 4097])
+def test_tables_stand_where_no_length_has_a_kernel_compiled_anew(n: int, by_key: bool) -> None:
+    """Triton compiles once more for addresses that are no multiple of 16 bytes."""
+    for group in residue_plan((1024, 1000, 4096), (1, 2, 4), n, 3, 3, False, padded=True).groups:
+        tables = tile_tables(group, 128, 64, False, by_key, torch.device("cpu"))
+        places = {name: getattr(tables, name).data_ptr() % 16 for name in ("items", "lookup", "order", "entries", "heads")}
+        assert set(places.values()) == {0}, places

@@ -467,8 +467,8 @@ def leaves(types, path):
     return [leaf for place, inner in enumerate(types) for leaf in leaves(inner, (*path, place))]
 
 
-# Bytes parked outside of the loops.
-BACKWARD_PARKED = 12
+# Bytes parked outside of the loops, by head dim.
+BACKWARD_PARKED = {48: 0, 64: 8, 96: 24, 128: 12}
 
 
 def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool):
@@ -522,6 +522,10 @@ def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int
         (128, False, True, None, False),
         (128, True, False, 1, False),
         (128, True, False, 1, True),
+        (96, False, True, None, False),
+        (64, False, True, None, False),
+        (64, True, False, 1, False),
+        (48, False, True, None, False),
     ],
 )
 def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool) -> None:
@@ -529,6 +533,6 @@ def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv
     ptx = built.asm["ptx"]
     assert "cp.reduce.async.bulk.tensor" in ptx, "dQ is added by the copy engine"
     assert "setmaxnreg" in ptx, "the producer warp must give its registers to the consumers"
-    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= BACKWARD_PARKED, report
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= BACKWARD_PARKED[dim], report
     assert "serialized" not in report, report
     assert built.metadata.shared <= 227 * 1024

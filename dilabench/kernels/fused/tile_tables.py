@@ -22,6 +22,8 @@ from dilabench.kernels.fused.tile_lists import (
     runs_of,
 )
 
+# Elements of int32 in 16 bytes.
+_ALIGNED = 4
 # Entries are made for as many tiles at a time as need this many of the numbers that lead to them.
 _AT_ONCE = 1 << 23
 
@@ -116,7 +118,9 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
 
 
 def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
-    """int32 tensors of these arrays, in one copy."""
-    packed = torch.from_numpy(np.concatenate([x.astype(np.int32).ravel() for x in arrays])).to(device)
-    ends = np.cumsum([x.size for x in arrays]).tolist()
-    return [packed[end - x.size : end].view(x.shape) for x, end in zip(arrays, ends, strict=True)]
+    """int32 tensors of these arrays, in one copy, each at a multiple of 16 bytes: kernels are compiled anew for others."""
+    sizes = [x.size + -x.size % _ALIGNED for x in arrays]
+    flat = [np.pad(x.astype(np.int32).ravel(), (0, size - x.size)) for x, size in zip(arrays, sizes, strict=True)]
+    packed = torch.from_numpy(np.concatenate(flat)).to(device)
+    begins = np.cumsum([0, *sizes[:-1]]).tolist()
+    return [packed[begin : begin + x.size].view(x.shape) for x, begin in zip(arrays, begins, strict=True)]
