@@ -8,22 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import TileConfig, padded_dim
 
-# Heads whose programs are as many follow others: at their end multiprocessors wait for the last of them.
-_PROGRAMS = 4096
+# Heads whose programs are as many follow others: at their end multiprocessors wait for the last of them. Programs of
+# narrower heads are the shorter, so more of them.
+_PROGRAMS_OF_128_COLUMNS = 2048
 
 
 def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:
-    """float32 zeros [B, N, H', D] for as few of the heads of q as have `_PROGRAMS` programs, each of ``tiles.block_n``
-    rows of k: those of a divisor of the K/V heads. Rows behind make ``modulus`` divide N. None where there is no room.
+    """float32 zeros [B, N, H', D] for as few of the heads of q as have programs enough, each of ``tiles.block_n`` rows
+    of k: those of a divisor of the K/V heads. Rows behind make ``modulus`` divide N. None where there is no room.
     """
     batch, rows, heads, dim = q.shape
     rows += -rows % modulus
     kv_heads = k.shape[2]
     each = max(1, batch * k.shape[1] // tiles.block_n)
-    enough = (n for n in range(1, kv_heads) if kv_heads % n == 0 and n * each >= _PROGRAMS)
-    some = next(enough, kv_heads)
+    least = _PROGRAMS_OF_128_COLUMNS * 128 // padded_dim(dim)
+    some = next((n for n in range(1, kv_heads) if kv_heads % n == 0 and n * each >= least), kv_heads)
     try:
         return torch.zeros((batch, rows, some * heads // kv_heads, dim), dtype=torch.float32, device=q.device)
     except torch.OutOfMemoryError:

@@ -184,12 +184,12 @@ def specialized_config(head_dim: int, largest_tile: int) -> TileConfig | None:
 
 # A program has a multiprocessor for itself: with fewer of them, or with shorter lists of query tiles in the mean, two
 # passes of smaller tiles are faster. Of branches the long lists go first and cover the short ones: at D128 16 to 40
-# steps 1.27 times as fast at once, 2.6 and 24 steps 1.02 times. Lists of a block mask are alike: 51 steps 1.14 times as
-# fast, 26 steps 0.95 times.
+# steps 1.27 times as fast at once, 2.6 and 24 steps 1.02 times; at D96 16 to 40 steps 1.14 times, at D48 12 to 21 steps
+# 1.34 times. Lists of a block mask are alike: at D128 51 steps 1.14 times as fast, 26 steps 0.95 times.
 _LEAST_PROGRAMS = 512
 _LEAST_STEPS: dict[tuple[int, Literal["branches", "blocks"]], int] = {
     (64, "branches"): 8,
-    (128, "branches"): 8,
+    (128, "branches"): 12,
     (128, "blocks"): 48,
 }
 

@@ -120,7 +120,8 @@ class Shared:
         self.data.copy_(value)
 
 
-def _allocate(dtype: torch.dtype, shape: Sequence[int], _layout: Any) -> Shared:
+def _allocate(dtype: torch.dtype, shape: Any, _layout: Any) -> Shared:
+    shape = getattr(shape, "value", shape)
     # What nobody wrote must not be read.
     return Shared(torch.full(list(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype))
 
@@ -325,7 +326,6 @@ def in_its_place() -> Iterator[None]:
             _layout,
         ),
         "NVMMASharedLayout": SimpleNamespace(get_default_for=_layout),
-        "to_tensor": torch.as_tensor,
         "program_id": lambda _axis: torch.as_tensor(_program.at),
         "num_programs": lambda _axis: _program.count,
         "load": load,

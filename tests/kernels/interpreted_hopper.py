@@ -162,7 +162,7 @@ if __name__ == "__main__":
         mock.patch.dict(tuning._LEAST_STEPS, {(dim, of): 0 for dim in (64, 128) for of in ("branches", "blocks")}),
         mock.patch.object(tuning, "_NARROW", dict.fromkeys(both, TileConfig(16, 32, 4, 2))),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
-        mock.patch.object(query_sums, "_PROGRAMS", 5),
+        mock.patch.object(query_sums, "_PROGRAMS_OF_128_COLUMNS", 1.25),
         mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {64: BACKWARD, 128: BACKWARD}),
         mock.patch.object(tuning, "_SMALLEST_SPECIALIZED_BACKWARD", 32),
         # So that lists of a few tiles are shared.

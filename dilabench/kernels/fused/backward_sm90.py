@@ -4,8 +4,10 @@
 
 A program owns a key tile. One warp copies the query tiles that see it; two consumer warpgroups own half of its keys
 each, hold their dK and dV in registers and share what they know of a query tile, dS, through shared memory: each
-multiplies all of it with half of the columns of K. That share of dQ is added to what is in memory by the bulk copy
-engine, in float32 and in no fixed order, so that the last bits of dQ differ from call to call.
+multiplies all of it with half of the columns of K, or, up to 64 columns, half of its queries with all of K. Then there
+are registers left for the keys and values, too, and of each product one operand only is read from shared memory. A
+share of dQ is added to what is in memory by the bulk copy engine, in float32 and in no fixed order, so that the last
+bits of dQ differ from call to call.
 """
 
 from __future__ import annotations
@@ -75,6 +77,12 @@ def _form(*values):
     return _Form(*values)
 
 
+@gluon.constexpr_function
+def _tiles(count, box, rows, columns):
+    """The shape of so many tiles, which have as many sides as `_corner` has numbers."""
+    return [count, *([1, 1, 1] if box else []), rows, columns]
+
+
 @gluon.jit
 def _locate(grid, heads, tables, R, form: gl.constexpr):
     """Where a program works: batch, K/V head, super-segment, variant of lists, its item, and the key tile (negative:
@@ -127,10 +135,9 @@ def _corner(batch, place, head, row, column, steps, form: gl.constexpr):
     numbers are 4 % faster. ``steps``: rows of a batch item, and columns from a class and from a head to the next.
     """
     rows, class_step, head_step = steps
-    if form.value.DIM < form.value.HEAD:
-        return batch, place, head, row, column
-    else:
-        return batch * rows + row, place * class_step + head * head_step + column
+    boxed = (batch, place, head, row, column)
+    flat = (batch * rows + row, place * class_step + head * head_step + column)
+    return boxed if form.value.DIM < form.value.HEAD else flat
 
 
 @gluon.jit
@@ -206,15 +213,15 @@ def _half_of(half: gl.constexpr, tile, form: gl.constexpr, LAYOUT: gl.constexpr)
     first = rows.slice(0, form.value.FIRST, dim=1)
     rest = rows.slice(form.value.FIRST, REST, dim=1) if REST else first
     if form.value.HELD:
-        return first.load(LAYOUT), rest.load(LAYOUT)
-    else:
-        return first, rest
+        first = first.load(LAYOUT)
+        rest = rest.load(LAYOUT)
+    return first, rest
 
 
 @gluon.jit
 def _begin_queries(half: gl.constexpr, step, keys, tiles, ds_full, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin a consumer's share of dS.K of a step: half of its columns, or with HELD ``keys`` half of its queries, turned
-    over.
+    """Begin a consumer's share of dS.K of a step: half of its columns, or with HELD ``keys`` half of its queries,
+    turned over.
     """
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     HEAD: gl.constexpr = form.value.HEAD
@@ -224,17 +231,18 @@ def _begin_queries(half: gl.constexpr, step, keys, tiles, ds_full, form: gl.cons
     if form.value.HELD:
         zero = gl.full([HEAD, BLOCK_M // 2], 0.0, gl.float32, LAYOUT)
         mine = ds.slice(half * (BLOCK_M // 2), BLOCK_M // 2, dim=1)
-        return warpgroup_mma(keys, mine, zero, use_acc=False, is_async=True)
+        share = warpgroup_mma(keys, mine, zero, use_acc=False, is_async=True)
     else:
         zero = gl.full([BLOCK_M, HEAD // 2], 0.0, gl.float32, LAYOUT)
         columns = k_smem.index(keys).reshape([form.value.BLOCK_N, HEAD]).slice(half * (HEAD // 2), HEAD // 2, dim=1)
-        return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
+        share = warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
+    return share
 
 
 @gluon.jit
 def _add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
-    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer. ``sums``: their
-    descriptor, and `_corner`'s steps; ``at``: batch item, class, head and row.
+    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer. ``sums``:
+    their descriptor, and `_corner`'s steps; ``at``: batch item, class, head and row.
     """
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     HEAD: gl.constexpr = form.value.HEAD
@@ -291,7 +299,7 @@ def _consume(
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
     super_rows, whole_rows, longer_classes, _, _ = rows
-    _, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads = heads
+    _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
         dk = gl.full([ROWS, HEAD], 0.0, gl.float32, KEY_LAYOUT)
@@ -467,17 +475,16 @@ def _backward_kernel(
     PER_HEAD: gl.constexpr,
     COUNTED: gl.constexpr,
 ):
-    # Tiles are boxes of as many sides as `_corner` has numbers.
-    TILE: gl.constexpr = [1, 1, 1] if DIM < HEAD else []
-    SHARE: gl.constexpr = [BLOCK_M // 2, HEAD] if HELD else [BLOCK_M, HEAD // 2]
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + TILE + [BLOCK_M, HEAD], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(q_desc.dtype, [1] + TILE + [BLOCK_N, HEAD], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(q_desc.dtype, [1] + TILE + [BLOCK_N, HEAD], v_desc.layout)
-    dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + TILE + [BLOCK_M, HEAD], dout_desc.layout)
+    BOX: gl.constexpr = DIM < HEAD
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(STAGES, BOX, BLOCK_M, HEAD), q_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(1, BOX, BLOCK_N, HEAD), k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(1, BOX, BLOCK_N, HEAD), v_desc.layout)
+    dout_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(STAGES, BOX, BLOCK_M, HEAD), dout_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [_BUFFERS, BLOCK_N, BLOCK_M], DS_LAYOUT)
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2] + TILE + SHARE, sums_desc.layout)
+    SHARE: gl.constexpr = _tiles(2, BOX, BLOCK_M // 2, HEAD) if HELD else _tiles(2, BOX, BLOCK_M, HEAD // 2)
+    dq_smem = gl.allocate_shared_memory(gl.float32, SHARE, sums_desc.layout)
     tiles = (q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem)
     key_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     query_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -507,7 +514,9 @@ def _backward_kernel(
     )
     sums_steps = (sequence_rows, some_kv_heads * heads_per_kv * DIM, DIM)
     results = ((sums_desc, sums_steps), dk_ptr, dv_ptr, slots_ptr, length, n_slots)
-    form: gl.constexpr = _form(DIM, FIRST, REST, HEAD, HELD, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD, COUNTED)
+    form: gl.constexpr = _form(
+        DIM, FIRST, REST, HEAD, HELD, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD, COUNTED
+    )
     gl.warp_specialize(
         [
             (_consume, (0, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form)),

@@ -118,7 +118,9 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
 
 
 def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
-    """int32 tensors of these arrays, in one copy, each at a multiple of 16 bytes: kernels are compiled anew for others."""
+    """int32 tensors of these arrays, in one copy, each at a multiple of 16 bytes: kernels are compiled anew for
+    others.
+    """
     sizes = [x.size + -x.size % _ALIGNED for x in arrays]
     flat = [np.pad(x.astype(np.int32).ravel(), (0, size - x.size)) for x, size in zip(arrays, sizes, strict=True)]
     packed = torch.from_numpy(np.concatenate(flat)).to(device)

@@ -130,8 +130,8 @@ def _no_room_for_a_mask(workload: Workload) -> str | None:
 
 # Of `kernels.fused.backward_sm90`.
 ADDED_QUERIES = (
-    "on a Hopper GPU the last bits of dq may differ from call to call at head dim 128, where programs add to it in no "
-    "fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"
+    "on a Hopper GPU the last bits of dq may differ from call to call at head dims of 33 to 128, where programs add to "
+    "it in no fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"
 )
 
 IMPLEMENTATIONS = (
