@@ -529,8 +529,9 @@ def _backward_kernel(
 
 
 def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
-    """What a launch is given of tensors by their names: q, k, v and dout as `class_view` shows them, stats, dk, dv, and
-    sums [B, N, H', D], to which that many heads, the first those of ``first_kv_head``, add their shares of dq / scale.
+    """What a launch is given of tensors by their names: q, k, v and dout as `class_view` or `class_box` shows them,
+    stats, dk, dv, and sums [B, N, H', D], to which that many heads, the first those of ``first_kv_head``, add their
+    shares of dq / scale.
     """
     q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
     dim, head, (first, rest) = q.shape[-1], padded_dim(q.shape[-1]), product_columns(q.shape[-1])
@@ -566,6 +567,7 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
 
 
 def _tile_descriptor(x: Tensor, modulus: int, tile: list[int]) -> TensorDescriptor:
+    """As `_corner` finds tiles: boxes only where columns of zeros are needed."""
     if x.shape[-1] == padded_dim(x.shape[-1]):
         return _descriptor(x, *class_view(x, modulus), tile)
     return _descriptor(x, *class_box(x, modulus), [1, 1, 1, *tile])
