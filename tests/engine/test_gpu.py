@@ -108,3 +108,4 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_device_usable():
         Graph(call)
     assert torch.cuda.current_stream() == stream
     assert float(x.sum()) == 1024
+    assert torch.randn(3, device="cuda").isfinite().all()

@@ -142,10 +142,23 @@ class FakeStream:
     """A CUDA stream by its name."""
 
     def __init__(self, name="capture"):
-        self.name = name
+        self.name, self.device = name, torch.device("cuda", 0)
 
     def wait_stream(self, other):
         pass
+
+
+class FakeGenerator:
+    """Random numbers of a device: a capture takes the state for its own, and one that fails keeps it."""
+
+    def __init__(self, state="before"):
+        self.state = state
+
+    def clone_state(self):
+        return FakeGenerator(self.state)
+
+    def graphsafe_set_state(self, other):
+        self.state = other.state
 
 
 class FakeStreamContext:
@@ -165,13 +178,14 @@ class FakeStreams:
     """`torch.cuda`'s streams as far as a capture needs them; `torch.cuda.graph` itself is torch's own."""
 
     def __init__(self, monkeypatch, begin=None, end=None):
-        self.current = FakeStream("own")
+        self.current, self.numbers = FakeStream("own"), FakeGenerator()
         fakes = {
             "Stream": FakeStream,
             "current_stream": lambda device=None: self.current,
             "set_stream": self.switch,
             "stream": self.entered,
-            "CUDAGraph": lambda: SimpleNamespace(capture_begin=self.raising(begin), capture_end=self.raising(end)),
+            "default_generators": (self.numbers,),
+            "CUDAGraph": lambda: SimpleNamespace(capture_begin=self.begins(begin), capture_end=self.raising(end)),
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
         }
@@ -186,6 +200,13 @@ class FakeStreams:
 
     def entered(self, stream):
         return FakeStreamContext(self, stream)
+
+    def begins(self, error):
+        def call(*_args, **_options):
+            self.numbers.state = "captured"
+            self.raising(error)()
+
+        return call
 
     @staticmethod
     def raising(error):
@@ -237,6 +258,7 @@ def test_a_capture_that_fails_gives_the_stream_back(streams, call, why, monkeypa
     with pytest.raises(TimerUnusableError, match=f"the call cannot be captured: {why}$"):
         graph.Graph(call)
     assert fake.current is own
+    assert fake.numbers.state == "before"
 
 
 def test_an_error_of_another_kind_gives_the_stream_back_too(monkeypatch):

@@ -10,6 +10,7 @@ from torch import Tensor
 from dilabench.contracts import AttentionFn
 from dilabench.distributed.whole import Sharded
 from dilabench.engine.call.inputs import InputSet
+from dilabench.engine.device.capture import harmless_if_it_fails
 from dilabench.errors import first_line
 from dilabench.metadata import COMPILE_BREAKS, COMPILE_GRAPHS
 
@@ -80,14 +81,12 @@ def graphed(function: AttentionFn, inputs: InputSet) -> tuple[AttentionFn, int]:
     """
     device = inputs.q.device
     before = torch.cuda.memory_allocated(device)
-    stream = torch.cuda.current_stream(device)
     samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in (inputs.q, inputs.k, inputs.v))
     try:
-        replay = torch.cuda.make_graphed_callables(cast(Callable[..., Any], function), samples)
-        torch.cuda.synchronize(device)
+        with harmless_if_it_fails(device):
+            replay = torch.cuda.make_graphed_callables(cast(Callable[..., Any], function), samples)
+            torch.cuda.synchronize(device)
     except RuntimeError as error:
-        # A capture that failed leaves its own stream as the current one.
-        torch.cuda.set_stream(stream)
         if isinstance(error, torch.OutOfMemoryError):
             raise
         torch.cuda.synchronize(device)

@@ -3,6 +3,7 @@
 import torch
 
 from dilabench.engine.call.timed_calls import KeptCall
+from dilabench.engine.device.capture import harmless_if_it_fails
 from dilabench.engine.timers import Call, Samples, TimerUnusableError
 from dilabench.engine.timers.cuda_events import ColdStage
 from dilabench.errors import first_line
@@ -38,23 +39,21 @@ class Graph:
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, KeptCall]:
         graph = torch.cuda.CUDAGraph()
-        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(before)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_CALLS):
-                    self._call.fresh()()
-                # The graph of a backward pass is made before the capture; autograd then runs it on this stream.
-                call, captured = self._call.capturable()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                call()
+            with harmless_if_it_fails(self._call.device):
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_CALLS):
+                        self._call.fresh()()
+                    # The graph of a backward pass is made before the capture; autograd then runs it on this stream.
+                    call, captured = self._call.capturable()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, stream=stream):
+                    call()
         except RuntimeError as error:
             torch.cuda.synchronize()
             why = first_line(error) or type(error).__name__
             raise TimerUnusableError(f"the call cannot be captured: {why}") from error
-        finally:
-            # A capture that cannot be begun or ended leaves its own stream as the current one.
-            torch.cuda.set_stream(before)
         torch.cuda.synchronize()
         return graph, captured

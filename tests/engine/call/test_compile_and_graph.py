@@ -132,3 +132,4 @@ def test_a_function_that_waits_for_the_device_cannot_be_captured_and_harms_nothi
         graphed(lambda q, k, v: q * float(k.sum()), gpu_inputs(1, grad=False))
     assert torch.cuda.current_stream() == stream
     assert float(torch.ones(3, device="cuda").sum()) == 3.0
+    assert torch.randn(3, device="cuda").isfinite().all()

@@ -1,0 +1,25 @@
+"""A CUDA graph's capture that may fail without harm to what comes after it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def harmless_if_it_fails(device: torch.device) -> Iterator[None]:
+    """Around a capture: gives the current stream back, and the device's random numbers if the capture fails.
+
+    A capture that cannot be begun or ended leaves its own stream as the current one, and torch's generator of the
+    device refuses every further number: it takes itself to be in the capture yet (torch 2.11).
+    """
+    stream = torch.cuda.current_stream(device)
+    generator = torch.cuda.default_generators[stream.device.index]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise
+    finally:
+        torch.cuda.set_stream(stream)
