@@ -22,11 +22,10 @@ OUTDATED = (
         ("h200-extreme-gather-dense", "gather", 4194304, "both"),
     }
     | {("h200-extreme", "strided", tokens, "both") for tokens in (8388608, 10485760, 11534336)}
-    # In two passes, without float32 sums of dq; `h200-block-sparse-backward`, other rows of `h200-gigapath` and of
-    # `h200-not-nested` have those of today.
+    # In two passes, without float32 sums of dq; `h200-block-sparse-backward`, `h200-gigapath` and `h200-not-nested`
+    # have those of today.
     | {("h200-block-sparse", "block-sparse", 32768, "backward")}
     | {("h200-dilated-backward", "fused", 131072, "backward"), ("h200-extreme", "fused", 65536, "both")}
-    | {("h200-gigapath", "fused", 70001, "both"), ("h200-not-nested", "fused", 70001, "both")}
     # With copies of q, k, v and dout that a length off the dilation rates no longer needs (`h200-gigapath`).
     | {("h200-field", "fused", 65000, "both")}
 )
