@@ -24,11 +24,10 @@ from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
-    columns_to_add,
     is_whole,
     launch_arguments,
+    on_hopper,
     whole_classes,
-    with_columns,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -47,6 +46,7 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
+from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
@@ -97,7 +97,10 @@ def _query_kernel(
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
     item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
@@ -208,6 +211,7 @@ def _key_kernel(
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     # One program: one key tile of one class, over the query tiles of every head that shares the K/V head.
     item, block = split_program(n_items, n_blocks, item_major)
@@ -298,6 +302,9 @@ def _key_kernel(
         dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
     )
     store_tile(dv, dv_tail, dv_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL)
+    if OVERLAPS:
+        # Whoever waits for this launch waits for the one that it ran beside.
+        tl.extra.cuda.gdc_wait()
 
 
 def fused_backward(
@@ -441,7 +448,7 @@ def _run_query(
 
     def arguments(ragged: bool) -> Arguments:
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
-        return grid, shared | own | {"RAGGED": ragged}
+        return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
     kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
     return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
@@ -477,9 +484,13 @@ def _run_key(
         "ADD": add,
     }
 
+    # It shares nothing that is written with the launch by queries, and begins while that ends.
+    overlaps = on_hopper(dk.device)
+
     def arguments(cut: bool) -> Arguments:
         grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
-        return grid, shared | own | {"CUT": cut}
+        beside = {"launch_pdl": True} if overlaps else {}
+        return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
     kind = (dk.dtype, *dk.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
     return launch(_key_kernel, arguments, group.longer_classes > 0, *kind)

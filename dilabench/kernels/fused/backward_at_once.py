@@ -68,14 +68,21 @@ def run_at_once(
         for index, (step, rows) in enumerate(zip(steps, stats, strict=True)):
             tensors = operands | {"stats": rows, "sums": sums, "dk": dk, "dv": dv}
             if not known.repeat(("at once", index, first), tensors):
-                launched = _run(step, tensors, first * kv_heads // heads, causal, scale, add or index > 0)
+                launched = _run(step, tensors, first * kv_heads // heads, causal, scale, add, index > 0)
                 known.keep(("at once", index, first), launched, tensors)
         write_sums(sums, scale, dq[:, :, first : first + some], add)
 
 
 def _run(
-    step: AtOnce, tensors: dict[str, Tensor], first_kv_head: int, causal: bool, scale: float, add: bool
+    step: AtOnce,
+    tensors: dict[str, Tensor],
+    first_kv_head: int,
+    causal: bool,
+    scale: float,
+    add: bool,
+    follows: bool,
 ) -> Launched:
+    """``follows``: directly behind a launch of this kernel, to whose results it adds."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
     from dilabench.kernels.fused.backward_sm90 import _backward_kernel, tile_arguments
 
@@ -108,12 +115,13 @@ def _run(
             "n_slots": 0,
             "CAUSAL": causal,
             "RAGGED": ragged and not causal,
-            "ADD": add,
+            "ADD": add or follows,
             "SHARED": False,
             "PER_HEAD": False,
             "COUNTED": True,
+            "launch_pdl": follows,
         }
         return (n_items * n_blocks,), shared | own
 
-    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, *q.shape[2:], causal, add, follows, group.heads_per_kv, len(group.kinds), config)
     return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

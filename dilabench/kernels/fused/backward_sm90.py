@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view, tokens_left
 from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, tile_of, turned
@@ -49,7 +50,8 @@ def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 class _Form(NamedTuple):
     """What is compiled in. HEAD: columns of the tiles, those beyond DIM are zeros; FIRST and REST: those that products
-    over columns take. HELD: what all steps multiply of keys and values is in registers.
+    over columns take. HELD: what all steps multiply of keys and values is in registers; MORE: the last columns of dK
+    and dV, sums of their own (with HELD that is 5 % slower), behind SUMS.
     """
 
     DIM: int
@@ -57,6 +59,8 @@ class _Form(NamedTuple):
     REST: int
     HEAD: int
     HELD: bool
+    SUMS: int
+    MORE: int
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
@@ -75,6 +79,12 @@ class _Form(NamedTuple):
 @gluon.constexpr_function
 def _form(*values):
     return _Form(*values)
+
+
+@gluon.constexpr_function
+def _share_columns(half, head, rest):
+    """Of K, those that a consumer multiplies with all of dS, unless HELD."""
+    return rest if half == 1 and rest else head // 2
 
 
 @gluon.constexpr_function
@@ -233,10 +243,38 @@ def _begin_queries(half: gl.constexpr, step, keys, tiles, ds_full, form: gl.cons
         mine = ds.slice(half * (BLOCK_M // 2), BLOCK_M // 2, dim=1)
         share = warpgroup_mma(keys, mine, zero, use_acc=False, is_async=True)
     else:
-        zero = gl.full([BLOCK_M, HEAD // 2], 0.0, gl.float32, LAYOUT)
-        columns = k_smem.index(keys).reshape([form.value.BLOCK_N, HEAD]).slice(half * (HEAD // 2), HEAD // 2, dim=1)
+        COLUMNS: gl.constexpr = _share_columns(half, HEAD, form.value.REST)
+        zero = gl.full([BLOCK_M, COLUMNS], 0.0, gl.float32, LAYOUT)
+        columns = k_smem.index(keys).reshape([form.value.BLOCK_N, HEAD]).slice(half * (HEAD // 2), COLUMNS, dim=1)
         share = warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
     return share
+
+
+@gluon.jit
+def _begin_keys(rows, queries, sums, form: gl.constexpr, LAYOUT: gl.constexpr, MORE_LAYOUT: gl.constexpr):
+    """Begin to add rows.queries to the sums of half of the keys: of dS and q to dK, of weights and dout to dV."""
+    SUMS: gl.constexpr = form.value.SUMS
+    MORE: gl.constexpr = form.value.MORE
+    first, more = sums
+    queries = queries.reshape([form.value.BLOCK_M, form.value.HEAD])
+    operand = gl.convert_layout(rows, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
+    first = warpgroup_mma(operand, queries.slice(0, SUMS, dim=1), first, is_async=True)
+    if MORE:
+        operand = gl.convert_layout(rows, gl.DotOperandLayout(operand_index=0, parent=MORE_LAYOUT, k_width=2))
+        more = warpgroup_mma(operand, queries.slice(SUMS, MORE, dim=1), more, is_async=True)
+    return first, more
+
+
+@gluon.jit
+def _sums_of(dv, dk, form: gl.constexpr):
+    """Both sums of `_begin_keys` when no product is in flight any more."""
+    dv, more_dv = dv
+    dk, more_dk = dk
+    if form.value.MORE:
+        dv, dk, more_dv, more_dk = warpgroup_mma_wait(0, deps=[dv, dk, more_dv, more_dk])
+    else:
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+    return (dv, more_dv), (dk, more_dk)
 
 
 @gluon.jit
@@ -251,7 +289,8 @@ def _add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
     if form.value.HELD:
         share.reshape([BLOCK_M // 2, HEAD]).permute((1, 0)).store(dq)
     else:
-        share.reshape([BLOCK_M, HEAD // 2]).store(dq)
+        # Columns behind are beyond DIM, where nothing is added.
+        share.reshape([BLOCK_M, HEAD // 2]).slice(0, _share_columns(half, HEAD, form.value.REST), dim=1).store(dq)
     fence_async_shared()
     gl.thread_barrier()
     sums_desc, steps = sums
@@ -261,18 +300,29 @@ def _add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
 
 
 @gluon.jit
-def _store(x, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, form: gl.constexpr):
-    """Write rows before ``end``, with ADD to what is there."""
+def _store_columns(x, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DIM):
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, form.value.HEAD, layout=gl.SliceLayout(0, LAYOUT))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     at = ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
     inside = (rows < end)[:, None]
-    if form.value.DIM < form.value.HEAD:
-        inside = inside & (columns < form.value.DIM)[None, :]
+    if DIM < COLUMNS:
+        inside = inside & (columns < DIM)[None, :]
     if ADD:
         x += gl.load(at, inside, 0.0).to(gl.float32)
     gl.store(at, x.to(ptr.dtype.element_ty), inside)
+
+
+@gluon.jit
+def _store(sums, factor, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, form: gl.constexpr):
+    """Write rows before ``end`` of ``factor`` times the sums of dK or dV, with ADD to what is there."""
+    DIM: gl.constexpr = form.value.DIM
+    SUMS: gl.constexpr = form.value.SUMS
+    MORE: gl.constexpr = form.value.MORE
+    first, more = sums
+    _store_columns(first * factor, ptr, row_stride, end, ADD, ROWS, SUMS, DIM)
+    if MORE:
+        _store_columns(more * factor, ptr + SUMS, row_stride, end, ADD, ROWS, MORE, DIM - SUMS)
 
 
 @gluon.jit
@@ -281,6 +331,8 @@ def _consume(
 ):
     """Half of the keys of a tile: dk and dv in registers, and half of every share of dq."""
     DIM: gl.constexpr = form.value.DIM
+    SUMS: gl.constexpr = form.value.SUMS
+    MORE: gl.constexpr = form.value.MORE
     HEAD: gl.constexpr = form.value.HEAD
     HELD: gl.constexpr = form.value.HELD
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
@@ -290,9 +342,10 @@ def _consume(
     RAGGED: gl.constexpr = form.value.RAGGED
     ROWS: gl.constexpr = BLOCK_N // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M // 2 if HELD else HEAD // 2, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KEY_LAYOUT, k_width=2)
+    KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    MORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE else 16, 16])
+    DQ_COLUMNS: gl.constexpr = BLOCK_M // 2 if HELD else _share_columns(half, HEAD, form.value.REST)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
@@ -302,8 +355,12 @@ def _consume(
     _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
-        dk = gl.full([ROWS, HEAD], 0.0, gl.float32, KEY_LAYOUT)
-        dv = gl.full([ROWS, HEAD], 0.0, gl.float32, KEY_LAYOUT)
+        none = gl.full([ROWS, SUMS], 0.0, gl.float32, KEY_LAYOUT)
+        none_of_more = 0
+        if MORE:
+            none_of_more = gl.full([ROWS, MORE], 0.0, gl.float32, MORE_LAYOUT)
+        dk = (none, none_of_more)
+        dv = (none, none_of_more)
         zero = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
         first_row = tile * BLOCK_N + half * ROWS
         rows_left = whole_rows - super_index * super_rows
@@ -366,7 +423,7 @@ def _consume(
                         key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
                         last = query_row - (residue > partner).to(gl.int32) + query
                         p = gl.where(key[:, None] <= last[None, :], p, 0.0)
-                    weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT)
+                    weights = p.to(q_smem.dtype)
                     delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMN_LAYOUT)
                     dp = warpgroup_mma_wait(0, deps=[dp])
                     ds = (p * (dp - delta[None, :])).to(q_smem.dtype)
@@ -378,13 +435,12 @@ def _consume(
                     mbarrier.arrive(ds_full.index(step % _BUFFERS), count=1)
                     mbarrier.wait(turns.index(half), half)
                     dq = _begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
-                    next_dv = warpgroup_mma(weights, douts.reshape([BLOCK_M, HEAD]), dv, is_async=True)
-                    rows_of_ds = gl.convert_layout(ds, P_LAYOUT)
-                    next_dk = warpgroup_mma(rows_of_ds, queries.reshape([BLOCK_M, HEAD]), dk, is_async=True)
+                    next_dv = _begin_keys(weights, douts, dv, form, KEY_LAYOUT, MORE_LAYOUT)
+                    next_dk = _begin_keys(ds, queries, dk, form, KEY_LAYOUT, MORE_LAYOUT)
                     mbarrier.arrive(turns.index(1 - half), count=1)
-                    dq = warpgroup_mma_wait(2, deps=[dq])
+                    dq = warpgroup_mma_wait(4 if MORE else 2, deps=[dq])
                     _add_queries(half, dq, sums, before, dq_smem, form)
-                    dv, dk = warpgroup_mma_wait(0, deps=[next_dv, next_dk])
+                    dv, dk = _sums_of(next_dv, next_dk, form)
                     gl.thread_barrier()
                     mbarrier.arrive(query_empty.index(stage), count=1)
                     before = (batch, partner, head - first_kv_head * heads_per_kv, base_row + query_row)
@@ -396,20 +452,23 @@ def _consume(
         tma.store_wait(0)
         gl.thread_barrier()
         _add_queries(half, dq, sums, before, dq_smem, form)
+        if form.value.ADD:
+            # Until here programs ran beside the last ones of the launch before, which wrote what they add to.
+            gdc_wait()
         slot = -1
         if form.value.SHARED:
             slot = gl.load(item_ptr + 3)
             if slot >= 0:
                 place = (batch * n_kv_heads + kv_head).to(gl.int64) * n_slots + slot
                 own = slots_ptr + place * (2 * BLOCK_N * HEAD) + half * (ROWS * HEAD)
-                _store(dk, own, HEAD, ROWS, False, ROWS, form)
-                _store(dv, own + BLOCK_N * HEAD, HEAD, ROWS, False, ROWS, form)
+                _store(dk, 1.0, own, HEAD, ROWS, False, ROWS, form)
+                _store(dv, 1.0, own + BLOCK_N * HEAD, HEAD, ROWS, False, ROWS, form)
         if slot < 0:
             token = batch.to(gl.int64) * length + (super_index * super_rows + first_row).to(gl.int64) * R + residue
             at = (token * n_kv_heads + kv_head) * DIM
             row_stride = n_kv_heads * R * DIM
-            _store(dk * scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
-            _store(dv, dv_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
+            _store(dk, scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
+            _store(dv, 1.0, dv_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
         tma.store_wait(0)
 
 
@@ -475,6 +534,7 @@ def _backward_kernel(
     PER_HEAD: gl.constexpr,
     COUNTED: gl.constexpr,
 ):
+    gdc_launch_dependents()
     BOX: gl.constexpr = DIM < HEAD
     q_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(STAGES, BOX, BLOCK_M, HEAD), q_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(1, BOX, BLOCK_N, HEAD), k_desc.layout)
@@ -514,8 +574,25 @@ def _backward_kernel(
     )
     sums_steps = (sequence_rows, some_kv_heads * heads_per_kv * DIM, DIM)
     results = ((sums_desc, sums_steps), dk_ptr, dv_ptr, slots_ptr, length, n_slots)
+    SUMS: gl.constexpr = HEAD if HELD else FIRST
+    MORE: gl.constexpr = 0 if HELD else REST
     form: gl.constexpr = _form(
-        DIM, FIRST, REST, HEAD, HELD, BLOCK_M, BLOCK_N, STAGES, CAUSAL, RAGGED, ADD, SHARED, PER_HEAD, COUNTED
+        DIM,
+        FIRST,
+        REST,
+        HEAD,
+        HELD,
+        SUMS,
+        MORE,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+        CAUSAL,
+        RAGGED,
+        ADD,
+        SHARED,
+        PER_HEAD,
+        COUNTED,
     )
     gl.warp_specialize(
         [

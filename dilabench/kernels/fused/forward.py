@@ -17,12 +17,10 @@ from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
-    columns_to_add,
     is_whole,
     launch_arguments,
     on_hopper,
     whole_classes,
-    with_columns,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -42,6 +40,7 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
+from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
 from dilabench.kernels.tuning import TileConfig, narrow_config, specialized_config, tile_columns, tile_config
@@ -200,13 +199,6 @@ def fused_forward(
     (packed qkv included). ``padded``: q, k and v from `whole_classes`, for who calls several plans. Raises ValueError
     on shapes that do not fit ``plan`` or a scale that is not positive.
     """
-    dim = q.shape[-1]
-    if more := columns_to_add(dim, q.dtype, q.device):
-        scale = check_scale(scale, dim)
-        q, k, v = (with_columns(x, more) for x in (q, k, v))
-        padded = [with_columns(x, more) for x in padded] if padded else None
-        out, lse = fused_forward(q, k, v, plan, scale=scale, log_mass=log_mass, config=config, padded=padded)
-        return out[..., :dim].contiguous(), lse
     given = padded or (q, k, v)
     known = launches("forward", plan, scale, config, log_mass is None, padded is None, *map(layout, given))
     scale, whole = known.once("checked", lambda: _checked(q, k, v, given, plan, scale))
@@ -219,6 +211,9 @@ def fused_forward(
         out = q.new_zeros(q.shape)
         lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
     q, k, v = given if whole else (whole_classes(x, plan.modulus) for x in given)
+    if more := columns_to_add(q.shape[-1], q.dtype, q.device):
+        # A program copies its queries once.
+        k, v = with_columns(k, more), with_columns(v, more)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if covered and log_mass is not None:
         tensors["mass"] = log_mass

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
@@ -454,6 +455,7 @@ def _forward_kernel(
     PERSISTENT: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
 ):
+    gdc_launch_dependents()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_M // 2, DIM - TAIL], q_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, DIM - TAIL], k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, DIM - TAIL], v_desc.layout)
@@ -629,6 +631,7 @@ def run_group(
             "STAGES": config.num_stages,
             "PERSISTENT": persistent,
             "num_warps": config.num_warps,
+            "launch_pdl": merge,
         }
         return (min(processors, n_work) if persistent else n_work,), own
 

@@ -93,24 +93,6 @@ def on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
 
 
-@lru_cache(maxsize=64)
-def columns_to_add(dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many columns of zeros q, k and v of a head dim are given before kernels read them: mostly none.
-
-    Hopper copies rows that are no multiple of 32 bytes at half speed. On an H200, 32768 tokens, H16, w 1024 5792 32768
-    65536, r 1 2 4 8, forward and backward alone, in ms: D24 1.45 and 3.82, D32 0.99 and 3.21; D40 2.27 and 5.25, D56
-    1.82 and 4.78, D48 1.25 and 4.21. Above 64 it was not tried.
-    """
-    if dtype.itemsize != 2 or dim % 16 != 8 or dim > 64 or not on_hopper(device):
-        return 0
-    return sum(tile_columns(dim, 2)) - dim
-
-
-def with_columns(x: Tensor, more: int) -> Tensor:
-    """``x [B, N, H, D]`` with columns of zeros behind."""
-    return torch.nn.functional.pad(x, (0, more))
-
-
 def product_precision(x: Tensor) -> str:
     """Triton's ``input_precision`` for matrix products of ``x``: float32 stays float32, other dtypes do not ask."""
     return _float32_products(x.device) if x.dtype == torch.float32 else "tf32"

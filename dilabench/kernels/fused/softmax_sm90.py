@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
 from dilabench.kernels.fused.tile_walk_sm90 import bias_of, class_of, tile_of
 
@@ -214,6 +215,8 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
     lse = (top + gl.log2(total)) * 0.6931471805599453
     lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * length + token + lse_rows * R
     if MERGE:
+        # Until here programs ran beside the last ones of the launch before, which wrote what they merge with.
+        gdc_wait()
         old_lse = gl.load(lse_at, lse_rows < end, float("-inf"))
         higher = gl.maximum(old_lse, lse)
         ours = gl.exp(lse - higher)
@@ -223,7 +226,7 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
         theirs = theirs / (ours + theirs)
     out_at = out_ptr + ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
     row_stride = n_heads * R * DIM
-    _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD, DIM - TAIL)
+    _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD, DIM)
     if TAIL:
-        _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL, TAIL)
+        _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL, DIM - HEAD)
     gl.store(lse_at, lse, lse_rows < end)
