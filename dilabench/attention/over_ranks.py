@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilabench.attention import operands
+from dilabench.attention import operands, ranks_operator
 from dilabench.attention.planning import backend_of, planner_of
+from dilabench.attention.ranks_operator import Options
 from dilabench.contracts import BuildContext
 from dilabench.distributed.row_deal import RowDeal
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
-from dilabench.impls.one_operator import outside_compilers
+from dilabench.impls.one_operator import nothing_looks_on, refuse_forward_mode
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.counting import reach_of
 from dilabench.patterns.dense import DensePattern
@@ -46,6 +47,7 @@ class SequenceShards:
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
         self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
         self._functions: dict[Any, ShardedAttention] = {}
+        self._number = ranks_operator.number_of(self)
 
     @property
     def seq_len(self) -> int:
@@ -62,6 +64,20 @@ class SequenceShards:
         """[rows] int64 on the CPU: where in its sequence each token of this rank stands, for positional encodings."""
         places = torch.cat([torch.arange(b - a) for a, b in pairwise(self.bounds)])
         return self.shards.take(places, self.world.rank, dim=0)
+
+    def _function_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> ShardedAttention:
+        """What attends with tensors like these, made once for each shape and kind. Raises ValueError."""
+        operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
+        asked = (query.shape, key.shape, query.dtype, query.device, options)
+        known = self._functions.get(asked)
+        if known is None:
+            try:
+                workload = _workload(query, key, self, options)
+                known = _function(workload, self, query.device, options.algorithm, options.backend)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            self._functions[asked] = known
+        return known
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole tensor; `dim` is the axis of tokens."""
@@ -138,43 +154,29 @@ def ring_attention(
     query [B, N_local, H, D], key and value [B, N_local, K, D] are this rank's tokens; packed: [T_local, H, D]. With
     `segment_lengths` and `dilation_rates` it is dilated attention. All ranks call it, forward and backward, in the same
     order. `algorithm` and `backend` are names of `dilabench list`; 'auto' takes the algorithm of the highest priority
-    that takes tokens in the order of `shards`. Gradients are exact. A compiler sees one break around the call.
+    that takes tokens in the order of `shards`. Gradients are exact. Under torch.compile forward and backward are one
+    operator each, with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
-    sides, branches = tuple(window), (tuple(segment_lengths or ()), tuple(dilation_rates or ()))
-    operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
-    key_of_function = (query.shape, key.shape, query.dtype, query.device, causal, sides, scale, branches)
-    known = shards._functions.get((*key_of_function, algorithm, backend))
-    if known is None:
-        try:
-            workload = _workload(query, key, shards, causal, sides, scale, branches)
-            known = _function(workload, shards, query.device, algorithm, backend)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        shards._functions[*key_of_function, algorithm, backend] = known
-    # Messages between ranks are no part of a graph.
-    return outside_compilers(known, query, key, value)
+    refuse_forward_mode(query, key, value)
+    branches = tuple(segment_lengths or ()), tuple(dilation_rates or ())
+    options = Options(causal, tuple(window), scale, *branches, algorithm, backend)
+    if nothing_looks_on(query, key, value):
+        return shards._function_for(query, key, value, options)(query, key, value)
+    return ranks_operator.as_one_operator(shards._number, query, key, value, options)
 
 
-def _workload(
-    query: Tensor,
-    key: Tensor,
-    shards: SequenceShards,
-    causal: bool,
-    window: tuple[int, ...],
-    scale: float | None,
-    branches: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Workload:
+def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Options) -> Workload:
     """What all ranks compute together."""
     if query.ndim != (3 if shards.packed else 4):
         wanted = "[T_local, H, D], for sequences are packed" if shards.packed else "[B, N_local, H, D]"
         raise ValueError(f"query {tuple(query.shape)} must be {wanted}")
     if key.ndim != query.ndim:
         raise ValueError(f"key {tuple(key.shape)} must have the axes of query {tuple(query.shape)}")
-    names = ("segment_lengths", "dilation_rates")
-    pattern = validated(DilatedPattern, dict(zip(names, branches, strict=True))) if any(branches) else DensePattern()
+    branches = {"segment_lengths": options.segment_lengths, "dilation_rates": options.dilation_rates}
+    pattern = validated(DilatedPattern, branches) if any(branches.values()) else DensePattern()
     packed = {"layout": "packed", "cu_seqlens": shards.bounds}
     return validated(
         Workload,
@@ -186,9 +188,9 @@ def _workload(
             "num_kv_heads": key.shape[-2],
             "head_dim": query.shape[-1],
             "dtype": str(query.dtype).removeprefix("torch."),
-            "causal": causal,
-            "window": window,
-            "scale": scale,
+            "causal": options.causal,
+            "window": options.window,
+            "scale": options.scale,
             "mode": "both",
             **(packed if shards.packed else {}),
         },

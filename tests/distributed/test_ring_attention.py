@@ -1,6 +1,8 @@
 """Attention over ranks as a library: exact, refused with a reason, and good for training."""
 
+import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,54 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
     )
     for text, reason in zip(said, reasons, strict=True):
         assert reason in text
+
+
+def test_under_a_compiler_is_one_graph_and_gives_the_same(launch):
+    import compiled_cases
+
+    for wrong, ranks, differences, kept, said in launch(compiled_cases.everything, 2):
+        assert wrong == []
+        assert ranks == 2
+        assert max(differences) <= 1e-12
+        assert kept == 8
+        assert "SequenceShards of this call are gone; keep them until its backward pass" in said
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same(launch):
+    import compiled_cases
+
+    assert launch(compiled_cases.wrong, 2, ["inductor", ["dense", "packed", "dilated"]]) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("end", "compiled", "cause"),
+    [
+        ("killed", False, "Connection (closed|reset) by peer"),
+        ("killed", True, "Connection (closed|reset) by peer"),
+        ("stalled", False, "Timed out waiting 2000ms"),
+    ],
+)
+def test_a_rank_that_is_gone_ends_the_others_with_the_cause(end, compiled, cause, tmp_path):
+    import leaving_rank
+
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    ranks = [
+        context.Process(target=leaving_rank.run, args=(rank, str(tmp_path / "store"), end, compiled, told))
+        for rank, (_, told) in enumerate(pipes)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in (0, 2):
+            heard = pipes[rank][0]
+            assert heard.poll(60), "it still waits"
+            assert re.search(cause, heard.recv())
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def losses(ranks: int) -> list[float]:

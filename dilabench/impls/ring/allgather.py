@@ -19,7 +19,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous
 from dilabench.distributed.world import Pending
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
-from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.function import Apart, ShardedAttention
 from dilabench.impls.ring.schedule.parcels import Parcel
 from dilabench.impls.ring.schedule.share import Share, share_of
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
@@ -115,4 +115,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     silent = not any(share.world.share(bool(share.needs or share.gives)))
     rows = [torch.arange(span.start, span.stop) for span in share.shards.parts[share.world.rank]]
     zero_keys = log_zero_keys(workload, context.device, rows=torch.cat([torch.arange(0), *rows]))
+    if silent and share.local is not None and not share.own and zero_keys is None:
+        # There is nothing to send or to merge, so that a call costs what it costs without ranks.
+        return ShardedAttention(workload, share.shards, share.world, Apart(share.local))
     return ShardedAttention(workload, share.shards, share.world, AllGather(share, silent, zero_keys))

@@ -18,6 +18,11 @@ CASES = {
     "one key head by name": (ring_cases.workload(num_kv_heads=1), "zigzag", {"algorithm": "llama3"}),
     "window in a list": (ring_cases.workload(window=(5, 0)), "zigzag", {"window": [5, 0]}),
     "dilated": (ring_cases.workload(pattern={"kind": "dilated", **BRANCHES}), "contiguous", BRANCHES),
+    "nothing to send": (
+        ring_cases.workload(seq_len=48, pattern={"kind": "dilated", **BRANCHES}),
+        "contiguous",
+        BRANCHES,
+    ),
     "packed": (ring_cases.packed(0, 1, 3, 30, 41), "zigzag", {}),
     "packed in balance": (ring_cases.packed(0, 1, 3, 290, 300, 700, window=(90, 0)), "balanced", {"window": (90, 0)}),
 }

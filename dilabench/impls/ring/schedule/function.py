@@ -17,7 +17,8 @@ from dilabench.workload.spec import Workload
 class Algorithm(Protocol):
     """Forward and backward on local shards [B, N_local, ·, D], all ranks together.
 
-    `forward` gives out, lse and what the backward pass wants kept.
+    `forward` gives out, lse and what the backward pass wants kept, each in memory of its own. How many tensors these
+    are, and their shapes and dtypes, are the same for all q, k and v of the same shapes and dtypes.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
@@ -63,6 +64,8 @@ class ShardedAttention:
         self.workload, self.shards, self.world = workload, shards, world
         self._algorithm = algorithm
         self._compared = False
+        # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
+        self.kept: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of q, both [B, N_local, H, D] (packed: [T_local, H, D]), and k, v [B, N_local, K, D]."""
@@ -74,12 +77,29 @@ class ShardedAttention:
         Raises ValueError for tensors that are no shards of this rank, RanksDisagreeError when ranks were built for
         different workloads, RuntimeError when a rank is gone.
         """
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            out, lse = _Function.apply(self, q, k, v)
+        else:
+            out, lse, _ = self.forward(q, k, v)
+        return out, lse
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """out and lse as `with_lse` gives and refuses them, outside autograd, and what `backward` wants kept."""
         self._check(q, k, v)
-        packed = q.ndim == 3
-        if packed:
-            q, k, v = q[None], k[None], v[None]
-        out, lse = _Function.apply(self._algorithm, q, k, v)
-        return (out[0], lse[0]) if packed else (out, lse)
+        if q.ndim == 4:
+            return self._algorithm.forward(q.contiguous(), k.contiguous(), v.contiguous())
+        out, lse, kept = self._algorithm.forward(q[None].contiguous(), k[None].contiguous(), v[None].contiguous())
+        return out[0], lse[0], kept
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of contiguous q, k, v and what `forward` gave for them."""
+        dout = dout.contiguous()
+        if q.ndim == 4:
+            return self._algorithm.backward(dout, q, k, v, out, lse, kept)
+        dq, dk, dv = self._algorithm.backward(dout[None], q[None], k[None], v[None], out[None], lse[None], kept)
+        return dq[0], dk[0], dv[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAttention:
         """Itself: ranks and their connections cannot be copied, and there is nothing else in it that changes."""
@@ -111,20 +131,23 @@ class ShardedAttention:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, attention: ShardedAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse, kept = algorithm.forward(q, k, v)
-        ctx.algorithm = algorithm
+        out, lse, kept = attention.forward(q, k, v)
+        ctx.attention = attention
         ctx.save_for_backward(q, k, v, out, lse, *kept)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *kept = ctx.saved_tensors
+        # All ranks exchange gradients, also those on which nothing depends on out.
+        dout = torch.zeros_like(out) if dout is None else dout
 
-        def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = ctx.algorithm.backward(dout.contiguous(), *tensors, tuple(kept))
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = ctx.attention.backward(*tensors, tuple(kept))
             return found
 
         return None, *first_derivatives(gradients, dout, q, k, v, out, lse)
