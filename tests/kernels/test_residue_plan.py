@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dilabench.kernels.fused import tile_tables as tile_tables_module
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.fused.tile_lists import computed_pairs
@@ -163,3 +164,23 @@ def test_tables_stand_where_no_length_has_a_kernel_compiled_anew(n: int, by_key:
         tables = tile_tables(group, 128, 64, False, by_key, torch.device("cpu"))
         all_of_them = (tables.items, tables.lookup, tables.order, tables.entries, tables.heads)
         assert [x.data_ptr() % 16 for x in all_of_them] == [0] * 5
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("few", [0, 1 << 16])
+def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of the length that many have in common are those of each, made here or on the device."""
+    n, heads, kv_heads, segments, rates, offset, offset_by = case
+    monkeypatch.setattr(tile_tables_module, "_FEW", few)
+    make, cpu, made = tile_tables_module._tables.__wrapped__, torch.device("cpu"), set()
+    lengths = range(n, n + 70, 3)
+    for length in lengths:
+        for group in residue_plan(segments, rates, length, heads, kv_heads, False, offset, offset_by, tile=16).groups:
+            own, other = group.largest_tile, min(group.largest_tile, 32)
+            shared = group.in_tiles(min(own, other))
+            made.add(shared)
+            for causal, by_key in ((False, False), (True, False), (True, True)):
+                mine, theirs = (make(one, own, other, causal, by_key, cpu) for one in (group, shared))
+                for name in ("items", "lookup", "order", "entries", "heads"):
+                    assert torch.equal(getattr(mine, name), getattr(theirs, name)), (length, name)
+    assert len(made) < len(lengths)

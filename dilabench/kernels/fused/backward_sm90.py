@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -31,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view, tokens_left
-from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, tile_of, turned
+from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
 _CONSUMER_REGISTERS = gl.constexpr(240)
@@ -651,6 +650,4 @@ def _tile_descriptor(x: Tensor, modulus: int, tile: list[int]) -> TensorDescript
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    elements = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-    layout = gl.NVMMASharedLayout.get_default_for(block, elements[x.dtype])
-    return TensorDescriptor(x, shape, strides, block, layout)
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -104,6 +104,23 @@ class BranchGroup:
         """Whether a segment or the sequence ends inside a tile of this many rows."""
         cut_super = self.full_supers > 0 and self.super_rows % tile > 0
         return cut_super or self.tail_rows % tile > 0 or self.longer_classes > 0
+
+    def in_tiles(self, tile: int) -> BranchGroup:
+        """A group that many lengths have in common, with the same lists of tiles of ``tile`` rows or multiples of it.
+
+        Of the last super-segment lists depend on two things: on how many tiles begin in it, and whether every class
+        fills the last of them.
+        """
+        rows = -(-self.tail_rows // tile) * tile
+        sure = self.whole_rows - self.full_supers * self.super_rows
+        segments, before = self.segment_rows, 0
+        if self.full_supers:
+            before, rows = self.super_rows, min(rows, self.super_rows)
+        else:
+            # What holds all of the sequence holds all of the longer one, too.
+            segments = tuple(segment if segment < self.sequence_rows else rows + 1 for segment in segments)
+        length = self.modulus * (before + rows) - (sure < rows)
+        return replace(self, segment_rows=segments, length=length)
 
     def active(self, kind: int, u: int) -> tuple[int, ...]:
         """Indices (into this group) of the branches that class ``u`` takes part in."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +28,7 @@ from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
 from dilabench.kernels.fused.softmax_sm90 import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, tile_of, turned
+from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, product_columns
 
@@ -315,5 +314,4 @@ def run_group(
 def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
     shape, strides = class_box(x, modulus)
     block: list[Any] = [1, 1, 1, rows, columns]
-    element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, element))
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))

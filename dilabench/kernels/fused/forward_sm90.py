@@ -29,7 +29,7 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
 from dilabench.kernels.fused.softmax_sm90 import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, tile_of, turned
+from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
 
@@ -563,10 +563,8 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
 
 
 def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     shape, strides = class_view(x, modulus)
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
-    return TensorDescriptor(x, shape, strides, [rows, columns], layout)
+    return TensorDescriptor(x, shape, strides, [rows, columns], shared_layout((rows, columns), x.dtype))
 
 
 def run_group(

@@ -42,13 +42,19 @@ class Runs:
 
 def computed_pairs(group: BranchGroup, tile: int, causal: bool) -> int:
     """Query-key pairs that square tiles of ``tile`` rows compute per batch element, over all heads."""
+    entries = _entries_of(group.in_tiles(tile), tile, causal)
+    supers = np.array([group.full_supers, group.n_supers - group.full_supers])
+    return int((entries[:, list(group.head_kind)] * supers[:, None]).sum()) * tile * tile
+
+
+@lru_cache(maxsize=256)
+def _entries_of(group: BranchGroup, tile: int, causal: bool) -> Integers:
+    """Pairs of tiles in a super-segment, [variants, kinds]."""
     partners = partners_of(group.rates, group.kinds, group.modulus)
     runs = runs_of(group, tile, tile, causal, by_key=False)
     kept = (partners.shared[..., runs.level] > 0).sum((1, 2))
-    # [variants, kinds]
-    entries = np.einsum("vg,kg->vk", runs.count.sum((1, 3)), kept)
-    supers = np.array([group.full_supers, group.n_supers - group.full_supers])
-    return int((entries[:, list(group.head_kind)] * supers[:, None]).sum()) * tile * tile
+    found: Integers = np.einsum("vg,kg->vk", runs.count.sum((1, 3)), kept)
+    return found
 
 
 @lru_cache(maxsize=256)

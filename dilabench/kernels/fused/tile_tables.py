@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +27,8 @@ from dilabench.kernels.fused.tile_lists import (
 _ALIGNED = 4
 # Entries are made for as many tiles at a time as need this many of the numbers that lead to them.
 _AT_ONCE = 1 << 23
+# Up to so many entries, and numbers that lead to them, are made here.
+_FEW = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +59,19 @@ def tile_tables(
 
     Raises ValueError when a tile is larger than the segments allow.
     """
-    # Without an order among positions, a query sees the keys that see it.
-    return _tables(group, own, other, causal, causal and by_key, device)
-
-
-# A table of one length stays on the device for as long as it is here: few, for lengths change from call to call.
-@lru_cache(maxsize=32)
-def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device) -> TileTables:
     for tile in (own, other):
         if tile > group.largest_tile:
             raise ValueError(
                 f"tile of {tile} rows does not divide segments of {group.segment_rows[0]} rows"
                 f"; use at most {group.largest_tile}"
             )
+    # Without an order among positions, a query sees the keys that see it.
+    return _tables(group.in_tiles(min(own, other)), own, other, causal, causal and by_key, device)
+
+
+# Tables stay on the device for as long as they are here: few, for lengths change from call to call.
+@lru_cache(maxsize=64)
+def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device) -> TileTables:
     partners = partners_of(group.rates, group.kinds, group.modulus)
     runs = runs_of(group, own, other, causal, by_key)
     shared = partners.shared[..., runs.level]
@@ -82,31 +85,66 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
         order = every_tile(lookup, [-(-rows // own) for rows in rows_of_variant])
     heads = np.stack([group.head_kind, group.head_shift], 1)
     tags = (shared << (TILE_BITS + CLASS_BITS)) | (partners.classes[..., None] << TILE_BITS)
-    of_entries = (kept, tags, *(np.moveaxis(x, -1, -2) for x in (runs.count, runs.begin)))
-    there = _on_device(device, items, lookup, order, heads, *of_entries)
-    entries = _entries(runs, kept.sum((0, 1, 2)), *there[4:])
-    return TileTables(items=there[0], lookup=there[1], order=there[2], entries=entries, heads=there[3])
+    entries = _Entries.of(runs, kept, tags)
+    if entries.are_few:
+        there = _on_device(device, items, lookup, order, heads, entries.here())
+        return TileTables(items=there[0], lookup=there[1], order=there[2], entries=there[4], heads=there[3])
+    there = _on_device(device, items, lookup, order, heads, *entries.factors)
+    return TileTables(
+        items=there[0], lookup=there[1], order=there[2], entries=entries.there(*there[4:]), heads=there[3]
+    )
 
 
-def _entries(runs: Runs, pairs: Integers, kept: Tensor, tags: Tensor, count: Tensor, begin: Tensor) -> Tensor:
-    """Every list, variant by variant, tile by tile: its runs written out.
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Every list, variant by variant, tile by tile: its runs written out, from what they are products and sums of.
 
-    pairs: [ranges], how many pairs of classes have each. kept, tags: [kinds, R, P, ranges], which runs a pair has, and
-    their packed multiplicity and class. count, begin: those of `Runs`, [variants, tiles, 3, ranges].
+    factors, each with axes [tiles of both variants, kinds, R, 3 sorts of tiles, partners, ranges] of which some have
+    one element: which runs a pair of classes has, their packed multiplicity and class, and how many tiles a run has
+    and where it begins. per_tile: entries of each tile of both variants.
     """
-    per_tile = runs.count.sum(-1).reshape(-1, pairs.size) @ pairs
-    if not per_tile.any():
-        return torch.zeros(1, dtype=torch.int32, device=kept.device)
-    kinds, classes, width, ranges = kept.shape
-    # A list: [3 sorts of tiles, partners, ranges]; lists: [tiles of both variants, kinds, R].
-    as_pairs, as_tiles = (1, kinds, classes, 1, width, ranges), (-1, 1, 1, 3, 1, ranges)
-    kept, tags, count, begin = kept.view(as_pairs), tags.view(as_pairs), count.view(as_tiles), begin.view(as_tiles)
-    step = max(1, _AT_ONCE // (kinds * classes * 3 * width * ranges))
-    parts = [
-        _written_out(count[at : at + step] * kept, begin[at : at + step] + tags, int(per_tile[at : at + step].sum()))
-        for at in range(0, count.shape[0], step)
-    ]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    factors: tuple[Integers, Integers, Integers, Integers]
+    per_tile: Integers
+
+    @classmethod
+    def of(cls, runs: Runs, kept: npt.NDArray[np.bool_], tags: Integers) -> _Entries:
+        """kept, tags: [kinds, R, P, ranges]."""
+        kinds, classes, width, ranges = kept.shape
+        as_pairs, as_tiles = (1, kinds, classes, 1, width, ranges), (-1, 1, 1, 3, 1, ranges)
+        count, begin = (np.moveaxis(x, -1, -2).reshape(as_tiles) for x in (runs.count, runs.begin))
+        per_tile = runs.count.sum(-1).reshape(-1, ranges) @ kept.sum((0, 1, 2))
+        return cls((kept.reshape(as_pairs).astype(np.int64), tags.reshape(as_pairs), count, begin), per_tile)
+
+    @property
+    def _numbers_per_tile(self) -> int:
+        return math.prod(np.broadcast_shapes(*(x.shape[1:] for x in self.factors)))
+
+    @property
+    def are_few(self) -> bool:
+        """Whether to write them out costs less than the launches that do so on a device."""
+        return max(int(self.per_tile.sum()), self.per_tile.size * self._numbers_per_tile) <= _FEW
+
+    def here(self) -> Integers:
+        """All of them; without any, a zero."""
+        kept, tags, count, begin = self.factors
+        counts, begins = (count * kept).ravel(), (begin + tags).ravel()
+        total = int(self.per_tile.sum())
+        skipped = begins + counts - counts.cumsum()
+        return np.repeat(skipped, counts) + np.arange(total) if total else np.zeros(1, np.int64)
+
+    def there(self, kept: Tensor, tags: Tensor, count: Tensor, begin: Tensor) -> Tensor:
+        """The same in int32 from the factors on a device."""
+        if not self.per_tile.any():
+            return torch.zeros(1, dtype=torch.int32, device=kept.device)
+        step = max(1, _AT_ONCE // self._numbers_per_tile)
+        parts = [
+            _written_out(
+                count[at : at + step] * kept, begin[at : at + step] + tags, int(self.per_tile[at : at + step].sum())
+            )
+            for at in range(0, count.shape[0], step)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
@@ -122,7 +160,10 @@ def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
     others.
     """
     sizes = [x.size + -x.size % _ALIGNED for x in arrays]
-    flat = [np.pad(x.astype(np.int32).ravel(), (0, size - x.size)) for x, size in zip(arrays, sizes, strict=True)]
-    packed = torch.from_numpy(np.concatenate(flat)).to(device)
-    begins = np.cumsum([0, *sizes[:-1]]).tolist()
-    return [packed[begin : begin + x.size].view(x.shape) for x, begin in zip(arrays, begins, strict=True)]
+    ends = np.cumsum(sizes).tolist()
+    packed = np.zeros(ends[-1], np.int32)
+    begins = [0, *ends[:-1]]
+    for x, begin in zip(arrays, begins, strict=True):
+        packed[begin : begin + x.size] = x.ravel()
+    there = torch.from_numpy(packed).to(device)
+    return [there[begin : begin + x.size].view(x.shape) for x, begin in zip(arrays, begins, strict=True)]

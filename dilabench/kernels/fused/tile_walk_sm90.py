@@ -4,16 +4,26 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.extra import libdevice
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 
+_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _TILE_BITS = gl.constexpr(TILE_BITS)
 _TILE_MASK = gl.constexpr((1 << TILE_BITS) - 1)
 _CLASS_MASK = gl.constexpr((1 << CLASS_BITS) - 1)
 _COUNT_SHIFT = gl.constexpr(TILE_BITS + CLASS_BITS)
+
+
+@lru_cache(maxsize=64)
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory: the widest swizzle that its rows allow."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
 
 
 @gluon.jit

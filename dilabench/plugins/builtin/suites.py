@@ -104,6 +104,8 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.regret.findings:analyse",
         reads_catalogue=True,
         aliases=("regret",),
+        # A regret of 1.1 shows in thirty turns, and there are many shapes.
+        sampling_s=0.3,
         options=("shapes",),
         takes_the_rest=True,
     ),

@@ -28,6 +28,13 @@ OUTDATED = (
     | {("h200-dilated-backward", "fused", 131072, "backward"), ("h200-extreme", "fused", 65536, "both")}
     # With copies of q, k, v and dout that a length off the dilation rates no longer needs (`h200-gigapath`).
     | {("h200-field", "fused", 65000, "both")}
+    # With a second gradient of out, which took the batch axis of packed shards away and is no longer made.
+    | {
+        ("h200-packed-two-gpus", "balanced-allgather", 131072, "both"),
+        ("h200-packed-two-gpus", "ulysses", 131072, "both"),
+        ("h200-packed-two-gpus-flash2", "ring-varlen", 131072, "both"),
+        ("h200-packed-two-gpus-flash2", "ulysses", 131072, "both"),
+    }
 )
 CATALOGUE = discover().catalogue
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
