@@ -28,7 +28,7 @@ class Measured:
     """Stands for a machine on which anything may be measured; counts how often, and knows which way is the fastest."""
 
     def __init__(self) -> None:
-        self.fastest, self.calls = "math", 0
+        self.fastest, self.others, self.calls = "math", first_use.Cost(1.2, 0.5), 0
 
     def build(self, case: Case) -> Any:
         return case
@@ -37,7 +37,7 @@ class Measured:
         self.calls += 1
         if case.backend == "sdpa-flash":
             raise RuntimeError("no kernel image")
-        return first_use.Cost(1.0 if case.backend == self.fastest else 2.0, 0.5)
+        return first_use.Cost(1.0, 0.5) if case.backend == self.fastest else self.others
 
 
 @pytest.fixture
@@ -73,6 +73,18 @@ def test_near_lengths_are_not_measured_again_and_others_are(measured: Measured) 
         before = measured.calls
         assert choose(measured, **other).source == "first use", other
         assert measured.calls == before + 3
+
+
+@pytest.mark.parametrize(("gpu", "host", "reached", "beyond"), [(2.0, 0.5, 2048, 4096), (0.8, 4.0, 512, 1024)])
+def test_a_clear_lead_is_believed_for_longer_but_not_one_of_the_host(
+    measured: Measured, gpu: float, host: float, reached: int, beyond: int
+) -> None:
+    measured.others = first_use.Cost(gpu, host)
+    choose(measured)
+    before = measured.calls
+    assert choose(measured, seq_len=reached).source == "tuned"
+    assert measured.calls == before
+    assert choose(measured, seq_len=beyond).source == "first use"
 
 
 def test_the_host_counts_where_it_is_the_slower_and_of_equals_the_gpu() -> None:

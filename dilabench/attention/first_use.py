@@ -89,7 +89,8 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
             logger.info("%s over %s cannot serve %s: %s", case.implementation, case.backend, workload.label(), error)
     if len(found) < 2:
         return None
-    (cost, best), (next_cost, second), *_ = ranked(found)
+    (cost, best), *others = ranked(found)
+    next_cost, second = others[0]
     return TunedCell(
         workload=workload,
         implementation=best.implementation,
@@ -97,6 +98,7 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
         median_ns=round(cost.seen * 1e9),
         runner_up=f"{second.implementation}:{second.backend}",
         runner_up_ns=round(next_cost.seen * 1e9),
+        lead=min(min(other.gpu / cost.gpu, other.seen / cost.seen) for other, _ in others),
     )
 
 

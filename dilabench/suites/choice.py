@@ -26,15 +26,20 @@ from dilabench.validation import Model
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs
 
-# A cell of the very same configuration is believed for up to twice the tokens, and down to half of them.
+# A cell of the very same configuration is believed for up to twice the tokens, and down to half of them; with twice the
+# lead for two doublings more, and so on: where the GPU is what takes the time, ratios change less from one to the next.
 NEAR_DOUBLINGS = 1.0
+DOUBLINGS_PER_LEAD = 2.0
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "tuned"
 KERNELS = PACKAGE / "kernels"
 
 
 class TunedCell(Model):
-    """The fastest verified row of one workload, and how far ahead of the next it was."""
+    """The fastest verified row of one workload, and how far ahead of the next it was.
+
+    `lead`: times as long as it all other ways took, of the GPU and to who waits for them, where both are known.
+    """
 
     workload: Workload
     implementation: str
@@ -42,6 +47,12 @@ class TunedCell(Model):
     median_ns: int
     runner_up: str | None = None
     runner_up_ns: int | None = None
+    lead: float = 1.0
+
+    @property
+    def reach(self) -> float:
+        """For how many doublings of tokens, or halvings, it is believed of the same configuration."""
+        return NEAR_DOUBLINGS + DOUBLINGS_PER_LEAD * math.log2(max(1.0, self.lead))
 
 
 class TuneFile(Model):
@@ -83,12 +94,12 @@ def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: in
 
 
 def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
-    """What this machine measured of the same configuration at nearly this length (`NEAR_DOUBLINGS`), the nearest."""
+    """What this machine measured of the same configuration at nearly this length (`TunedCell.reach`), the nearest."""
     file, asked = read_tune_file(tune_path(machine)), _configuration(workload)
     near = [
         (doublings, cell)
         for cell in (file.cells if file else ())
-        if (doublings := abs(math.log2(cell.workload.tokens / workload.tokens))) <= NEAR_DOUBLINGS
+        if (doublings := abs(math.log2(cell.workload.tokens / workload.tokens))) <= cell.reach
         and _kind(cell.workload) == _kind(workload)
         and _configuration(cell.workload) == asked
     ]
