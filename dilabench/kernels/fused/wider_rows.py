@@ -14,6 +14,8 @@ from torch import Tensor
 from dilabench.kernels.fused.row_layout import on_hopper
 
 _ROWS = 64
+# Strides are counted in so many elements, so that the compiler knows that 16 bytes can be read at a time.
+_UNIT = 8
 
 
 @lru_cache(maxsize=64)
@@ -31,13 +33,15 @@ def columns_to_add(dim: int, dtype: torch.dtype, device: torch.device) -> int:
 
 def with_columns(x: Tensor, more: int) -> Tensor:
     """``x [B, N, H, D]`` with columns of zeros behind, contiguous: read and written once."""
+    if x.stride(3) != 1 or any(stride % _UNIT for stride in (*x.stride()[:3], x.shape[3])):
+        x = x.contiguous()
     batch, length, heads, dim = x.shape
     wider = torch.empty((batch, length, heads, dim + more), dtype=x.dtype, device=x.device)
     rows = batch * length * heads
     _widen_kernel[(triton.cdiv(rows, _ROWS),)](
         x,
         wider,
-        *x.stride(),
+        *(stride // _UNIT for stride in x.stride()[:3]),
         length,
         heads,
         rows,
@@ -45,19 +49,19 @@ def with_columns(x: Tensor, more: int) -> Tensor:
         WIDTH=dim + more,
         COLUMNS=triton.next_power_of_2(dim + more),
         ROWS=_ROWS,
+        UNIT=_UNIT,
         num_warps=4,
     )
     return wider
 
 
-@triton.jit(do_not_specialize=["length", "rows"])
+@triton.jit(do_not_specialize=["batch_units", "token_units", "head_units", "length", "heads", "rows"])
 def _widen_kernel(
     x_ptr,
     wider_ptr,
-    batch_stride,
-    token_stride,
-    head_stride,
-    column_stride,
+    batch_units,
+    token_units,
+    head_units,
     length,
     heads,
     rows,
@@ -65,12 +69,13 @@ def _widen_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     token = row // heads
-    start = token // length * batch_stride + token % length * token_stride + row % heads * head_stride
+    start = token // length * batch_units + token % length * token_units + row % heads * head_units
     there = (row < rows)[:, None] & (column < DIM)[None, :]
-    x = tl.load(x_ptr + start[:, None] + (column * column_stride)[None, :], there, 0.0)
+    x = tl.load(x_ptr + (start * UNIT)[:, None] + column[None, :], there, 0.0)
     place = row[:, None] * WIDTH + column[None, :]
     tl.store(wider_ptr + place, x, (row < rows)[:, None] & (column < WIDTH)[None, :])
