@@ -32,6 +32,7 @@ from dilabench.patterns.counting import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
+from dilabench.predict.over_ranks import fastest_expected
 from dilabench.record import Case
 from dilabench.request import AUTO
 from dilabench.suites.choice import by_priority
@@ -153,9 +154,9 @@ def ring_attention(
 
     query [B, N_local, H, D], key and value [B, N_local, K, D] are this rank's tokens; packed: [T_local, H, D]. With
     `segment_lengths` and `dilation_rates` it is dilated attention. All ranks call it, forward and backward, in the same
-    order. `algorithm` and `backend` are names of `dilabench list`; 'auto' takes the algorithm of the highest priority
-    that takes tokens in the order of `shards`. Gradients are exact. Under torch.compile forward and backward are one
-    operator each, with all messages inside.
+    order. `algorithm` and `backend` are names of `dilabench list`; 'auto' takes the algorithm that should be the
+    fastest of those that take tokens in the order of `shards` (`predict.over_ranks`). Gradients are exact. Under
+    torch.compile forward and backward are one operator each, with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
@@ -206,20 +207,24 @@ def _function(
     over_ranks = catalogue.implementations
     # What a single rank does, it does by the algorithms of several.
     names = by_priority(catalogue, workload, max(2, size)) if algorithm == AUTO else (over_ranks.get(algorithm).name,)
+    usable = []
     for name in names:
         case = Case(implementation=name, workload=workload, world_size=size)
         reasons = catalogue.reasons_against(case, planner.machine)
         # What calls none computes whole segments on each rank, which no shards of ours are.
         if not over_ranks.get(name).uses_backend:
             reasons = ("it calls no backend",)
-        if not reasons:
-            loaded = backend_of(backend, case, device.type)
-            context = BuildContext(device=device, backend=loaded, world=shards.world)
-            built = load_target(over_ranks.get(name).target)(workload, context)
-            if isinstance(built, ShardedAttention) and built.shards == shards.shards:
-                return built
-            dealt = ": those were dealt for causal attention with the window that sequence_shards was given"
-            hint = dealt if shards.order == "balanced" else ""
-            reasons = (f"it takes tokens in another order than {shards.order}{hint}",)
-        against.append(f"{name}: {', '.join(reasons)}")
+        if reasons:
+            against.append(f"{name}: {', '.join(reasons)}")
+        else:
+            usable.append(case)
+    for case, _ in fastest_expected(usable, planner.machine.device, catalogue):
+        loaded = backend_of(backend, case, device.type)
+        context = BuildContext(device=device, backend=loaded, world=shards.world)
+        built = load_target(over_ranks.get(case.implementation).target)(workload, context)
+        if isinstance(built, ShardedAttention) and built.shards == shards.shards:
+            return built
+        dealt = ": those were dealt for causal attention with the window that sequence_shards was given"
+        hint = dealt if shards.order == "balanced" else ""
+        against.append(f"{case.implementation}: it takes tokens in another order than {shards.order}{hint}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")

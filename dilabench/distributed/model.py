@@ -24,6 +24,10 @@ class Sharding(Protocol):
         """Bytes that one call in the workload's mode brings the rank with most."""
         ...
 
+    def sums_hops(self, workload: Workload, ranks: int) -> bool:
+        """Whether results of several hops are added up at the end, a second pass over the queries. May be missing."""
+        ...
+
 
 def ideal_efficiency(balance: float, computation_ns: float, transfer_ns: float, overlapping_ns: float) -> float:
     """E = λ · T_comp / (T_comp + T_exposed) with T_exposed = max(0, V/B - T_local) (ring.md §5.3).

@@ -26,6 +26,10 @@ class Counted(ABC):
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """Pairs of the slowest rank that can be computed while messages are under way."""
 
+    def sums_hops(self, _workload: Workload, _ranks: int) -> bool:
+        """No: all keys are there when a row is computed."""
+        return False
+
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """Dense and causal this comes to P/(2P-1) in order and to 1 zigzag."""
         pairs = self.pairs(workload, ranks)
@@ -81,6 +85,10 @@ class Hops(Counted):
             for keys, keys_again, gradients in self._half_shards(workload.causal, ranks)
         )
         return _vector(workload) * (workload.seq_len // ranks) * DTYPE_BYTES[workload.dtype] * halves // 2
+
+    def sums_hops(self, _workload: Workload, ranks: int) -> bool:
+        """Where keys come one after another."""
+        return ranks > 1 and self.kept != "all"
 
     def _half_shards(self, causal: bool, ranks: int) -> Iterator[tuple[int, int, int]]:
         """Per rank, in half shards: K that it receives forward, K that it receives backward, dK that come back."""
@@ -170,6 +178,10 @@ class HeadsForTokens:
         """Nothing."""
         return 0.0
 
+    def sums_hops(self, _workload: Workload, _ranks: int) -> bool:
+        """No: whole sequences of its heads are on a rank."""
+        return False
+
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """The other ranks' (P-1)/P of q, k, v and out (and lse), backward of dout, dq, dk and dv."""
         if ranks == 1:
@@ -201,6 +213,10 @@ class HeadsInRing:
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
         """Of the ring."""
         return self.ring.overlapping_share(workload, self.degrees(workload, ranks)[1])
+
+    def sums_hops(self, workload: Workload, ranks: int) -> bool:
+        """Of the ring."""
+        return self.ring.sums_hops(workload, self.degrees(workload, ranks)[1])
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """Those of a group over its share of the sequence, and those of the ring over its share of the heads."""

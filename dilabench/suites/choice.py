@@ -9,7 +9,7 @@ import hashlib
 import importlib.metadata
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,7 +21,9 @@ from dilabench.cache_folder import cache_folder
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.predict.over_ranks import fastest_expected
 from dilabench.record import Case
+from dilabench.units import format_seconds
 from dilabench.validation import Model
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs
@@ -67,7 +69,9 @@ class TuneFile(Model):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped' or 'rule'."""
+    """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped', 'rule', or over
+    ranks what is expected of it and of the next.
+    """
 
     implementation: str
     backend: str | None
@@ -87,10 +91,28 @@ def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: in
             # What was measured on this very workload needs no rule.
             if _usable(catalogue, machine, _case(cell, workload, ranks), measured=cell.workload == workload):
                 return Choice(cell.implementation, cell.backend, source)
-    for name in by_priority(catalogue, workload, ranks):
-        if _usable(catalogue, machine, Case(implementation=name, workload=workload, world_size=ranks)):
-            return Choice(name, None, "rule")
+    names = by_priority(catalogue, workload, ranks)
+    cases = (Case(implementation=name, workload=workload, world_size=ranks) for name in names)
+    usable = (case for case in cases if _usable(catalogue, machine, case))
+    best = _expected(catalogue, machine, tuple(usable)) if ranks > 1 else _first(usable)
+    if best is not None:
+        return best
     raise ConfigError(f"nothing here can compute {workload.label()}; `dilabench list --why` says why")
+
+
+def _first(usable: Iterable[Case]) -> Choice | None:
+    return next((Choice(case.implementation, None, "rule") for case in usable), None)
+
+
+def _expected(catalogue: Catalogue, machine: Machine, usable: Sequence[Case]) -> Choice | None:
+    """What should be the fastest over ranks, with what is expected of it and of the next."""
+    told = fastest_expected(usable, machine.device, catalogue)
+    known = [(case.implementation, seconds) for case, seconds in told if seconds is not None]
+    if not told or told[0][1] is None:
+        return _first(case for case, _ in told)
+    (best, seconds), *others = known
+    next_best = "".join(f", {format_seconds(one)} of {name}" for name, one in others[:1])
+    return Choice(best, None, f"{format_seconds(seconds)} expected{next_best}")
 
 
 def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:

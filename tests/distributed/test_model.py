@@ -9,8 +9,8 @@ from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.union.branches import branches_of
 from dilabench.patterns.counting import windowed_pairs
 from dilabench.plugins.manager import discover
+from dilabench.predict.over_ranks import sharding_of
 from dilabench.record import Case
-from dilabench.suites.findings.exposure import sharding_of
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 

@@ -16,10 +16,10 @@ from dilabench.machine import Machine
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, hookimpl
 from dilabench.plugins.boundary import answered, guarded
 from dilabench.plugins.manager import discover
+from dilabench.predict.over_ranks import sharding_of
 from dilabench.record import Case
 from dilabench.report.findings import Section, render, sections_of
 from dilabench.request import run_request
-from dilabench.suites.findings.exposure import sharding_of
 from dilabench.suites.planner import Planner, cases_of, expand, more_cases_of
 from dilabench.workload.spec import WorkloadRequest
 

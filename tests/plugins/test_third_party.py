@@ -12,11 +12,11 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
+from dilabench.predict.over_ranks import sharding_of
 from dilabench.record import Case, KernelUse
 from dilabench.request import run_request
 from dilabench.suites.all import suites
 from dilabench.suites.choice import choose
-from dilabench.suites.findings.exposure import sharding_of
 from dilabench.suites.planner import Planner, expand
 from dilabench.workload.spec import WorkloadRequest
 

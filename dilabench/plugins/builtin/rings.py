@@ -165,7 +165,6 @@ RINGS = (
         ),
         aliases=("usp",),
         uses_backend=True,
-        priority=10,
         sharding="dilabench.distributed.shardings:ULYSSES_RING",
     ),
     Implementation(

@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from dilabench.distributed.model import Sharding, ideal_efficiency, joined_bytes
 from dilabench.metadata import RECEIVED_BYTES
-from dilabench.plugins.boundary import answered
-from dilabench.plugins.catalogue import Catalogue, load_target
-from dilabench.record import Case, Diagnostic, Measured, Row
+from dilabench.record import Diagnostic, Measured, Row
 from dilabench.report.rows import first_timing
 from dilabench.stats.samples.estimate import Interval
 from dilabench.stats.samples.location import locate
-from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,50 +46,6 @@ def exposure(row: Row) -> Exposure:
         exposed_ns=exposed[0],
         interval=exposed[1],
     )
-
-
-def sharding_of(case: Case, catalogue: Catalogue) -> Sharding | None:
-    """What the implementation's descriptor names; None where it names nothing, cannot be had, or is not installed."""
-    if case.implementation not in catalogue.implementations:
-        return None
-    implementation = catalogue.implementations.get(case.implementation)
-    if implementation.sharding is None:
-        return None
-    plugin, what = catalogue.implementations.origin(implementation.name), f"sharding of {implementation.name!r}"
-    with catalogue.left_out(plugin, what):
-        return HeldSharding(load_target(implementation.sharding), plugin, what, catalogue)
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSharding:
-    """A `Sharding` of some plug-in; where it fails or answers with no number, nothing is known."""
-
-    own: Any
-    plugin: str
-    what: str
-    catalogue: Catalogue
-
-    def load_balance(self, workload: Workload, ranks: int) -> float | None:
-        """As `Sharding.load_balance`."""
-        return self._asked("load_balance", workload, ranks)
-
-    def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
-        """As `Sharding.overlapping_share`."""
-        return self._asked("overlapping_share", workload, ranks)
-
-    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """As `Sharding.received_bytes`."""
-        found = self._asked("received_bytes", workload, ranks)
-        return None if found is None else int(found)
-
-    def _asked(self, question: str, workload: Workload, ranks: int) -> float | None:
-        with self.catalogue.left_out(self.plugin, self.what):
-            number: float | None = answered(
-                self.plugin, self.what, getattr(self.own, question), workload, ranks, kind=(float, int, type(None))
-            )
-            return number
-        return None
 
 
 def expected_bytes(row: Row, sharding: Sharding | None) -> int | None:

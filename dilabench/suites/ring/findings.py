@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dilabench.metadata import RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.predict.over_ranks import sharding_of
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.report.rows import implementation_text, row_name
 from dilabench.stats.samples.derive import gigabytes_per_second, tokens_per_second
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons, median_ns
-from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns, sharding_of
+from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
 from dilabench.suites.findings.plots_over_length import NS_PER_MS
 from dilabench.units import format_bytes
 

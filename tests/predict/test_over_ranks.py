@@ -1,0 +1,99 @@
+"""The algorithm that is expected to be the fastest over ranks, beside times that were measured."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from dilabench.errors import counted
+from dilabench.machine import GpuInfo, Machine
+from dilabench.plugins.manager import discover
+from dilabench.predict.over_ranks import HeldSharding, expected_seconds, fastest_expected
+from dilabench.record import Case
+from dilabench.request import workload_request
+from dilabench.suites.choice import choose
+from dilabench.workload.spec import Workload
+
+FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+MEASURED = {
+    "h200-ring-two-gpus": 2,
+    "h200-ring-two-gpus-flash4": 2,
+    "h200-ring-four-gpus-cudnn": 4,
+    "h200-ring-four-gpus-flash4": 4,
+}
+CATALOGUE = discover().catalogue
+
+
+def preset(name: str, **fields: object) -> Workload:
+    return workload_request(CATALOGUE, name, {"mode": "both", **fields}).resolve("bfloat16")
+
+
+def h200s(count: int) -> Machine:
+    return Machine(device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capability="9.0"),) * count)
+
+
+@pytest.mark.parametrize("file", MEASURED)
+def test_of_what_was_measured_no_other_algorithm_was_much_faster(file: str) -> None:
+    ranks, told = MEASURED[file], json.loads((FIGURES / f"{file}.json").read_text(encoding="utf-8"))["timed"]
+    compared = 0
+    for name, rows in groupby(sorted(told, key=lambda row: row["preset"]), key=lambda row: row["preset"]):
+        took = {row["algorithm"]: row["total_ms"] for row in rows}
+        if len(took) > 1:
+            cases = [Case(implementation=one, workload=preset(name), world_size=ranks) for one in took]
+            (chosen, seconds), *_ = fastest_expected(cases, "cuda", CATALOGUE)
+            assert seconds is not None
+            assert took[chosen.implementation] <= 1.02 * min(took.values()), (name, took)
+            # It is no prediction of a backend's time, but no fantasy either.
+            assert 0.7 < 1e3 * seconds / took[chosen.implementation] < 1.3, counted(len(took), "algorithm")
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "algorithm"),
+    [
+        ("large", 4, "zigzag-ring"),
+        # Few K/V heads: little to send, but a ring adds up results of all query heads.
+        ("qwen3_32b", 4, "zigzag-allgather"),
+        ("packed_documents_128k", 4, "balanced-allgather"),
+        # Of nested segments that do not cross ranks nothing is sent.
+        ("longnet_128k", 4, "ring-allgather"),
+    ],
+)
+def test_auto_takes_it_and_says_what_is_expected(name: str, ranks: int, algorithm: str) -> None:
+    choice = choose(CATALOGUE, h200s(ranks), preset(name), ranks)
+    assert choice.implementation in {algorithm, "fused-sharded"}
+    if choice.implementation == algorithm:
+        assert " expected" in choice.source
+
+
+def test_a_window_is_not_sent_round() -> None:
+    asked = preset("large", window=(512, 0))
+    ring, deal = (
+        expected_seconds(Case(implementation=name, workload=asked, world_size=4), "cuda", CATALOGUE)
+        for name in ("zigzag-ring", "zigzag-allgather")
+    )
+    assert deal is not None
+    assert ring is not None
+    assert deal < ring / 2
+
+
+def test_what_is_unknown_comes_last_or_leaves_the_ranking_as_it_is() -> None:
+    known, unknown = (
+        Case(implementation=name, workload=preset("medium"), world_size=2) for name in ("zigzag-ring", "fused-sharded")
+    )
+    assert [case for case, _ in fastest_expected((known, unknown), "cuda", CATALOGUE)] == [known, unknown]
+    assert [case for case, _ in fastest_expected((unknown, known), "cuda", CATALOGUE)] == [unknown, known]
+
+
+def test_a_sharding_that_was_written_before_the_question_does_not_add_up() -> None:
+    class Older:
+        def load_balance(self, workload: Workload, ranks: int) -> float:
+            return 1.0
+
+    held = HeldSharding(Older(), "older", "sharding of 'older'", CATALOGUE)
+    assert held.load_balance(preset("medium"), 2) == 1.0
+    assert held.sums_hops(preset("medium"), 2) is False
