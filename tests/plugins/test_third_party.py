@@ -12,7 +12,7 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
-from dilabench.predict.over_ranks import sharding_of
+from dilabench.predict.over_ranks import expected_seconds, sharding_of
 from dilabench.record import Case, KernelUse
 from dilabench.request import run_request
 from dilabench.suites.all import suites
@@ -56,7 +56,18 @@ def test_their_kernels_are_held_against_the_profile(catalogue):
 def test_auto_takes_their_implementation_where_nothing_was_measured(catalogue):
     choice = choose(catalogue, CPU, workload())
     assert (choice.implementation, choice.source) == ("their-best", "rule")
-    assert choose(catalogue, CPU, workload(pattern="dense"), ranks=2).implementation == "their-halves"
+
+
+def test_auto_over_ranks_goes_by_their_sharding_as_by_ours(catalogue):
+    dense = workload(pattern="dense")
+    names = ("zigzag-ring", "their-ring", "their-halves")
+    ours, theirs, halves = (
+        expected_seconds(Case(implementation=name, workload=dense, world_size=2), "cpu", catalogue) for name in names
+    )
+    assert ours == theirs < halves
+    choice = choose(catalogue, CPU, dense, ranks=2)
+    assert "expected" in choice.source
+    assert choice.implementation != "their-halves"
 
 
 def test_their_role_is_that_of_their_rows(catalogue):

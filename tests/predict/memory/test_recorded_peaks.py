@@ -34,6 +34,8 @@ OUTDATED = (
         ("h200-packed-two-gpus", "ulysses", 131072, "both"),
         ("h200-packed-two-gpus-flash2", "ring-varlen", 131072, "both"),
         ("h200-packed-two-gpus-flash2", "ulysses", 131072, "both"),
+        ("h200-packed-four-gpus", "ring-varlen", 131072, "both"),
+        ("h200-packed-four-gpus", "ulysses", 131072, "both"),
     }
 )
 CATALOGUE = discover().catalogue
