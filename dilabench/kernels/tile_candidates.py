@@ -2,7 +2,7 @@
 
 What stands after a kernel's name is query rows x key rows x warps x stages, and registers per thread where they are
 limited. A backward pass has two kernels, parted by a comma. A forward pass with a shape of its own goes through the
-kernel without roles: the warp-specialised one (`fused_forward_sm90`) has no others to try yet.
+kernel without roles: the warp-specialised one (`fused.sm90.forward`) has no others to try yet.
 """
 
 from __future__ import annotations

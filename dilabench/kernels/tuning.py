@@ -12,8 +12,8 @@ Direction = Literal["forward", "backward_query", "backward_key"]
 class TileConfig:
     """``block_m`` query rows by ``block_n`` key rows per step, warps per program, software-pipeline depth.
 
-    ``specialized`` asks for the Hopper kernel with a producer warp and two consumer warpgroups (`fused.forward_sm90`,
-    `fused.backward_sm90`).
+    ``specialized`` asks for the Hopper kernel with a producer warp and two consumer warpgroups (`fused.sm90.forward`,
+    `fused.sm90.backward`).
     ``max_registers`` per thread, where the compiler would take more than let one program more be resident.
     """
 

@@ -44,7 +44,7 @@ def errors(interpreted: Callable[..., Errors]) -> Errors:
 
 def launches(got: dict[str, float]) -> tuple[float, ...]:
     """Forward, forward of narrow heads, and backward."""
-    return tuple(got.pop(f"{kernel} launches") for kernel in ("forward", "forward_narrow", "backward"))
+    return tuple(got.pop(f"{kernel} launches") for kernel in ("forward", "narrow_forward", "backward"))
 
 
 def assert_exact(got: dict[str, float]) -> None:

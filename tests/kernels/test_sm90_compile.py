@@ -30,12 +30,12 @@ from dilabench.kernels.block_sparse import forward as block_sparse_forward
 from dilabench.kernels.block_sparse import plan as block_plan
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90
 from dilabench.kernels.fused import backward as fused_backward
-from dilabench.kernels.fused import backward_sm90 as fused_backward_sm90
 from dilabench.kernels.fused import forward as fused_forward
-from dilabench.kernels.fused import forward_narrow_sm90 as fused_forward_narrow_sm90
-from dilabench.kernels.fused import forward_sm90 as fused_forward_sm90
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH
+from dilabench.kernels.fused.sm90 import backward as sm90_backward
+from dilabench.kernels.fused.sm90 import forward as sm90_forward
+from dilabench.kernels.fused.sm90 import narrow_forward as sm90_narrow_forward
 from dilabench.kernels.launches import Launches
 from dilabench.kernels.tuning import (
     TileConfig,
@@ -271,10 +271,10 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
     """The Hopper kernel as its launchers ask for it."""
     config = specialized_config(dim, 128)
     assert config is not None
-    kernel, (_, tail) = fused_forward_sm90._forward_kernel, tile_columns(dim, 2)
+    kernel, (_, tail) = sm90_forward._forward_kernel, tile_columns(dim, 2)
     constants = {"DIM": dim, "TAIL": tail, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
     constants |= {"STAGES": config.num_stages, "RAGGED": cut, "RANGES": ranges, "MERGE": merge}
-    constants["PERSISTENT"] = fused_forward_sm90.stays(dim, causal, cut or ranges or merge)
+    constants["PERSISTENT"] = sm90_forward.stays(dim, causal, cut or ranges or merge)
     constants |= {"TAKE_TURNS": dim < 128, "LARGEST": 2.0**64 if dim < 128 else 0.0}
     missing = [("mass_ptr", null_mass), ("bounds_ptr", ranges), *((f"{x}_tail_desc", tail) for x in "qkv")]
     constants |= {name: None for name, there in missing if not there}
@@ -351,7 +351,7 @@ def test_specialised_forward(dim: int, causal: bool, cut: bool, null_mass: bool,
     "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
 )
 def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool) -> None:
-    kernel, config = fused_forward_narrow_sm90._narrow_kernel, narrow_config(dim, causal, 128)
+    kernel, config = sm90_narrow_forward._narrow_kernel, narrow_config(dim, causal, 128)
     head, (_, rest) = padded_dim(dim), product_columns(dim)
     assert config is not None
     constants = {"HEAD_DIM": dim, "HEAD": head, "REST": rest, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
@@ -381,7 +381,7 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both are launched by name only on Hopper, where a missing argument would show."""
-    wanted, given = set(fused_forward_sm90._forward_kernel.arg_names), []
+    wanted, given = set(sm90_forward._forward_kernel.arg_names), []
 
     class Recorder:
         def __getitem__(self, grid: tuple[int]) -> object:
@@ -390,14 +390,14 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
         def warmup(self, grid: tuple[int], **arguments: object) -> None:
             self[grid](**arguments)
 
-    monkeypatch.setattr(fused_forward_sm90, "_forward_kernel", Recorder())
+    monkeypatch.setattr(sm90_forward, "_forward_kernel", Recorder())
     properties = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     q = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
     config = specialized_config(128, 128)
     lse = torch.zeros(1, 2, 256)
-    fused_forward_sm90.run_group(q, q, q, q.clone(), lse, None, plan.groups[0], False, 0.1, config, merge=False)
+    sm90_forward.run_group(q, q, q, q.clone(), lse, None, plan.groups[0], False, 0.1, config, merge=False)
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
     block_sparse_forward_sm90(q, q, q, mask, scale=0.1, known=Launches())
     assert given == [wanted] * 3
@@ -473,7 +473,7 @@ def specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int
     """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``)."""
     config = specialized_backward_config(dim, 128, 1 << 20, 1 << 40, "blocks" if shared else "branches")
     assert config is not None
-    kernel, head, (first, rest) = fused_backward_sm90._backward_kernel, padded_dim(dim), product_columns(dim)
+    kernel, head, (first, rest) = sm90_backward._backward_kernel, padded_dim(dim), product_columns(dim)
     held = head <= 64
     constants = {"DIM": dim, "FIRST": first, "REST": rest, "HEAD": head, "HELD": held, "STAGES": config.num_stages}
     constants |= {

@@ -1,4 +1,4 @@
-"""Block-sparse backward through the Hopper kernel of dilated attention (`fused.backward_sm90`).
+"""Block-sparse backward through the Hopper kernel of dilated attention (`fused.sm90.backward`).
 
 As in the forward pass, a block mask is to that kernel a group of branches with one class (modulus 1), in which no
 tile pair is counted and every mask head is a kind of its own.
@@ -57,7 +57,7 @@ def _run(
     tensors: dict[str, Tensor], work: KeyItems, plan: Plan, first_kv_head: int, scale: float, tiles: TileConfig
 ) -> Launched:
     # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.backward_sm90 import _backward_kernel, tile_arguments
+    from dilabench.kernels.fused.sm90.backward import _backward_kernel, tile_arguments
 
     q = tensors["q"]
     spans, entries, _ = plan.tables(tiles, by_key=True, device=q.device)

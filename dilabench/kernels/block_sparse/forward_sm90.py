@@ -1,4 +1,4 @@
-"""Block-sparse forward through the Hopper kernel of dilated attention (`fused_forward_sm90`).
+"""Block-sparse forward through the Hopper kernel of dilated attention (`fused.sm90.forward`).
 
 To that kernel a block mask is a group of branches with one class (modulus 1), in which every tile pair counts once and
 every mask head is a kind of its own; only the work lists differ.
@@ -52,7 +52,7 @@ def block_sparse_forward_sm90(
 ) -> tuple[Tensor, Tensor]:
     """As `block_sparse_forward`, for what `can_run` admits. known: launches of this pass for tensors of this layout."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.forward_sm90 import _forward_kernel, stays, tile_arguments
+    from dilabench.kernels.fused.sm90.forward import _forward_kernel, stays, tile_arguments
 
     batch, rows, num_heads, dim = q.shape
     empty = torch.empty if known.once("whole", lambda: plan.every_row_has_work) else torch.zeros

@@ -3,7 +3,7 @@
 """Backward of dilated attention over the union of branches: dQ by query tiles, dK and dV by key tiles, no atomics.
 
 Both kernels rebuild p = exp(scale * q.k + log m - lse) from the merged lse, so the gradient is that of the merged
-result, and groups of branches only add up. On a Hopper GPU one kernel does both (`backward_sm90`) where that is faster
+result, and groups of branches only add up. On a Hopper GPU one kernel does both (`sm90.backward`) where that is faster
 and nobody asked torch for deterministic algorithms.
 """
 

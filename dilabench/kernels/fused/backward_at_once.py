@@ -1,4 +1,4 @@
-"""Both passes of the backward at once in the Hopper kernel (`backward_sm90`): for which groups of branches, and how."""
+"""Both passes of the backward at once in the Hopper kernel (`sm90.backward`): for which groups of branches, and how."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _run(
 ) -> Launched:
     """``follows``: directly behind a launch of this kernel, to whose results it adds."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.backward_sm90 import _backward_kernel, tile_arguments
+    from dilabench.kernels.fused.sm90.backward import _backward_kernel, tile_arguments
 
     group, config, _ = step
     q, keys = tensors["q"], tensors["k"]

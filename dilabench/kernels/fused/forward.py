@@ -242,13 +242,13 @@ def _kernel_for(q: Tensor, group: BranchGroup, causal: bool) -> tuple[Callable[.
     if q.element_size() == 2 and on_hopper(q.device):
         # These modules need a Triton with Gluon's Hopper instructions.
         if tiles := specialized_config(q.shape[-1], group.largest_tile):
-            from dilabench.kernels.fused import forward_sm90
+            from dilabench.kernels.fused.sm90 import forward
 
-            return forward_sm90.run_group, tiles
+            return forward.run_group, tiles
         if tiles := narrow_config(q.shape[-1], causal, group.largest_tile):
-            from dilabench.kernels.fused import forward_narrow_sm90
+            from dilabench.kernels.fused.sm90 import narrow_forward
 
-            return forward_narrow_sm90.run_group, tiles
+            return narrow_forward.run_group, tiles
     return _run_group, None
 
 

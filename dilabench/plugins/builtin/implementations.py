@@ -128,7 +128,7 @@ def _no_room_for_a_mask(workload: Workload) -> str | None:
     return None
 
 
-# Of `kernels.fused.backward_sm90`.
+# Of `kernels.fused.sm90.backward`.
 ADDED_QUERIES = (
     "on a Hopper GPU the last bits of dq may differ from call to call at head dims of 33 to 128, where programs add to "
     "it in no fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"

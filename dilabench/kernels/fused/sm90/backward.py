@@ -15,36 +15,35 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view, tokens_left
-from dilabench.kernels.fused.tile_walk_sm90 import bias_of, box_place, class_of, shared_layout, tile_of, turned
+from dilabench.kernels.fused.sm90.backward_steps import (
+    BUFFERS,
+    add_queries,
+    begin_keys,
+    begin_queries,
+    begin_scores,
+    corner,
+    half_of,
+    share_columns,
+    store_sums,
+    sums_of,
+)
+from dilabench.kernels.fused.sm90.tile_walk import bias_of, box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
-# Tiles of dS that are kept. A consumer writes that of a step over the one of four steps before, for it has seen that of
-# two steps before from the other, which by then had done with the older one.
-_BUFFERS = gl.constexpr(4)
-
-
-@builtin
-def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
-    """Begin to add a tile of shared memory to one of a tensor, element by element."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 class _Form(NamedTuple):
@@ -81,14 +80,8 @@ def _form(*values):
 
 
 @gluon.constexpr_function
-def _share_columns(half, head, rest):
-    """Of K, those that a consumer multiplies with all of dS, unless HELD."""
-    return rest if half == 1 and rest else head // 2
-
-
-@gluon.constexpr_function
 def _tiles(count, box, rows, columns):
-    """The shape of so many tiles, which have as many sides as `_corner` has numbers."""
+    """The shape of so many tiles, which have as many sides as `corner` has numbers."""
     return [count, *([1, 1, 1] if box else []), rows, columns]
 
 
@@ -139,17 +132,6 @@ def _list_of(head, residue, tile, variant, item_ptr, tables, R, form: gl.constex
 
 
 @gluon.jit
-def _corner(batch, place, head, row, column, steps, form: gl.constexpr):
-    """Where a tile begins in what `class_box` shows, or `class_view` if no columns of zeros are needed: at D128 fewer
-    numbers are 4 % faster. ``steps``: rows of a batch item, and columns from a class and from a head to the next.
-    """
-    rows, class_step, head_step = steps
-    boxed = (batch, place, head, row, column)
-    flat = (batch * rows + row, place * class_step + head * head_step + column)
-    return boxed if form.value.DIM < form.value.HEAD else flat
-
-
-@gluon.jit
 def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, form: gl.constexpr):
     """Copy the key tile, then the query tiles of its lists with their statistics."""
     HEAD: gl.constexpr = form.value.HEAD
@@ -169,9 +151,9 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
         base_row = super_index * super_rows
         place, key_row = box_place(residue, base_row + tile * BLOCK_N, cut, R, BLOCK_N)
         mbarrier.expect(key_full, 2 * BLOCK_N * HEAD * 2)
-        at = _corner(batch, place, kv_head, key_row, 0, k_steps, form)
+        at = corner(batch, place, kv_head, key_row, 0, k_steps, form)
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
-        at = _corner(batch, place, kv_head, key_row, 0, v_steps, form)
+        at = corner(batch, place, kv_head, key_row, 0, v_steps, form)
         tma.async_copy_global_to_shared(v_desc, at, key_full, v_smem.index(0))
         # For the consumers, step 0 is one that found nothing.
         mbarrier.arrive(query_full.index(0), count=1)
@@ -190,138 +172,13 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
                 mbarrier.expect(full, 2 * BLOCK_M * (HEAD * 2 + 4))
-                at = _corner(batch, place, head, row, 0, q_steps, form)
+                at = corner(batch, place, head, row, 0, q_steps, form)
                 tma.async_copy_global_to_shared(q_desc, at, full, q_smem.index(stage))
-                at = _corner(batch, place, head, row, 0, dout_steps, form)
+                at = corner(batch, place, head, row, 0, dout_steps, form)
                 tma.async_copy_global_to_shared(dout_desc, at, full, dout_smem.index(stage))
                 stats_row = ((head_stats + partner) * n_supers + super_index) * stats_rows + query_row
                 tma.async_copy_global_to_shared(stats_desc, [2 * stats_row], full, stats_smem.index(stage))
                 step += 1
-
-
-@gluon.jit
-def _begin_scores(keys, queries, zero, form: gl.constexpr):
-    """Begin keys . queries^T of half of the keys, of k and q as of v and dout."""
-    FIRST: gl.constexpr = form.value.FIRST
-    first, rest = keys
-    queries = queries.reshape([form.value.BLOCK_M, form.value.HEAD])
-    columns = queries.slice(0, FIRST, dim=1)
-    found = warpgroup_mma(first, columns.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if form.value.REST:
-        columns = queries.slice(FIRST, form.value.REST, dim=1)
-        found = warpgroup_mma(rest, columns.permute((1, 0)), found, is_async=True)
-    return found
-
-
-@gluon.jit
-def _half_of(half: gl.constexpr, tile, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """Half of a tile of keys or values as `_begin_scores` takes it, with HELD in registers."""
-    ROWS: gl.constexpr = form.value.BLOCK_N // 2
-    REST: gl.constexpr = form.value.REST
-    rows = tile.reshape([form.value.BLOCK_N, form.value.HEAD]).slice(half * ROWS, ROWS, dim=0)
-    first = rows.slice(0, form.value.FIRST, dim=1)
-    rest = rows.slice(form.value.FIRST, REST, dim=1) if REST else first
-    if form.value.HELD:
-        first = first.load(LAYOUT)
-        rest = rest.load(LAYOUT)
-    return first, rest
-
-
-@gluon.jit
-def _begin_queries(half: gl.constexpr, step, keys, tiles, ds_full, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin a consumer's share of dS.K of a step: half of its columns, or with HELD ``keys`` half of its queries,
-    turned over.
-    """
-    BLOCK_M: gl.constexpr = form.value.BLOCK_M
-    HEAD: gl.constexpr = form.value.HEAD
-    k_smem, ds_smem = tiles[1], tiles[5]
-    mbarrier.wait(ds_full.index(step % _BUFFERS), (step // _BUFFERS) & 1)
-    ds = ds_smem.index(step % _BUFFERS)
-    if form.value.HELD:
-        zero = gl.full([HEAD, BLOCK_M // 2], 0.0, gl.float32, LAYOUT)
-        mine = ds.slice(half * (BLOCK_M // 2), BLOCK_M // 2, dim=1)
-        share = warpgroup_mma(keys, mine, zero, use_acc=False, is_async=True)
-    else:
-        COLUMNS: gl.constexpr = _share_columns(half, HEAD, form.value.REST)
-        zero = gl.full([BLOCK_M, COLUMNS], 0.0, gl.float32, LAYOUT)
-        columns = k_smem.index(keys).reshape([form.value.BLOCK_N, HEAD]).slice(half * (HEAD // 2), COLUMNS, dim=1)
-        share = warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
-    return share
-
-
-@gluon.jit
-def _begin_keys(rows, queries, sums, form: gl.constexpr, LAYOUT: gl.constexpr, MORE_LAYOUT: gl.constexpr):
-    """Begin to add rows.queries to the sums of half of the keys: of dS and q to dK, of weights and dout to dV."""
-    SUMS: gl.constexpr = form.value.SUMS
-    MORE: gl.constexpr = form.value.MORE
-    first, more = sums
-    queries = queries.reshape([form.value.BLOCK_M, form.value.HEAD])
-    operand = gl.convert_layout(rows, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
-    first = warpgroup_mma(operand, queries.slice(0, SUMS, dim=1), first, is_async=True)
-    if MORE:
-        operand = gl.convert_layout(rows, gl.DotOperandLayout(operand_index=0, parent=MORE_LAYOUT, k_width=2))
-        more = warpgroup_mma(operand, queries.slice(SUMS, MORE, dim=1), more, is_async=True)
-    return first, more
-
-
-@gluon.jit
-def _sums_of(dv, dk, form: gl.constexpr):
-    """Both sums of `_begin_keys` when no product is in flight any more."""
-    dv, more_dv = dv
-    dk, more_dk = dk
-    if form.value.MORE:
-        dv, dk, more_dv, more_dk = warpgroup_mma_wait(0, deps=[dv, dk, more_dv, more_dk])
-    else:
-        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-    return (dv, more_dv), (dk, more_dk)
-
-
-@gluon.jit
-def _add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
-    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer. ``sums``:
-    their descriptor, and `_corner`'s steps; ``at``: batch item, class, head and row.
-    """
-    BLOCK_M: gl.constexpr = form.value.BLOCK_M
-    HEAD: gl.constexpr = form.value.HEAD
-    batch, place, head, row = at
-    share = dq_smem.index(half)
-    if form.value.HELD:
-        share.reshape([BLOCK_M // 2, HEAD]).permute((1, 0)).store(dq)
-    else:
-        # Columns behind are beyond DIM, where nothing is added.
-        share.reshape([BLOCK_M, HEAD // 2]).slice(0, _share_columns(half, HEAD, form.value.REST), dim=1).store(dq)
-    fence_async_shared()
-    gl.thread_barrier()
-    sums_desc, steps = sums
-    row = row + (half * (BLOCK_M // 2) if form.value.HELD else 0)
-    column = 0 if form.value.HELD else half * (HEAD // 2)
-    add_shared_to_global(sums_desc, _corner(batch, place, head, row, column, steps, form), share)
-
-
-@gluon.jit
-def _store_columns(x, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DIM):
-    LAYOUT: gl.constexpr = x.type.layout
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    at = ptr + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-    inside = (rows < end)[:, None]
-    if DIM < COLUMNS:
-        inside = inside & (columns < DIM)[None, :]
-    if ADD:
-        x += gl.load(at, inside, 0.0).to(gl.float32)
-    gl.store(at, x.to(ptr.dtype.element_ty), inside)
-
-
-@gluon.jit
-def _store(sums, factor, ptr, row_stride, end, ADD: gl.constexpr, ROWS: gl.constexpr, form: gl.constexpr):
-    """Write rows before ``end`` of ``factor`` times the sums of dK or dV, with ADD to what is there."""
-    DIM: gl.constexpr = form.value.DIM
-    SUMS: gl.constexpr = form.value.SUMS
-    MORE: gl.constexpr = form.value.MORE
-    first, more = sums
-    _store_columns(first * factor, ptr, row_stride, end, ADD, ROWS, SUMS, DIM)
-    if MORE:
-        _store_columns(more * factor, ptr + SUMS, row_stride, end, ADD, ROWS, MORE, DIM - SUMS)
 
 
 @gluon.jit
@@ -343,7 +200,7 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     MORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE else 16, 16])
-    DQ_COLUMNS: gl.constexpr = BLOCK_M // 2 if HELD else _share_columns(half, HEAD, form.value.REST)
+    DQ_COLUMNS: gl.constexpr = BLOCK_M // 2 if HELD else share_columns(half, HEAD, form.value.REST)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -378,8 +235,8 @@ def _consume(
         if HELD:
             SCORE_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
             COLUMNS_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT, k_width=2)
-            k_rows = _half_of(half, k_smem.index(0), form, SCORE_LAYOUT)
-            v_rows = _half_of(half, v_smem.index(0), form, SCORE_LAYOUT)
+            k_rows = half_of(half, k_smem.index(0), form, SCORE_LAYOUT)
+            v_rows = half_of(half, v_smem.index(0), form, SCORE_LAYOUT)
             keys = k_smem.index(0).reshape([BLOCK_N, HEAD]).permute((1, 0)).load(COLUMNS_LAYOUT)
         for member in range(heads_per_kv):
             head = kv_head * heads_per_kv + member
@@ -398,14 +255,14 @@ def _consume(
                     if not HELD:
                         # Always 0, which the compiler does not know: it would keep every address of K and V.
                         keys = entry >> 31
-                        k_rows = _half_of(half, k_smem.index(keys), form, S_LAYOUT)
-                        v_rows = _half_of(half, v_smem.index(keys), form, S_LAYOUT)
+                        k_rows = half_of(half, k_smem.index(keys), form, S_LAYOUT)
+                        v_rows = half_of(half, v_smem.index(keys), form, S_LAYOUT)
                     mbarrier.wait(query_full.index(stage), phase)
                     queries, douts = q_smem.index(stage), dout_smem.index(stage)
                     # One consumer's softmax runs beside the other's products.
                     mbarrier.wait(turns.index(half), 1 - half)
-                    logits = _begin_scores(k_rows, queries, zero, form)
-                    dp = _begin_scores(v_rows, douts, zero, form)
+                    logits = begin_scores(k_rows, queries, zero, form)
+                    dp = begin_scores(v_rows, douts, zero, form)
                     mbarrier.arrive(turns.index(1 - half), count=1)
                     stats = stats_smem.index(stage)
                     log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT)
@@ -426,31 +283,31 @@ def _consume(
                     delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMN_LAYOUT)
                     dp = warpgroup_mma_wait(0, deps=[dp])
                     ds = (p * (dp - delta[None, :])).to(q_smem.dtype)
-                    ds_smem.index(step % _BUFFERS).slice(half * ROWS, ROWS, dim=0).store(ds)
+                    ds_smem.index(step % BUFFERS).slice(half * ROWS, ROWS, dim=0).store(ds)
                     fence_async_shared()
                     # What was to be added by the step before has left shared memory, too.
                     tma.store_wait(0)
                     gl.thread_barrier()
-                    mbarrier.arrive(ds_full.index(step % _BUFFERS), count=1)
+                    mbarrier.arrive(ds_full.index(step % BUFFERS), count=1)
                     mbarrier.wait(turns.index(half), half)
-                    dq = _begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
-                    next_dv = _begin_keys(weights, douts, dv, form, KEY_LAYOUT, MORE_LAYOUT)
-                    next_dk = _begin_keys(ds, queries, dk, form, KEY_LAYOUT, MORE_LAYOUT)
+                    dq = begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
+                    next_dv = begin_keys(weights, douts, dv, form, KEY_LAYOUT, MORE_LAYOUT)
+                    next_dk = begin_keys(ds, queries, dk, form, KEY_LAYOUT, MORE_LAYOUT)
                     mbarrier.arrive(turns.index(1 - half), count=1)
                     dq = warpgroup_mma_wait(4 if MORE else 2, deps=[dq])
-                    _add_queries(half, dq, sums, before, dq_smem, form)
-                    dv, dk = _sums_of(next_dv, next_dk, form)
+                    add_queries(half, dq, sums, before, dq_smem, form)
+                    dv, dk = sums_of(next_dv, next_dk, form)
                     gl.thread_barrier()
                     mbarrier.arrive(query_empty.index(stage), count=1)
                     before = (batch, partner, head - first_kv_head * heads_per_kv, base_row + query_row)
                     step += 1
         if not HELD:
             keys = 0
-        dq = _begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
+        dq = begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         gl.thread_barrier()
-        _add_queries(half, dq, sums, before, dq_smem, form)
+        add_queries(half, dq, sums, before, dq_smem, form)
         if form.value.ADD:
             # Until here programs ran beside the last ones of the launch before, which wrote what they add to.
             gdc_wait()
@@ -460,14 +317,14 @@ def _consume(
             if slot >= 0:
                 place = (batch * n_kv_heads + kv_head).to(gl.int64) * n_slots + slot
                 own = slots_ptr + place * (2 * BLOCK_N * HEAD) + half * (ROWS * HEAD)
-                _store(dk, 1.0, own, HEAD, ROWS, False, ROWS, form)
-                _store(dv, 1.0, own + BLOCK_N * HEAD, HEAD, ROWS, False, ROWS, form)
+                store_sums(dk, 1.0, own, HEAD, ROWS, False, ROWS, form)
+                store_sums(dv, 1.0, own + BLOCK_N * HEAD, HEAD, ROWS, False, ROWS, form)
         if slot < 0:
             token = batch.to(gl.int64) * length + (super_index * super_rows + first_row).to(gl.int64) * R + residue
             at = (token * n_kv_heads + kv_head) * DIM
             row_stride = n_kv_heads * R * DIM
-            _store(dk, scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
-            _store(dv, 1.0, dv_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
+            store_sums(dk, scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
+            store_sums(dv, 1.0, dv_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
         tma.store_wait(0)
 
 
@@ -540,7 +397,7 @@ def _backward_kernel(
     v_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(1, BOX, BLOCK_N, HEAD), v_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(STAGES, BOX, BLOCK_M, HEAD), dout_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
-    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [_BUFFERS, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, BLOCK_N, BLOCK_M], DS_LAYOUT)
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout)
     SHARE: gl.constexpr = _tiles(2, BOX, BLOCK_M // 2, HEAD) if HELD else _tiles(2, BOX, BLOCK_M, HEAD // 2)
     dq_smem = gl.allocate_shared_memory(gl.float32, SHARE, sums_desc.layout)
@@ -548,7 +405,7 @@ def _backward_kernel(
     key_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     query_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     query_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
@@ -556,7 +413,7 @@ def _backward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(query_full.index(i), count=1)
         mbarrier.init(query_empty.index(i), count=2)
-    for i in gl.static_range(_BUFFERS):
+    for i in gl.static_range(BUFFERS):
         mbarrier.init(ds_full.index(i), count=2)
     fence_async_shared()
     barriers = (key_full, query_full, query_empty, ds_full, turns)
@@ -643,7 +500,7 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
 
 
 def _tile_descriptor(x: Tensor, modulus: int, tile: list[int]) -> TensorDescriptor:
-    """As `_corner` finds tiles: boxes only where columns of zeros are needed."""
+    """As `corner` finds tiles: boxes only where columns of zeros are needed."""
     if x.shape[-1] == padded_dim(x.shape[-1]):
         return _descriptor(x, *class_view(x, modulus), tile)
     return _descriptor(x, *class_box(x, modulus), [1, 1, 1, *tile])

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """The fused forward for Hopper and head dims up to 64, written in Gluon: programs of one warpgroup, three at a time.
 
-At narrow heads the softmax takes longer than the products, and two consumers (`forward_sm90`) leave the tensor cores
+At narrow heads the softmax takes longer than the products, and two consumers (`forward`) leave the tensor cores
 idle. Three small programs share a multiprocessor instead; each issues the next q.k product with the present p.v product
 and does the softmax of the former while the latter runs. Copies are begun by the warps that compute, a tile ahead.
 """
@@ -26,9 +26,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
-from dilabench.kernels.fused.softmax_sm90 import KEPT, LARGEST_SUM, finish, walk, weigh
+from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
+from dilabench.kernels.fused.sm90.tile_walk import box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, product_columns
 
@@ -281,7 +281,7 @@ def run_group(
     config: TileConfig,
     merge: bool,
 ) -> Launched:
-    """As `forward_sm90.run_group`."""
+    """As `forward.run_group`."""
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
 
     def arguments(ragged: bool) -> Arguments:

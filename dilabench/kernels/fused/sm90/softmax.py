@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dilabench.kernels.fused.tile_walk_sm90 import bias_of, class_of, tile_of
+from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, tile_of
 
 # Steps between two that renew the running maximum, at most.
 KEPT = gl.constexpr(15)

@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
-from dilabench.kernels.fused.softmax_sm90 import KEPT, LARGEST_SUM, finish, walk, weigh
+from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
+from dilabench.kernels.fused.sm90.tile_walk import box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.fused.tile_walk_sm90 import box_place, class_of, shared_layout, tile_of, turned
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
 

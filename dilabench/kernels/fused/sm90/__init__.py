@@ -1,0 +1,1 @@
+"""The kernels of dilated attention for Hopper, written in Gluon."""
