@@ -53,16 +53,24 @@ class Band:
         end = max(0, min(num_keys, stop + self.right)) if self.right >= 0 else num_keys
         return min(first, end), end
 
-    def hidden(self, start: int, stop: int, first: int, end: int, device: torch.device) -> Tensor | None:
-        """bool [stop - start, end - first], True where query start+i does not see key first+j; None: none is hidden."""
+    def hides(self, start: int, stop: int, first: int, end: int) -> bool:
+        """Whether some query at positions start..stop-1 does not see some key of first..end-1."""
         sees_last = self.right < 0 or end - 1 <= start + self.right
         sees_first = self.left < 0 or first >= stop - 1 - self.left
-        if sees_last and sees_first:
+        return not (sees_last and sees_first)
+
+    def hidden(self, start: int, stop: int, first: int, end: int, device: torch.device) -> Tensor | None:
+        """bool [stop - start, end - first], True where query start+i does not see key first+j; None: none is hidden."""
+        if not self.hides(start, stop, first, end):
             return None
-        distance = torch.arange(first, end, device=device) - torch.arange(start, stop, device=device).unsqueeze(1)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        keys, queries = torch.arange(first, end, device=device), torch.arange(start, stop, device=device)
+        return self.hidden_ahead(keys - queries.unsqueeze(1))
+
+    def hidden_ahead(self, ahead: Tensor) -> Tensor:
+        """bool, True where a key so many positions ahead of a query (negative: behind it) is not seen."""
+        hidden = torch.zeros_like(ahead, dtype=torch.bool)
         if self.right >= 0:
-            hidden |= distance > self.right
+            hidden |= ahead > self.right
         if self.left >= 0:
-            hidden |= distance < -self.left
+            hidden |= ahead < -self.left
         return hidden

@@ -65,13 +65,17 @@ def _backward_windowed(
 
 
 def _block_mask(rows: Tensor, start: int, num_keys: int, band: Band) -> tuple[int, int, Tensor | None]:
-    """(first, end) of the keys that a block of queries sees, and its additive mask in the dtype of the queries."""
-    stop = start + rows.shape[1]
-    first, end = band.keys_of(start, stop, num_keys)
-    hidden = band.hidden(start, stop, first, end, rows.device)
-    if hidden is None:
+    """(first, end) of the keys that a block of queries sees, and its additive mask in the dtype of the queries.
+
+    A row of the mask is the one below it, a key further: all are windows of one row, and no comparison is made twice.
+    """
+    count = rows.shape[1]
+    first, end = band.keys_of(start, start + count, num_keys)
+    if not band.hides(start, start + count, first, end):
         return first, end, None
-    return first, end, torch.zeros(hidden.shape, dtype=rows.dtype).masked_fill_(hidden, float("-inf"))
+    hidden = band.hidden_ahead(torch.arange(first - start - (count - 1), end - start, device=rows.device))
+    row = torch.zeros(hidden.shape, dtype=rows.dtype, device=rows.device).masked_fill_(hidden, float("-inf"))
+    return first, end, row.unfold(0, end - first, 1).flip(0)
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
