@@ -4,7 +4,8 @@ Triton's interpreter knows no Gluon. `in_its_place` puts these functions where k
 own code runs: partitions as threads that wait for each other at barriers, bulk copies, and products that read shared
 memory until they are waited for. Numbers are exact (float64): what differs from the definition is a mistake, not
 rounding. It is an error to read or write beyond a tensor, to use a product before it is waited for, to change
-shared memory under a product or a copy that still reads it, and to wait for what nobody will do.
+shared memory under a product or a copy that still reads it, to write before the launch has ended that a program began
+beside, and to wait for what nobody will do.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
 
 
 def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
+    assert _own.waited or not _program.beside, "written before the launch before has ended"
     at, seen = pointer.places(mask)
     pointer.flat[at[seen]] = value.broadcast_to(at.shape)[seen].to(pointer.flat.dtype)
 
@@ -150,9 +152,12 @@ class Barrier:
 
 
 class _Own(threading.local):
-    """What a partition began: products that run, and shared memory that is on its way with what it held."""
+    """What a partition began: products that run, and shared memory that is on its way with what it held; and whether
+    it waited for the launch before.
+    """
 
     def __init__(self) -> None:
+        self.waited = False
         self.products: list[Product] = []
         self.leaving: list[tuple[Shared, Tensor]] = []
 
@@ -279,8 +284,10 @@ class Kernel:
             Kernel.launched[self.function.__module__] += 1
             given = {name: self._argument(name, value) for name, value in arguments.items() if name in self.arg_names}
             assert set(given) == set(self.arg_names), set(self.arg_names) ^ set(given)
+            _program.beside = arguments.get("launch_pdl", False)
             for program in range(grid[0]):
                 _program.at, _program.count = program, grid[0]
+                _own.waited = False
                 _barriers.clear()
                 self.function(**given)
 
@@ -296,7 +303,11 @@ class Kernel:
         return torch.as_tensor(value) if isinstance(value, int) and name not in self.constants else value
 
 
-_program = SimpleNamespace(at=0, count=1)
+_program = SimpleNamespace(at=0, count=1, beside=False)
+
+
+def _wait_for_launch_before() -> None:
+    _own.waited = True
 
 
 def _jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
@@ -383,7 +394,10 @@ def in_its_place() -> Iterator[None]:
         f"{home}.language.nvidia.hopper": hopper,
         f"{home}.nvidia.hopper": {"TensorDescriptor": Descriptor},
         # Launches follow each other here.
-        "triton.language.extra.cuda": dict.fromkeys(("gdc_launch_dependents", "gdc_wait"), lambda: None),
+        "triton.language.extra.cuda": {
+            "gdc_launch_dependents": lambda: None,
+            "gdc_wait": _wait_for_launch_before,
+        },
     }
     made = {name: ModuleType(name) for name in modules}
     for name, contents in modules.items():

@@ -125,3 +125,20 @@ def test_a_launch_that_lacks_an_argument(gluon: Any) -> None:
 
     with pytest.raises(AssertionError, match="SIZE"):
         gluon.Kernel(function)[(1,)](q_ptr=torch.ones(1), n=1)
+
+
+@pytest.mark.parametrize(("waits", "beside"), [(True, True), (False, True), (False, False)])
+def test_writing_before_the_launch_before_has_ended(gluon: Any, waits: bool, beside: bool) -> None:
+    def kernel(out_ptr: Any) -> None:
+        if waits:
+            gluon._wait_for_launch_before()
+        gluon.store(out_ptr + torch.arange(4), torch.ones(4))
+
+    out = torch.zeros(4)
+    run = gluon.Kernel(kernel)[(2,)]
+    if beside and not waits:
+        with pytest.raises(AssertionError, match="before the launch before has ended"):
+            run(out_ptr=out, launch_pdl=beside)
+    else:
+        run(out_ptr=out, launch_pdl=beside)
+        assert out.sum() == 4
