@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -300,7 +301,13 @@ def test_a_signal_ends_a_run_with_its_record_and_a_second_one_loses_nothing(tmp_
     command = [sys.executable, "-m", "dilabench", "run", "implementations", *settings, "-o", str(tmp_path / "out")]
     variables = {"DILABENCH_LOCK_DIR": str(tmp_path)}
     with subprocess.Popen(
-        command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests under nohup, or behind an ampersand, ignores some of them, and so would this run.
+        preexec_fn=partial(signal.signal, signal.Signals[name], signal.SIG_DFL),
     ) as run:
         deadline = time.monotonic() + 100
         while time.monotonic() < deadline and not rows_of(tmp_path / "out"):
