@@ -95,14 +95,15 @@ def expected_seconds(case: Case, device: DeviceKind, catalogue: Catalogue) -> fl
     if received is None and workload.window != UNBOUNDED:
         # At most what full attention is sent.
         received = sharding.received_bytes(workload.replace(window=UNBOUNDED), ranks)
-    if balance is None or meanwhile is None or received is None:
+    if balance is None or meanwhile is None or received is None or not balance > 0:
         return None
     computation_s, transfer_s = flops(workload) / ranks / rates.flops, received / rates.between
     hidden_s = min(meanwhile * computation_s, (1 - LEAST_EXPOSED) * transfer_s)
     efficiency = ideal_efficiency(balance, computation_s, transfer_s, hidden_s)
     queries = workload.tokens * workload.num_heads * workload.head_dim / ranks
     summed = BYTES_SUMMED * queries if sharding.sums_hops(workload, ranks) else 0.0
-    return computation_s / efficiency + summed / rates.within
+    seconds = computation_s / efficiency + summed / rates.within
+    return seconds if math.isfinite(seconds) else None
 
 
 def fastest_expected(

@@ -89,6 +89,13 @@ def test_what_is_unknown_comes_last_or_leaves_the_ranking_as_it_is() -> None:
     assert [case for case, _ in fastest_expected((unknown, known), "cuda", CATALOGUE)] == [unknown, known]
 
 
+@pytest.mark.parametrize("balance", [0.0, -1.0, float("nan")])
+def test_a_balance_that_is_none_tells_nothing(balance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldSharding, "load_balance", lambda *_: balance)
+    case = Case(implementation="zigzag-ring", workload=preset("medium"), world_size=2)
+    assert expected_seconds(case, "cuda", CATALOGUE) is None
+
+
 def test_a_sharding_that_was_written_before_the_question_does_not_add_up() -> None:
     class Older:
         def load_balance(self, workload: Workload, ranks: int) -> float:
