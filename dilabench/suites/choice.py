@@ -111,7 +111,7 @@ def _expected(catalogue: Catalogue, machine: Machine, usable: Sequence[Case]) ->
     if not told or told[0][1] is None:
         return _first(case for case, _ in told)
     (best, seconds), *others = known
-    next_best = "".join(f", {format_seconds(one)} of {name}" for name, one in others[:1])
+    next_best = "".join(f", {name} {format_seconds(one)}" for name, one in others[:1])
     return Choice(best, None, f"{format_seconds(seconds)} expected{next_best}")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.metadata import RECEIVED_BYTES
+from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.over_ranks import sharding_of
 from dilabench.record import Measured, Row, RunRecord
@@ -96,6 +96,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         sentence += f" {ABOVE_ONE}"
     if not record.device.startswith("cuda"):
         sentence += f" {SHARED_CORES}"
+    sentence += "".join(f" {one}" for one in _choices(found))
     name = namer(found)
     return (
         section("Several ranks against one device", sentence, TIMES, _times(found, name), _efficiencies(found, name)),
@@ -107,6 +108,17 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             (_balance(one, name, catalogue) for one in found),
         ),
     )
+
+
+def _choices(found: Sequence[Comparison]) -> Iterator[str]:
+    """What `auto` took over ranks, and by which expectation."""
+    chosen = {
+        (row.case.implementation, row.case.workload.label(), reason)
+        for one in found
+        for row in one.parallel.values()
+        if (reason := CHOSEN_BY.of(row.planned)) is not None
+    }
+    yield from (f"{name} at {workload} by {reason}." for name, workload, reason in sorted(chosen))
 
 
 def section(

@@ -3,6 +3,7 @@
 import pytest
 
 from dilabench.distributed.shardings import RING, ZIGZAG_RING
+from dilabench.metadata import CHOSEN_BY
 from dilabench.plugins.manager import discover
 from dilabench.report.markdown import to_text as markdown
 from dilabench.report.table import to_text
@@ -51,6 +52,14 @@ def test_single_and_parallel_stand_one_above_the_other(record, single, over):
     assert two["speed-up fwd, bwd, total"] == "1.25x 1.50x 1.60x"
     assert two["efficiency"] == "80.0%"
     assert "80% of 2 ranks" in section.sentence
+
+
+def test_what_auto_took_is_said_with_what_was_expected(record, single, over):
+    one = over("zigzag-ring", "both", 25)
+    labels = CHOSEN_BY.entry("auto (24 ms expected, ulysses 26 ms)")
+    taken = one.model_copy(update={"planned": one.planned.model_copy(update={"labels": labels})})
+    section = analyse(record(single("both", 40), taken, suite="ring"), CATALOGUE)[0]
+    assert f"zigzag-ring at {one.case.workload.label()} by auto (24 ms expected, ulysses 26 ms)." in section.sentence
 
 
 def test_at_80_columns_each_implementation_has_one_line_below_its_workload(record, single, over):
