@@ -107,10 +107,9 @@ def _first(usable: Iterable[Case]) -> Choice | None:
 def _expected(catalogue: Catalogue, machine: Machine, usable: Sequence[Case]) -> Choice | None:
     """What should be the fastest over ranks, with what is expected of it and of the next."""
     told = fastest_expected(usable, machine.device, catalogue)
-    known = [(case.implementation, seconds) for case, seconds in told if seconds is not None]
     if not told or told[0][1] is None:
-        return _first(case for case, _ in told)
-    (best, seconds), *others = known
+        return _first(usable)
+    (best, seconds), *others = [(case.implementation, one) for case, one in told if one is not None]
     next_best = "".join(f", {name} {format_seconds(one)}" for name, one in others[:1])
     return Choice(best, None, f"{format_seconds(seconds)} expected{next_best}")
 

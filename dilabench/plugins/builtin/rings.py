@@ -165,6 +165,7 @@ RINGS = (
         ),
         aliases=("usp",),
         uses_backend=True,
+        # No priority before GPUs have timed it: what is expected of it takes its trade of heads for hidden, too.
         sharding="dilabench.distributed.shardings:ULYSSES_RING",
     ),
     Implementation(

@@ -96,7 +96,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         sentence += f" {ABOVE_ONE}"
     if not record.device.startswith("cuda"):
         sentence += f" {SHARED_CORES}"
-    sentence += "".join(f" {one}" for one in _choices(found))
+    sentence = " ".join((sentence, *_choices(found)))
     name = namer(found)
     return (
         section("Several ranks against one device", sentence, TIMES, _times(found, name), _efficiencies(found, name)),
@@ -110,7 +110,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     )
 
 
-def _choices(found: Sequence[Comparison]) -> Iterator[str]:
+def _choices(found: Sequence[Comparison]) -> list[str]:
     """What `auto` took over ranks, and by which expectation."""
     chosen = {
         (row.case.implementation, row.case.workload.label(), reason)
@@ -118,7 +118,7 @@ def _choices(found: Sequence[Comparison]) -> Iterator[str]:
         for row in one.parallel.values()
         if (reason := CHOSEN_BY.of(row.planned)) is not None
     }
-    yield from (f"{name} at {workload} by {reason}." for name, workload, reason in sorted(chosen))
+    return [f"{name} at {workload} by {reason}." for name, workload, reason in sorted(chosen)]
 
 
 def section(
