@@ -55,9 +55,12 @@ def launch(kernel: Any, arguments: Callable[[bool], Arguments], ragged: bool, *k
 
 
 class Launches:
-    """The launches of one pass for tensors of one layout. Empty until the first call has made them."""
+    """The launches of one pass for tensors of one layout, known from the second call on: most layouts of data whose
+    length changes never come again, and would pay for what they do not use.
+    """
 
     def __init__(self) -> None:
+        self._made: set[Hashable] = set()
         self._known: dict[Hashable, _Repeated] = {}
         self._facts: dict[str, Any] = {}
 
@@ -76,9 +79,11 @@ class Launches:
         return True
 
     def keep(self, name: Hashable, launched: Launched, tensors: Mapping[str, Tensor]) -> None:
-        """Remember a launch; `tensors` are those that are others the next time: its arguments x_ptr, x_desc
-        or x_tail_desc of x."""
-        if isinstance(launched.compiled, CompiledKernel):
+        """Remember a launch that was made before, too; `tensors` are those that are others the next time: its arguments
+        x_ptr, x_desc or x_tail_desc of x."""
+        if name not in self._made:
+            self._made.add(name)
+        elif isinstance(launched.compiled, CompiledKernel):
             self._known[name] = _Repeated(launched, tensors)
 
 

@@ -10,7 +10,7 @@ from dilabench.kernels.fused import tile_tables as tile_tables_module
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.fused.tile_lists import computed_pairs
-from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.fused.tile_tables import TileTables, tile_tables
 
 SHAPES = [
     (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),
@@ -166,13 +166,28 @@ def test_tables_stand_where_no_length_has_a_kernel_compiled_anew(n: int, by_key:
         assert [x.data_ptr() % 16 for x in all_of_them] == [0] * 5
 
 
+def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
+    def tables(entries: int) -> TileTables:
+        none = torch.zeros(0, dtype=torch.int32)
+        return TileTables(none, none, none, torch.zeros(entries, dtype=torch.int32), none)
+
+    kept = tile_tables_module._Kept(most_bytes=400)
+    first, second = (kept.put(name, tables(40)) for name in ("first", "second"))
+    assert kept.get("first") is first, "used again, so that the second is the oldest"
+    kept.put("third", tables(40))
+    assert (kept.get("first"), kept.get("second")) == (first, None)
+    large = kept.put("large", tables(1000))
+    assert (kept.get("large"), kept.get("first"), kept.get("third")) == (large, None, None)
+    assert second.nbytes == 160
+
+
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("few", [0, 1 << 16])
 def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of the length that many have in common are those of each, made here or on the device."""
     n, heads, kv_heads, segments, rates, offset, offset_by = case
     monkeypatch.setattr(tile_tables_module, "_FEW", few)
-    make, cpu, made = tile_tables_module._tables.__wrapped__, torch.device("cpu"), set()
+    make, cpu, made = tile_tables_module._tables, torch.device("cpu"), set()
     lengths = range(n, n + 70, 3)
     for length in lengths:
         for group in residue_plan(segments, rates, length, heads, kv_heads, False, offset, offset_by, tile=16).groups:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -38,6 +38,10 @@ def kernel_forms() -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: HOPPER),
             (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
             (torch.cuda, "synchronize", lambda device=None: None),
+            (torch.cuda, "Stream", lambda device=None: SimpleNamespace(synchronize=lambda: None)),
+            (torch.cuda, "stream", lambda stream: nullcontext()),
+            (torch.cuda, "current_stream", lambda device=None: None),
+            (Tensor, "record_stream", lambda x, stream: None),
             (torch.cuda, "_lazy_init", lambda: None),
             (nn.Module, "_apply", _converted),
             *loop_forms(),

@@ -32,7 +32,8 @@ class Runs:
     """Runs of consecutive partner tiles of every own tile: ``begin`` and ``count`` [variants, tiles, ranges, 3].
 
     Ranges are the innermost segment and then, outwards, what the next one adds before and behind; the last axis is the
-    tiles without a mask, the masked ones before them, and those behind. ``level`` [ranges]: the segment's index.
+    tiles without a mask, the masked ones before them, and those behind. ``level`` [ranges]: the segment's index. Ranges
+    without any tile are left out.
     """
 
     begin: Integers
@@ -82,22 +83,34 @@ def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
         outer = (first, np.minimum(first + segment, rows))
         ranges += [(outer[0], inner[0]), (inner[1], outer[1])] if ranges else [outer]
         inner = outer
-    limits = np.stack([np.stack(np.broadcast_arrays(low, high, rows), -1) for low, high in ranges], -2)
-    begin, end = (-(-limits[..., side] // other) for side in (0, 1))
+    limits = np.empty((2, len(rows), start.size, len(ranges)), np.int64)
+    for at, range_ in enumerate(ranges):
+        limits[0, ..., at], limits[1, ..., at] = range_
+    begin, end = -(-limits // other)
     # No tile of its own begins behind the last row of the variant.
     end = np.where((start < rows)[..., None], np.maximum(begin, end), begin)
     start, sure = start[:, None], sure[..., None]
     if causal and by_key:
-        begin = np.clip(start // other, begin, end)
-        from_whole = np.clip(-(-(start + own) // other), begin, end)
+        begin = _within(start // other, begin, end)
+        from_whole = _within(-(-(start + own) // other), begin, end)
     else:
-        end = np.clip(-(-(start + own) // other), begin, end) if causal else end
+        end = _within(-(-(start + own) // other), begin, end) if causal else end
         from_whole = begin
     # Causal queries before the end of the sequence see nothing beyond it anyway.
-    to_whole = np.clip((start if causal and not by_key else sure) // other, from_whole, end)
-    begins = np.stack([from_whole, begin, to_whole], -1)
-    counts = np.stack([to_whole - from_whole, from_whole - begin, end - to_whole], -1)
-    return Runs(begins, counts, (np.arange(len(ranges)) + 1) // 2)
+    to_whole = _within((start if causal and not by_key else sure) // other, from_whole, end)
+    begins, counts = np.empty((2, *begin.shape, 3), np.int64)
+    begins[..., 0], begins[..., 1], begins[..., 2] = from_whole, begin, to_whole
+    counts[..., 0], counts[..., 1], counts[..., 2] = to_whole - from_whole, from_whole - begin, end - to_whole
+    level = (np.arange(len(ranges)) + 1) // 2
+    # Equal segments add nothing to each other.
+    some = counts.any((0, 1, 3))
+    return Runs(begins, counts, level) if some.all() else Runs(begins[:, :, some], counts[:, :, some], level[some])
+
+
+def _within(x: Integers, low: Integers, high: Integers) -> Integers:
+    """`np.clip`, which takes several times as long for a few numbers."""
+    found: Integers = np.minimum(np.maximum(x, low), high)
+    return found
 
 
 def lookup_of(runs: Runs, kept: npt.NDArray[np.bool_]) -> Integers:
@@ -105,14 +118,19 @@ def lookup_of(runs: Runs, kept: npt.NDArray[np.bool_]) -> Integers:
 
     kept: [kinds, R, P, ranges], which runs a pair of classes has.
     """
-    full_and_masked = np.stack([runs.count[..., 0], runs.count[..., 1:].sum(-1)], -1)
-    # einsum has no fast path for integers of this shape; products of small floats are exact.
-    lengths = np.tensordot(full_and_masked.astype(np.float64), kept.sum(2).astype(np.float64), ([2], [2]))
-    lengths = np.ascontiguousarray(np.moveaxis(lengths, 2, -1)).astype(np.int64)
-    flat = lengths.sum(-1).ravel()
-    first = (np.cumsum(flat) - flat).reshape(lengths.shape[:-1])
+    variants, tiles, ranges, _ = runs.count.shape
+    kinds, classes = kept.shape[:2]
+    partners = kept.sum(2).reshape(-1, ranges)
+    masked = runs.count[..., 1] + runs.count[..., 2]
+    found = np.zeros((variants, tiles, kinds * classes, 3), np.int64)
+    # Products of integer matrices have no fast path, and those of floats start threads for a few numbers.
+    for at in range(ranges):
+        found[..., 1] += runs.count[..., at, :1] * partners[:, at]
+        found[..., 2] += masked[..., at, None] * partners[:, at]
+    lengths = found[..., 1] + found[..., 2]
+    found[..., 0] = lengths.cumsum().reshape(lengths.shape) - lengths
     # [variants, tiles, kinds, R, ...] as stored, [variants, kinds, R, tiles, ...] as looked up.
-    return np.moveaxis(np.concatenate([first[..., None], lengths], -1), 1, 3)
+    return found.reshape(variants, tiles, kinds, classes, 3).transpose(0, 2, 3, 1, 4)
 
 
 def heaviest_first(lookup: Integers) -> Integers:
@@ -124,12 +142,12 @@ def heaviest_first(lookup: Integers) -> Integers:
     items = np.zeros((*lookup.shape[:2], n_items, 5), dtype=np.int64)
     items[..., 0] = -1
     for variant, kind in np.ndindex(*lookup.shape[:2]):
-        u, tile = np.nonzero(work[variant, kind])
-        order = np.lexsort((u, tile, -work[variant, kind, u, tile]))
-        u, tile = u[order], tile[order]
-        items[variant, kind, : u.size, 0] = u
-        items[variant, kind, : u.size, 1] = tile
-        items[variant, kind, : u.size, 2:] = lookup[variant, kind, u, tile]
+        lists, lengths = lookup[variant, kind], work[variant, kind].T.ravel()
+        (some,) = lengths.nonzero()
+        order = some[np.argsort(-lengths[some], kind="stable")]
+        tile, u = np.divmod(order, lists.shape[0])
+        of_kind = items[variant, kind, : order.size]
+        of_kind[:, 0], of_kind[:, 1], of_kind[:, 2:] = u, tile, lists[u, tile]
     return items
 
 

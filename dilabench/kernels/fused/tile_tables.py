@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,19 @@ class TileTables:
     entries: Tensor
     heads: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(x.nbytes for x in (self.items, self.lookup, self.order, self.entries, self.heads))
+
+    def used_by_current_stream(self) -> None:
+        """Their memory is not given to others before the work that this stream has by then is done."""
+        if self.items.is_cuda:
+            stream = torch.cuda.current_stream(self.items.device)
+            # The others lie in the memory of the items (`_on_device`).
+            self.items.record_stream(stream)
+            self.entries.record_stream(stream)
+
 
 def tile_tables(
     group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device
@@ -66,12 +81,68 @@ def tile_tables(
                 f"; use at most {group.largest_tile}"
             )
     # Without an order among positions, a query sees the keys that see it.
-    return _tables(group.in_tiles(min(own, other)), own, other, causal, causal and by_key, device)
+    key = (group.in_tiles(min(own, other)), own, other, causal, causal and by_key, device)
+    tables = _kept.get(key)
+    if tables is None:
+        with _on_a_stream_of_its_own(device):
+            tables = _kept.put(key, _tables(*key))
+    tables.used_by_current_stream()
+    return tables
 
 
-# Tables stay on the device for as long as they are here: few, for lengths change from call to call.
-@lru_cache(maxsize=64)
+@contextmanager
+def _on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """What is made inside waits for no kernel of others, and is there for all streams at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream_of(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Kept:
+    """The latest tables, as many as fit into so many bytes of their device: many lengths share the small ones."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._tables: dict[Hashable, TileTables] = {}
+
+    def get(self, key: Hashable) -> TileTables | None:
+        found = self._tables.pop(key, None)
+        if found is not None:
+            # Dicts keep the order in which keys were put in: the latest comes last.
+            self._tables[key] = found
+        return found
+
+    def put(self, key: Hashable, tables: TileTables) -> TileTables:
+        self._tables[key] = tables
+        self._bytes += tables.nbytes
+        while self._bytes > self._most_bytes and len(self._tables) > 1:
+            self._bytes -= self._tables.pop(next(iter(self._tables))).nbytes
+        return tables
+
+
+_kept = _Kept(256 << 20)
+
+
+@cache
+def _load_operators(device: torch.device) -> None:
+    """Let torch load what writes entries out on a device, which takes tens of milliseconds, with the first tables."""
+    if device.type != "cpu":
+        few = torch.ones(4, dtype=torch.int64, device=device)
+        _written_out(few, few, 4)
+
+
 def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device) -> TileTables:
+    _load_operators(device)
     partners = partners_of(group.rates, group.kinds, group.modulus)
     runs = runs_of(group, own, other, causal, by_key)
     shared = partners.shared[..., runs.level]
