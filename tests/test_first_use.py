@@ -68,6 +68,7 @@ def test_near_lengths_are_not_measured_again_and_others_are(measured: Measured) 
     choose(measured)
     once = measured.calls
     assert choose(measured, seq_len=300, batch_size=1) == first_use.Choice("strided", "math", "tuned")
+    assert choose(measured, scale=0.25).source == "tuned", "which it is without being named"
     assert measured.calls == once
     for other in ({"seq_len": 1024}, {"causal": False}, {"window": (8, 0)}, {"mode": "both"}, {"heads": "grouped"}):
         before = measured.calls

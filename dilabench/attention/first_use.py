@@ -18,7 +18,7 @@ import torch
 from dilabench.errors import DilabenchError
 from dilabench.plugins.boundary import guarded
 from dilabench.record import Case
-from dilabench.suites.choice import Choice, TunedCell, by_priority, choose, measured_near, remember, tune_path
+from dilabench.suites.choice import Choice, TunedCell, by_priority, choose_after, measured_near, remember, tune_path
 from dilabench.suites.planner import Planner
 from dilabench.workload.spec import Workload
 
@@ -55,7 +55,8 @@ def fastest(planner: Planner, workload: Workload, device: torch.device, build: B
 
     Raises ConfigError when nothing can compute it on this machine.
     """
-    if measured_near(planner.machine, workload) is None and _may_measure(workload, device):
+    near = measured_near(planner.machine, workload)
+    if near is None and _may_measure(workload, device):
         cell = measure(planner, workload, device, build)
         if cell is not None:
             try:
@@ -64,7 +65,7 @@ def fastest(planner: Planner, workload: Workload, device: torch.device, build: B
                 # The result still serves this process.
                 logger.warning("what was measured is not kept: %s", error)
             return Choice(cell.implementation, cell.backend, "first use")
-    return choose(planner.catalogue, planner.machine, workload)
+    return choose_after(near, planner.catalogue, planner.machine, workload)
 
 
 def measure(planner: Planner, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:
@@ -109,13 +110,13 @@ def ranked(found: Sequence[tuple[Cost, Case]]) -> list[tuple[Cost, Case]]:
 
 
 def ways(planner: Planner, workload: Workload) -> Iterator[Case]:
-    """Every implementation with a priority, over every backend with one, that can serve the workload here."""
+    """Every implementation with a priority and worth a try, over every backend with one, that can serve it here."""
     catalogue, machine = planner.catalogue, planner.machine
     for name in by_priority(catalogue, workload):
         over = catalogue.preferred_backends(machine) if catalogue.implementations.get(name).uses_backend else (None,)
         for backend in over:
             case = Case(implementation=name, backend=backend, workload=workload)
-            if catalogue.reasons_against(case, machine):
+            if catalogue.reasons_against(case, machine) or catalogue.reasons_untried(case, machine):
                 continue
             if backend is None or not catalogue.reasons_against_backend(case, machine):
                 yield case

@@ -162,9 +162,17 @@ class Catalogue:
     def reasons_unasked(self, case: Case, machine: Machine) -> tuple[str, ...]:
         """Why an implementation is not taken unasked for a workload (`Implementation.preferred_for`)."""
         one = self.implementations.get(case.implementation)
-        if one.preferred_for is None:
+        return self._reasons_beyond(one.preferred_for, case, machine) or self.reasons_untried(case, machine)
+
+    def reasons_untried(self, case: Case, machine: Machine) -> tuple[str, ...]:
+        """Why an implementation is not measured to choose one for a workload (`Implementation.tried_for`)."""
+        return self._reasons_beyond(self.implementations.get(case.implementation).tried_for, case, machine)
+
+    def _reasons_beyond(self, limits: Capabilities | None, case: Case, machine: Machine) -> tuple[str, ...]:
+        if limits is None:
             return ()
-        return self._reasons(one, one.preferred_for, case.workload, machine.device, case.world_size)
+        one = self.implementations.get(case.implementation)
+        return self._reasons(one, limits, case.workload, machine.device, case.world_size)
 
     def _reasons(
         self, one: Implementation | Backend, limits: Capabilities, workload: Workload, device: str, world_size: int

@@ -145,12 +145,14 @@ class Implementation:
     `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
     (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
     name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
-    supports. `every_call`: the steps of a call, where others of its pattern have some of them behind them when a call
-    begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of ours. Suites
-    have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by `install`, how
-    to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it only by name,
-    `choice` holds it against the others, and `auto` never means it. `tiles`: a function of (head_dim, itemsize,
-    backward) that gives the shapes of its kernels for suite `tiles` to try, each a text that `context.tiles` then is.
+    supports; `tried_for`: those for which it is measured where a choice is made by measuring, where it is known to be
+    far slower in others. `every_call`: the steps of a call, where others of its pattern have some of them behind them
+    when a call begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of
+    ours. Suites have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by
+    `install`, how to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it
+    only by name, `choice` holds it against the others, and `auto` never means it. `tiles`: a function of (head_dim,
+    itemsize, backward) that gives the shapes of its kernels for suite `tiles` to try, each a text that `context.tiles`
+    then is.
     """
 
     name: str
@@ -170,6 +172,7 @@ class Implementation:
     priority: int = 0
     sharding: str | None = None
     preferred_for: Capabilities | None = None
+    tried_for: Capabilities | None = None
     every_call: tuple[str, ...] = ("attend",)
     steps_of: str | None = None
     project: str | None = None
@@ -230,7 +233,9 @@ class Suite:
     `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
     cases are timed when the user does not say; `sampling_s` the longest time in samples per case, where the device's
     own (2 s on a CPU, 3 s on a GPU, once the least number of samples is taken) is more than the question needs; the
-    warm-up is shorter then, and 30 turns are enough.
+    warm-up is shorter then, and 30 turns are enough. `far_slower`: where only the fastest matter, a case whose call
+    takes more than so many times as long as that of a verified one of its workload is left out, unless it is one that
+    chooses, and no second timer is asked.
     `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): what the reporters
     print beside the table, derived from the raw samples whenever the record is looked at. With `reads_catalogue` it is
     called as `analyse(record, catalogue)`.
@@ -251,6 +256,7 @@ class Suite:
     budget_s: float | None = 120.0
     timing: str = "warmup"
     sampling_s: float | None = None
+    far_slower: float | None = None
     aliases: tuple[str, ...] = ()
     reads_catalogue: bool = False
     options: tuple[str, ...] | None = None

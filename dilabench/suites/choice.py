@@ -84,6 +84,13 @@ def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: in
     What was measured is of one device. Raises ConfigError when nothing can compute it on this machine.
     """
     near = measured_near(machine, workload) if ranks == 1 else None
+    return choose_after(near, catalogue, machine, workload, ranks)
+
+
+def choose_after(
+    near: TunedCell | None, catalogue: Catalogue, machine: Machine, workload: Workload, ranks: int = 1
+) -> Choice:
+    """As `choose`, by what `measured_near` gave."""
     if near and _usable(catalogue, machine, _case(near, workload, ranks), measured=True):
         return Choice(near.implementation, near.backend, "tuned")
     for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
@@ -128,8 +135,9 @@ def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
 
 
 def _configuration(workload: Workload) -> Workload:
-    """Without what makes it longer or shorter; the mode is told apart by `_kind`."""
-    return workload.model_copy(update={"seq_len": 1, "batch_size": 1, "mode": "forward", "cu_seqlens": None})
+    """Without what makes it longer or shorter, its scale by number; the mode is told apart by `_kind`."""
+    of_length = {"seq_len": 1, "batch_size": 1, "mode": "forward", "cu_seqlens": None}
+    return workload.model_copy(update={**of_length, "scale": workload.softmax_scale})
 
 
 def _case(cell: TunedCell, workload: Workload, ranks: int) -> Case:

@@ -44,6 +44,16 @@ def _no_fused_head_dim(workload: Workload) -> str | None:
     )
 
 
+def _too_wide_in_float32(workload: Workload) -> str | None:
+    """The reason against `fused` where its kernels keep too much outside of registers.
+
+    On an H200, with backward, D192 32.8 ms where branch by branch over memory-efficient attention takes 13.9, D256 61.2
+    to 22.6; each of a dozen kernels compiles for 6 to 14 s (docs/results/choice.md).
+    """
+    wide = workload.dtype == "float32" and workload.head_dim > 128
+    return f"a head dim of {workload.head_dim} in float32 does not fit into registers" if wide else None
+
+
 def _better_branch_by_branch(workload: Workload) -> str | None:
     """The reason against `fused` where a dense kernel, branch by branch, is known to be faster.
 
@@ -200,6 +210,7 @@ IMPLEMENTATIONS = (
         requires=("cuda>=sm80", "triton"),
         priority=20,
         preferred_for=replace(FUSED, check=_better_branch_by_branch),
+        tried_for=replace(FUSED, check=_too_wide_in_float32),
         quirks=(ADDED_QUERIES,),
         tiles="dilabench.kernels.tile_candidates:candidates",
     ),

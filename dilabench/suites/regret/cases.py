@@ -50,7 +50,9 @@ def cut_short(row: Row) -> bool:
 
 
 def _cases_of(number: int, request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every way that can compute the shape here, over every backend that may be chosen, and the library's choice."""
+    """Every way that can compute the shape here and is worth a try, over every backend that may be chosen, and the
+    library's choice.
+    """
     planner = planner.asking(nproc=1)
     asked = shape(planner.catalogue, planner.machine, request.seed, number, request.overrides)
     backends = planner.catalogue.preferred_backends(planner.machine)
@@ -58,7 +60,12 @@ def _cases_of(number: int, request: RunRequest, planner: Planner) -> tuple[Plann
     named = planner.implementations(planner.on_one_device(asked.pattern))
     labels = SHAPE.entry(number)
     cases = [
-        *(case for one in named for case in over.plan(one, asked, labels) if case.skip is None),
+        *(
+            planned
+            for one in named
+            for planned in over.plan(one, asked, labels)
+            if planned.skip is None and not planner.catalogue.reasons_untried(planned.case, planner.machine)
+        ),
         # Not the first: the first calls of a process take long, and turns are cut to what a call seems to take.
         *(case for one in _choosing(planner, asked) for case in planner.plan(one, asked, labels)),
     ]
