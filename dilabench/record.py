@@ -31,7 +31,16 @@ MemorySource = Literal["allocator", "resident_set", "process_peak"]
 # unsupported: the implementation, the backend or the machine cannot. not_applicable: what was to be switched on changes
 # nothing here. does_not_fit: predicted, before anything ran. out_of_memory: a real run ran out, where the longest that
 # fits is looked for. budget: no time was left. unusable_optimization: it cannot be switched on for this function.
-SkipCode = Literal["unsupported", "not_applicable", "does_not_fit", "out_of_memory", "budget", "unusable_optimization"]
+# far_slower: the suite asks for the fastest, and another case of the workload, verified, is so many times as fast.
+SkipCode = Literal[
+    "unsupported",
+    "not_applicable",
+    "does_not_fit",
+    "out_of_memory",
+    "budget",
+    "unusable_optimization",
+    "far_slower",
+]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
 # code raised. crash: its process died. verification_timeout: verification took too long, so that nothing is known of
 # its output. peer_lost: a rank missed another. no_samples: its timer cannot time it.

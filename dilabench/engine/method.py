@@ -17,8 +17,9 @@ UNLIMITED_S = 1e9
 SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
 WARM_UP = {"cpu": WarmUpLimits(min_s=0.0, max_s=0.5), "cuda": WarmUpLimits(min_s=0.3, max_s=5.0)}
 # Where a suite is content with less sampling: verification has called each case by then, so that a tenth of it warms up
-# what is left, and half as many turns again as intervals need at least (measurement.md 5.1) are enough.
-SHORT_WARM_UP, SHORT_ROUNDS = 0.1, 1.5
+# what is left, at most a third where a device asks for more; half as many turns again as intervals need at least
+# (measurement.md 5.1) are enough.
+SHORT_WARM_UP, MOST_WARM_UP, SHORT_ROUNDS = 0.1, 1 / 3, 1.5
 
 
 class Method(Model):
@@ -26,7 +27,8 @@ class Method(Model):
 
     `sampling_s`: longest time in the rounds per case when no budget is set or the budget allows more.
     `precision`: relative half width of the median's interval to stop at. `max_turns`: how often at most the parts of a
-    call over ranks are timed beside it; 0 is not at all.
+    call over ranks are timed beside it; 0 is not at all. `far_slower`: times as long as a verified one that a case may
+    take, by a call in its preparation, to be timed at all.
     """
 
     timer: TimerSpec
@@ -39,6 +41,7 @@ class Method(Model):
     slot_ns: int = 10_000_000
     max_slot_samples: int = 20
     sampling_s: float = 2.0
+    far_slower: float | None = None
     max_turns: int = 20
     recheck: bool = True
     trace: bool = False
@@ -60,12 +63,13 @@ def choose_method(
     warmup_runs: int | None = None,
     timing_runs: int | None = None,
     sampling_s: float | None = None,
+    far_slower: float | None = None,
 ) -> Method:
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
 
     `warmup_runs`: exactly so many calls before the first sample; `timing_runs`: exactly so many samples, one a round.
     `sampling_s`: what a suite is content with, where that is less than the device's own; it warms up for less, too, and
-    takes fewer turns.
+    takes fewer turns. `far_slower`: as in `Method`.
 
     Raises ConfigError for an unknown name or a timer that this device does not have.
     """
@@ -81,6 +85,9 @@ def choose_method(
     method = _method_of(timing, timer, timer is default, device, catalogue)
     if sampling_s is not None:
         method = _shortened(method, sampling_s)
+    if far_slower is not None:
+        # Which is the fastest is told by one timer.
+        method = method.model_copy(update={"far_slower": far_slower, "graph_timer": None})
     if warmup_runs is not None:
         limits = method.warm_up.model_copy(update={"runs": warmup_runs})
         method = method.model_copy(update={"warm_up": limits})
@@ -97,11 +104,12 @@ def _shortened(method: Method, sampling_s: float) -> Method:
     if sampling_s >= method.sampling_s:
         return method
     limits = method.warm_up
-    longest = max(limits.min_s, min(limits.max_s, SHORT_WARM_UP * sampling_s))
+    least = min(limits.min_s, MOST_WARM_UP * sampling_s)
+    longest = max(least, min(limits.max_s, SHORT_WARM_UP * sampling_s))
     rounds = min(method.max_rounds, max(1, round(SHORT_ROUNDS * method.min_rounds)))
     changes = {
         "sampling_s": sampling_s,
-        "warm_up": limits.model_copy(update={"max_s": longest}),
+        "warm_up": limits.model_copy(update={"min_s": least, "max_s": longest}),
         "max_rounds": rounds,
     }
     return method.model_copy(update=changes)

@@ -75,13 +75,15 @@ def run(
 
     Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
     """
+    suite = catalogue.suites.get(request.suite) if request.suite in catalogue.suites else None
     method = choose_method(
         request.timing,
         machine.device,
         catalogue,
         warmup_runs=request.warmup_runs,
         timing_runs=request.timing_runs,
-        sampling_s=catalogue.suites.get(request.suite).sampling_s if request.suite in catalogue.suites else None,
+        sampling_s=suite.sampling_s if suite else None,
+        far_slower=suite.far_slower if suite else None,
     )
     waiting = _waiting(planned, completed)
     driver = Driver(

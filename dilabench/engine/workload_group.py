@@ -23,7 +23,8 @@ from dilabench.metadata import (
     TIMER_UNUSABLE,
     UNDIAGNOSED,
 )
-from dilabench.record import Failed, FailureCode, Note, PlannedCase, Row, Verification
+from dilabench.record import Failed, FailureCode, Note, PlannedCase, Row, Skipped, Verification
+from dilabench.units import format_seconds
 
 GRAPH_ROUNDS = 10
 MEMORY_CALLS = 6
@@ -54,18 +55,45 @@ class WorkloadGroupRun:
         started, deadline = self._driver.budget.clock(), self._deadline(self.states)
         last_call = started + (1 - SHARE_KEPT_FOR_TIMING) * (deadline - started)
         ready: list[CaseState] = []
-        for state in sorted(self.states, key=self._compiles):
-            if ready and self._compiles(state) and self._driver.budget.clock() > last_call:
+        for state in self._in_turn():
+            if far := self._far_slower(state, ready):
+                state.outcome = far
+                self._driver.release(state)
+                yield self._row(state)
+            elif ready and state.home is None and self._compiles(state) and self._driver.budget.clock() > last_call:
                 # Cases that compile for minutes come last, so that they take no time from the others.
                 state.outcome = self._driver.budget_skip("before its turn")
                 yield self._row(state)
-            elif self._qualify(state):
+            elif state.running and self._qualify(state):
                 ready.append(state)
             elif not self._crowded(state):
                 yield self._row(state)
         yield from self._measured(ready, deadline)
         for state in [one for one in self.states if self._crowded(one)]:
             yield from self._isolated(state)
+
+    def _in_turn(self) -> list[CaseState]:
+        """The cases in the order in which they are verified: where those far slower are left out, the fastest first."""
+        states = sorted(self.states, key=self._compiles)
+        if self._driver.method.far_slower is None:
+            return states
+        for state in states:
+            self._driver.progress.stage_started(state.case, "build")
+            self._driver.prepare(state)
+        return sorted(states, key=lambda one: one.call_ns)
+
+    def _far_slower(self, state: CaseState, ready: Sequence[CaseState]) -> Skipped | None:
+        """Why a case is not timed that cannot be the fastest, by a call of its own and one of a verified case."""
+        limit = self._driver.method.far_slower
+        chooses = self._driver.catalogue.implementations.get(state.case.implementation).chooses
+        if limit is None or chooses or not ready or not state.running:
+            return None
+        fastest = min(ready, key=lambda one: one.call_ns)
+        if state.call_ns <= limit * fastest.call_ns:
+            return None
+        taken, least = (format_seconds(one.call_ns * 1e-9) for one in (state, fastest))
+        why = f"not timed: a call took {taken}, over {limit:g} times the {least} of {fastest.case.implementation}"
+        return Skipped(code="far_slower", why=why)
 
     def _compiles(self, state: CaseState) -> bool:
         """Its first call may take tens of seconds."""

@@ -99,7 +99,19 @@ class KeyGroup:
 
         if len(self.parts) == 1:
             return np.asarray(self.parts[0], dtype=np.int64)
-        return np.unique(np.concatenate([np.asarray(part, dtype=np.int64) for part in self.parts]))
+        parts = [part for part in self.parts if len(part)]
+        if not parts:
+            return np.empty(0, np.int64)
+        # Marks are many times as fast as `np.unique`.
+        first, last = min(part[0] for part in parts), max(part[-1] for part in parts)
+        there = np.zeros(last - first + 1, bool)
+        for part in parts:
+            if isinstance(part, range):
+                there[part.start - first : part.stop - first : part.step] = True
+            else:
+                there[part - first] = True
+        found: Positions = np.flatnonzero(there) + first
+        return found
 
 
 class StridedSegments(NamedTuple):

@@ -103,11 +103,12 @@ class FakeWorker:
 
 @pytest.fixture
 def measure(dense_case):
-    def go(names, lab, backend=None, compiles=(), budget_s=None, kept=None, **method):
+    def go(names, lab, backend=None, compiles=(), chooses=(), budget_s=None, kept=None, **method):
         catalogue = Catalogue()
         for name in names:
             origin = "builtin" if not name.startswith("foreign") else name
-            implementation = Implementation(name, "", "m:b", supports=DENSE, compiles=name in compiles)
+            kinds = {"compiles": name in compiles, "chooses": name in chooses}
+            implementation = Implementation(name, "", "m:b", supports=DENSE, **kinds)
             catalogue.implementations.add(implementation, origin)
         if backend:
             catalogue.backends.add(backend, "builtin")
@@ -190,6 +191,21 @@ def test_rounds_go_on_until_ratios_are_known_as_well():
     assert are_precise([run(1), run(1, times=1.03)], 0.02)
     assert not are_precise([run(1), run(-1, times=1.03)], 0.02)
     assert are_precise([run(1), run(-1, times=1.2)], 0.02)
+
+
+def test_what_is_far_slower_than_a_verified_case_is_left_out(measure):
+    """By a call in preparation. What is fast and wrong leaves nobody out, and what chooses is what is asked about."""
+    lab = Lab(call_ns=100)
+    call_ns = {"wrong": 1, "slow": 301, "near": 300, "choosing": 1000}
+    for name, taken in call_ns.items():
+        lab.script[name, "prepare"] = [Reply(prepared=Prepared(setup_ns={}, call_ns=taken))]
+    check = Check(name="out", passed=False)
+    lab.script["wrong", "verify"] = [Reply(verification=Verification(checks=(check,), duration_ns=1), why="no")]
+    found = measure(["slow", "near", "fast", "wrong", "choosing"], lab, chooses=("choosing",), far_slower=3.0)
+    assert {name for name, one in found.items() if one.status == "measured"} == {"near", "fast", "choosing"}
+    assert (found["wrong"].code, found["slow"].code) == ("wrong_output", "far_slower")
+    assert found["slow"].why == "not timed: a call took 301 ns, over 3 times the 100 ns of fast"
+    assert ("slow", "verify") not in {(name, command) for name, command, _, _ in lab.asked}
 
 
 def test_long_calls_get_five_single_samples(measure):

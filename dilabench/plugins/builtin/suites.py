@@ -106,6 +106,7 @@ SUITES: tuple[Suite, ...] = (
         aliases=("regret",),
         # A regret of 1.1 shows in thirty turns, and there are many shapes.
         sampling_s=0.3,
+        far_slower=3.0,
         options=("shapes",),
         takes_the_rest=True,
     ),
