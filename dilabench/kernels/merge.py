@@ -83,6 +83,8 @@ def _merge_rows_kernel(
     out = tl.load(out_at, mask=inside & (mine > 0.0)[:, None], other=0.0).to(tl.float32)
     part = tl.load(part_at, mask=inside & (theirs > 0.0)[:, None], other=0.0).to(tl.float32)
     merged = out * (mine * share)[:, None] + part * (theirs * share)[:, None]
+    # lse is read twice, by those who weigh a row and by the one who writes it: that one must not be the first.
+    tl.debug_barrier()
     tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=inside & valid[:, None])
     tl.store(lse_at, (top + tl.log(total)).to(lse_ptr.dtype.element_ty), mask=valid)
 

@@ -422,6 +422,26 @@ def test_merge_kernel_reads_and_writes_sixteen_bytes_at_a_time() -> None:
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "0 bytes spill stores" in report
+    assert all_have_read_what_the_last_write_changes(ptx)
+    assert ptx.index("bar.sync") < ptx.index("st.global"), "rows of out are weighed by lse, too"
+
+
+def all_have_read_what_the_last_write_changes(ptx: str) -> bool:
+    """Whether a program's threads wait for each other between its last read of memory and its last write.
+
+    Triton lets several threads read an element that one of them writes afterwards, and says nothing of the order.
+    """
+    return ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.rindex("st.global")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_forward_that_merges_reads_lse_before_it_is_written(dim: int, causal: bool) -> None:
+    config = next(
+        one for size, mask, direction, one in shipped() if (size, mask, direction) == (dim, causal, "forward")
+    )
+    kernel, _ = fused(dim, causal, "forward", config, again=True, cut=False)
+    assert all_have_read_what_the_last_write_changes(kernel.asm["ptx"])
 
 
 @pytest.mark.parametrize(("parts", "result"), [("*bf16", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*bf16")])

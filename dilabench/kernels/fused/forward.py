@@ -177,6 +177,9 @@ def _forward_kernel(
     acc, acc_tail = scaled(acc, acc_tail, mine, TAIL)
     out_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
     store_tile(acc, acc_tail, out_ptr, rows, theirs[:, None], n_heads, R, MERGE, BLOCK_M, HEAD_DIM, HEAD, TAIL)
+    if MERGE:
+        # As in `merge`: other threads may read what one of them overwrites.
+        tl.debug_barrier()
     tl.store(lse_at, lse, inside)
 
 
