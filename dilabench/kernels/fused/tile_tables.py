@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ _ALIGNED = 4
 # Entries are made for as many tiles at a time as need this many of the numbers that lead to them.
 _AT_ONCE = 1 << 23
 # Up to so many entries, and numbers that lead to them, are made here.
-_FEW = 1 << 16
+_FEW = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +136,8 @@ _kept = _Kept(256 << 20)
 def _load_operators(device: torch.device) -> None:
     """Let torch load what writes entries out on a device, which takes tens of milliseconds, with the first tables."""
     if device.type != "cpu":
-        few = torch.ones(4, dtype=torch.int64, device=device)
-        _written_out(few, few, 4)
+        ones = torch.ones(2, 2, dtype=torch.int32, device=device)
+        _written_out(ones.index_select(1, ones[0]), ones.index_select(1, ones[0]) + ones[1], 4)
 
 
 def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device) -> TileTables:
@@ -160,7 +159,8 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
     if entries.are_few:
         there = _on_device(device, items, lookup, order, heads, entries.here())
         return TileTables(items=there[0], lookup=there[1], order=there[2], entries=there[4], heads=there[3])
-    there = _on_device(device, items, lookup, order, heads, *entries.factors)
+    runs_there = entries.count, entries.begin, entries.column, entries.tag
+    there = _on_device(device, items, lookup, order, heads, *runs_there)
     return TileTables(
         items=there[0], lookup=there[1], order=there[2], entries=entries.there(*there[4:]), heads=there[3]
     )
@@ -168,50 +168,54 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Every list, variant by variant, tile by tile: its runs written out, from what they are products and sums of.
+    """Every list, variant by variant, tile by tile, as runs of consecutive tiles to be written out.
 
-    factors, each with axes [tiles of both variants, kinds, R, 3 sorts of tiles, partners, ranges] of which some have
-    one element: which runs a pair of classes has, their packed multiplicity and class, and how many tiles a run has
-    and where it begins. per_tile: entries of each tile of both variants.
+    count, begin [tiles of both variants, 3 sorts of tiles times ranges]: how many tiles a run has, and where it begins.
+    column, tag: of every run that a tile has, its column in those, and its packed multiplicity and class. per_tile:
+    entries of each tile.
     """
 
-    factors: tuple[Integers, Integers, Integers, Integers]
+    count: Integers
+    begin: Integers
+    column: Integers
+    tag: Integers
     per_tile: Integers
 
     @classmethod
     def of(cls, runs: Runs, kept: npt.NDArray[np.bool_], tags: Integers) -> _Entries:
         """kept, tags: [kinds, R, P, ranges]."""
         kinds, classes, width, ranges = kept.shape
-        as_pairs, as_tiles = (1, kinds, classes, 1, width, ranges), (-1, 1, 1, 3, 1, ranges)
-        count, begin = (np.moveaxis(x, -1, -2).reshape(as_tiles) for x in (runs.count, runs.begin))
-        per_tile = runs.count.sum(-1).reshape(-1, ranges) @ kept.sum((0, 1, 2))
-        return cls((kept.reshape(as_pairs).astype(np.int64), tags.reshape(as_pairs), count, begin), per_tile)
-
-    @property
-    def _numbers_per_tile(self) -> int:
-        return math.prod(np.broadcast_shapes(*(x.shape[1:] for x in self.factors)))
+        count, begin = (x.swapaxes(-1, -2).reshape(-1, 3 * ranges) for x in (runs.count, runs.begin))
+        # Of every class, sort by sort, partner by partner, range by range.
+        kind, own, sort, partner, span = np.broadcast_to(kept[:, :, None], (kinds, classes, 3, width, ranges)).nonzero()
+        column = sort * ranges + span
+        some = count.any(0)[column]
+        column, tag = column[some], tags[kind[some], own[some], partner[some], span[some]]
+        per_tile = (count * np.bincount(column, minlength=3 * ranges)).sum(1)
+        return cls(count, begin, column, tag, per_tile)
 
     @property
     def are_few(self) -> bool:
         """Whether to write them out costs less than the launches that do so on a device."""
-        return max(int(self.per_tile.sum()), self.per_tile.size * self._numbers_per_tile) <= _FEW
+        return max(int(self.per_tile.sum()), self.per_tile.size * self.column.size) <= _FEW
 
     def here(self) -> Integers:
         """All of them; without any, a zero."""
-        kept, tags, count, begin = self.factors
-        counts, begins = (count * kept).ravel(), (begin + tags).ravel()
+        counts, begins = self.count[:, self.column].ravel(), (self.begin[:, self.column] + self.tag).ravel()
         total = int(self.per_tile.sum())
         skipped = begins + counts - counts.cumsum()
         return np.repeat(skipped, counts) + np.arange(total) if total else np.zeros(1, np.int64)
 
-    def there(self, kept: Tensor, tags: Tensor, count: Tensor, begin: Tensor) -> Tensor:
-        """The same in int32 from the factors on a device."""
+    def there(self, count: Tensor, begin: Tensor, column: Tensor, tag: Tensor) -> Tensor:
+        """The same in int32 from the same numbers on a device."""
         if not self.per_tile.any():
-            return torch.zeros(1, dtype=torch.int32, device=kept.device)
-        step = max(1, _AT_ONCE // self._numbers_per_tile)
+            return torch.zeros(1, dtype=torch.int32, device=count.device)
+        step = max(1, _AT_ONCE // self.column.size)
         parts = [
             _written_out(
-                count[at : at + step] * kept, begin[at : at + step] + tags, int(self.per_tile[at : at + step].sum())
+                count[at : at + step].index_select(1, column),
+                begin[at : at + step].index_select(1, column) + tag,
+                int(self.per_tile[at : at + step].sum()),
             )
             for at in range(0, count.shape[0], step)
         ]
