@@ -4,8 +4,11 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from dilabench.backends.band import Band
+from dilabench.backends.sdpa import flash_cpu
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,22 @@ def test_kinds() -> None:
     assert not Band(-1, 0).windowed
     assert Band(3, 0).windowed
     assert Band(-1, 3).windowed
+
+
+def test_blocks_that_see_alike_have_one_mask_that_is_not_copied() -> None:
+    """torch's CPU kernel copies a mask that does not lie row by row, in every call."""
+    seen: list[Tensor | None] = []
+    q = torch.randn(1, 1500, 1, 8)
+    band = Band.of(False, (100, 30), 1500, 1500)
+    for start in (256, 512, 768):
+        first, end, mask = flash_cpu._block_mask(q[:, start : start + 256], start, 1500, band)
+        hidden = band.hidden(start, start + 256, first, end, q.device)
+        assert mask is not None
+        assert hidden is not None
+        assert mask.is_contiguous()
+        assert torch.equal(mask.isneginf(), hidden)
+        seen.append(mask)
+    assert seen[0] is seen[1] is seen[2]
+    with FlopCounterMode(display=False):
+        traced = flash_cpu._block_mask(q[:, 256:512], 256, 1500, band)[2]
+    assert traced is not seen[0], "whoever follows a call must see all that it makes"

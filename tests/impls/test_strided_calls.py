@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilabench.impls.union import strided_calls as calls_module
 from dilabench.impls.union.strided_calls import StridedCall, strided_calls
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
@@ -110,13 +111,18 @@ def expected_rows(asked: Workload) -> list[tuple[int, int, int]]:
     ("segments", "batch_size", "num_heads"), [((7,), 1, 4), ((16,), 3, 4), ((20, 24), 1, 6), ((24, 24, 24), 2, 5)]
 )
 def test_no_result_but_the_output_is_larger_than_half_of_it(
-    segments: tuple[int, ...], batch_size: int, num_heads: int
+    segments: tuple[int, ...], batch_size: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for small ones, of which all that can be are in one call."""
     pattern = DilatedPattern(segment_lengths=segments, dilation_rates=(1,) * len(segments))
     asked = Workload(
         pattern=pattern, batch_size=batch_size, seq_len=24, num_heads=num_heads, num_kv_heads=num_heads, head_dim=4
     )
     whole = 24 * batch_size * num_heads
+    few = list(strided_calls(asked))
+    monkeypatch.setattr(calls_module, "FEW_ROWS", 0)
     first, *others = (call.query_rows for call in strided_calls(asked))
     assert first == whole or 2 * first <= whole
     assert max(others, default=0) * 2 <= whole
+    assert len(few) <= 1 + len(others)
+    assert sum(call.query_rows for call in few) == first + sum(others)

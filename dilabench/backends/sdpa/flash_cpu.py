@@ -6,6 +6,8 @@ It reads past the end when there are fewer K/V heads than query heads, hence `gr
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from dilabench.backends.adapt import Plain, adapted
 from dilabench.backends.band import Band
 
 QUERY_BLOCK = 256
+# Blocks in the middle of a sequence, and of segments that are alike, have one mask. Elements of the largest one kept.
+MOST_KEPT = 1 << 20
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -44,7 +48,7 @@ def _forward_windowed(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float)
         out, lse = _forward_op(*block, 0.0, False, attn_mask=mask, scale=scale)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
-    return torch.cat(outs, 1), torch.cat(lses, 2)
+    return (torch.cat(outs, 1), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
 
 
 def _backward_windowed(
@@ -65,17 +69,29 @@ def _backward_windowed(
 
 
 def _block_mask(rows: Tensor, start: int, num_keys: int, band: Band) -> tuple[int, int, Tensor | None]:
-    """(first, end) of the keys that a block of queries sees, and its additive mask in the dtype of the queries.
-
-    A row of the mask is the one below it, a key further: all are windows of one row, and no comparison is made twice.
-    """
+    """(first, end) of the keys that a block of queries sees, and its additive mask in the dtype of the queries."""
     count = rows.shape[1]
     first, end = band.keys_of(start, start + count, num_keys)
     if not band.hides(start, start + count, first, end):
         return first, end, None
-    hidden = band.hidden_ahead(torch.arange(first - start - (count - 1), end - start, device=rows.device))
-    row = torch.zeros(hidden.shape, dtype=rows.dtype, device=rows.device).masked_fill_(hidden, float("-inf"))
-    return first, end, row.unfold(0, end - first, 1).flip(0)
+    # Tensors of whoever traces memory are of that trace.
+    kept = count * (end - first) <= MOST_KEPT and torch._C._len_torch_dispatch_stack() == 0
+    return first, end, (_kept_mask if kept else _mask)(band, count, first - start, end - start, rows.dtype)
+
+
+def _mask(band: Band, count: int, first: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Additive, of so many queries and the keys from `first` to `end`, counted from the first query.
+
+    A row of the mask is the one below it, a key further: all are windows of one row, and no comparison is made twice.
+    """
+    with torch.inference_mode(False):
+        hidden = band.hidden_ahead(torch.arange(first - (count - 1), end))
+        row = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        # torch lays the turned view out column by column, and its kernel would copy that in every call.
+        return row.unfold(0, end - first, 1).flip(0).contiguous()
+
+
+_kept_mask = lru_cache(maxsize=16)(_mask)
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -12,6 +12,9 @@ from dilabench.impls.union.branches import ORIGIN, Branch, Place, Segments, bran
 from dilabench.impls.union.head_runs import Progression, fewest_runs
 from dilabench.workload.spec import Workload
 
+# So many (head, row) pairs are a few megabytes at most, and calls of fewer take longer to begin than to compute.
+FEW_ROWS = 1 << 13
+
 
 @dataclass(frozen=True, slots=True)
 class StridedCall:
@@ -41,8 +44,8 @@ class StridedCall:
 def strided_calls(workload: Workload) -> tuple[StridedCall, ...]:
     """The kernel calls of a workload, in the order in which their results are merged.
 
-    A call gives at most half of the output, so that its result stays small beside it; only a call that gives the
-    whole output, and so becomes it, is larger.
+    A call gives at most half of the output, or `FEW_ROWS`, so that its result stays small beside it; only a call that
+    gives the whole output, and so becomes it, is larger.
     """
     whole = workload.tokens * workload.num_heads
     calls: list[StridedCall] = []
@@ -50,7 +53,7 @@ def strided_calls(workload: Workload) -> tuple[StridedCall, ...]:
         for segments in segments_of(branch, workload.seq_len):
             for call in _segment_calls(workload, branch, segments):
                 becomes_output = call.first and call.query_rows == whole
-                calls += [call] if becomes_output else at_most(call, whole // 2)
+                calls += [call] if becomes_output else at_most(call, max(FEW_ROWS, whole // 2))
     return tuple(calls)
 
 
