@@ -189,7 +189,7 @@ class _Entries:
         # Of every class, sort by sort, partner by partner, range by range.
         kind, own, sort, partner, span = np.broadcast_to(kept[:, :, None], (kinds, classes, 3, width, ranges)).nonzero()
         column = sort * ranges + span
-        some = count.any(0)[column]
+        some = (count.sum(0) > 0)[column]
         column, tag = column[some], tags[kind[some], own[some], partner[some], span[some]]
         per_tile = (count * np.bincount(column, minlength=3 * ranges)).sum(1)
         return cls(count, begin, column, tag, per_tile)
