@@ -4,12 +4,13 @@ from collections import Counter
 
 import pytest
 
+from dilabench.attention import first_use
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.metadata import SHAPE
 from dilabench.plugins import requirements
 from dilabench.plugins.manager import discover
-from dilabench.record import GpuInfo, Row, Skipped
+from dilabench.record import Case, GpuInfo, Row, Skipped
 from dilabench.request import run_request
 from dilabench.suites.planner import Planner, expand
 from dilabench.suites.regret import cases
@@ -101,6 +102,20 @@ def test_on_a_gpu_the_ways_are_ours_and_over_what_may_be_chosen(monkeypatch):
         ("fused", None),
         *((name, one) for name in ("gather", "strided") for one in preferred),
     }
+
+
+def test_what_is_known_to_be_far_slower_is_neither_tried_nor_taken(monkeypatch):
+    for name in ("_unmet_module", "_unmet_distribution"):
+        monkeypatch.setattr(requirements, name, lambda *_: None)
+    for head_dim, there in ((128, True), (192, False)):
+        request, planner = asked("dtype=float32", f"head_dim={head_dim}", "heads=all", "window=-1,-1", machine=GPU)
+        planned = cases.expand(request, planner)
+        workload = planned[0].case.workload
+        assert ("fused" in {one.case.implementation for one in planned}) is there
+        assert ("fused" in {one.implementation for one in first_use.ways(planner, workload)}) is there
+        case = Case(implementation="fused", workload=workload)
+        assert not CATALOGUE.reasons_against(case, GPU), "who names it gets it"
+        assert there or "registers" in CATALOGUE.reasons_untried(case, GPU)[0]
 
 
 def test_shapes_follow_one_by_one_until_there_are_enough_or_no_time():
