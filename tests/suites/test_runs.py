@@ -129,7 +129,8 @@ def test_choice_says_what_the_library_took_and_what_that_costs(run, tmp_path, mo
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_record(folder_of(tmp_path, "choice"))
     assert {row.planned.labels["shape"] for row in record.rows} == {"1", "2"}
-    assert {row.outcome.status for row in record.rows} == {"measured"}
+    # A way that is far slower than another is left out, the choice never.
+    assert {getattr(row.outcome, "code", "measured") for row in record.rows} <= {"measured", "far_slower"}
     chosen = [row for row in record.rows if row.case.implementation == "library"]
     assert [note.code for row in chosen for note in row.outcome.notes if note.observed] == ["chosen"] * 2
     assert re.search(r"Over 2 shapes the choice took \d\.\d\d times as long as the fastest other\s+way", done.stdout)
@@ -146,4 +147,5 @@ def test_choice_goes_on_with_the_shapes_that_there_was_no_time_for(run, tmp_path
     again = run("run", "choice", "--resume", str(folder), "--budget", "60s")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "Over 2 shapes the choice took" in again.stdout
-    assert {row.outcome.status for row in read_record(folder).rows} == {"measured"}
+    codes = {getattr(row.outcome, "code", "measured") for row in read_record(folder).rows}
+    assert "measured" in codes <= {"measured", "far_slower"}
