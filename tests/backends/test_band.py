@@ -73,3 +73,7 @@ def test_blocks_that_see_alike_have_one_mask_that_is_not_copied() -> None:
     with FlopCounterMode(display=False):
         traced = flash_cpu._block_mask(q[:, 256:512], 256, 1500, band)[2]
     assert traced is not seen[0], "whoever follows a call must see all that it makes"
+    with torch.device("meta"):
+        mask = flash_cpu._block_mask(q[:, :100], 0, 1500, band)[2]
+    assert mask is not None
+    assert mask.device == q.device, "whatever tensors are made on by default"

@@ -148,4 +148,5 @@ def test_choice_goes_on_with_the_shapes_that_there_was_no_time_for(run, tmp_path
     assert again.returncode == 0, again.stdout + again.stderr
     assert "Over 2 shapes the choice took" in again.stdout
     codes = {getattr(row.outcome, "code", "measured") for row in read_record(folder).rows}
-    assert "measured" in codes <= {"measured", "far_slower"}
+    assert "measured" in codes
+    assert codes <= {"measured", "far_slower"}

@@ -85,8 +85,8 @@ def _mask(band: Band, count: int, first: int, end: int, dtype: torch.dtype) -> T
     A row of the mask is the one below it, a key further: all are windows of one row, and no comparison is made twice.
     """
     with torch.inference_mode(False):
-        hidden = band.hidden_ahead(torch.arange(first - (count - 1), end))
-        row = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        hidden = band.hidden_ahead(torch.arange(first - (count - 1), end, device="cpu"))
+        row = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
         # torch lays the turned view out column by column, and its kernel would copy that in every call.
         return row.unfold(0, end - first, 1).flip(0).contiguous()
 

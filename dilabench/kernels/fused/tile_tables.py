@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,26 +108,37 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Kept:
-    """The latest tables, as many as fit into so many bytes of their device: many lengths share the small ones."""
+    """The latest tables, as many as fit into so many bytes of their device: many lengths share the small ones.
+
+    Safe to use from several threads, of which each may have made tables that another one had to make, too.
+    """
 
     def __init__(self, most_bytes: int) -> None:
+        self._lock = threading.Lock()
         self._most_bytes = most_bytes
         self._bytes = 0
         self._tables: dict[Hashable, TileTables] = {}
 
     def get(self, key: Hashable) -> TileTables | None:
-        found = self._tables.pop(key, None)
-        if found is not None:
-            # Dicts keep the order in which keys were put in: the latest comes last.
-            self._tables[key] = found
+        with self._lock:
+            found = self._tables.pop(key, None)
+            if found is not None:
+                # Dicts keep the order in which keys were put in: the latest comes last.
+                self._tables[key] = found
         return found
 
     def put(self, key: Hashable, tables: TileTables) -> TileTables:
-        self._tables[key] = tables
-        self._bytes += tables.nbytes
-        while self._bytes > self._most_bytes and len(self._tables) > 1:
-            self._bytes -= self._tables.pop(next(iter(self._tables))).nbytes
+        with self._lock:
+            if key in self._tables:
+                self._drop(key)
+            self._tables[key] = tables
+            self._bytes += tables.nbytes
+            while self._bytes > self._most_bytes and len(self._tables) > 1:
+                self._drop(next(iter(self._tables)))
         return tables
+
+    def _drop(self, key: Hashable) -> None:
+        self._bytes -= self._tables.pop(key).nbytes
 
 
 _kept = _Kept(256 << 20)
