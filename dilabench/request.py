@@ -91,6 +91,11 @@ def read_budget(text: str) -> float | None:
     return None if text.strip() == NO_BUDGET else parse_duration(text)
 
 
+def shard_of(config: Mapping[str, Any]) -> Shard | None:
+    """Which part of a request (its fields by name) was asked for. Raises ConfigError for what is none."""
+    return validated(RunRequest, {"suite": "", "shard": config.get("shard")}).shard
+
+
 def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
     """Options of `dilabench run` for how a request (its fields by name) is measured, where that is not the default.
 

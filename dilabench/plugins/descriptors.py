@@ -244,7 +244,8 @@ class Suite:
     `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
     suite `all` asks the highest first, and last of all those that take what time is left (`takes_the_rest`). `tunes`:
     its cases are those that `dilabench tune` chooses among. `axis`: what its answer is given by, a line for each value.
-    `by_name`: suite `all` leaves it out.
+    `by_name`: suite `all` leaves it out. `deals`: what it plans, and follows up with, are the cases of `request.shard`
+    alone; without it, workloads are dealt out to shards, and a suite with a follow-up has none.
     """
 
     name: str
@@ -265,6 +266,7 @@ class Suite:
     tunes: bool = False
     axis: Axis = LENGTH
     by_name: bool = False
+    deals: bool = False
 
 
 @dataclass(frozen=True, slots=True)

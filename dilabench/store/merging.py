@@ -12,10 +12,10 @@ from dilabench.compare.fingerprint import hard_mismatches
 from dilabench.engine.plausibility import suspicions
 from dilabench.errors import ConfigError, listed
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.request import RunRequest, Shard
+from dilabench.request import Shard, shard_of
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import refuse_other_rows
-from dilabench.validation import content_hash, validated
+from dilabench.validation import content_hash
 
 # What must be the same: how cases were measured, and on which inputs.
 MEASURING = ("device", "timing", "warmup_runs", "timing_runs", "seed")
@@ -66,17 +66,13 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
         _refuse_unfinished(record, name)
     for record, name in zip(records[1:], names[1:], strict=True):
         _refuse_stranger(records[0], record, names[0], name)
-    shards = [_shard_of(record) for record in records]
+    shards = [shard_of(record.config) for record in records]
     if any(shards):
         _refuse_broken_set(records, shards, names)
         records = [record for _, record in sorted(enumerate(records), key=lambda one: shards[one[0]] or (0, 0))]
     _refuse_shared_workloads(records, names)
     hands = [record.rows for record in records]
     return _joined(records, _dealt_back(hands) if any(shards) else tuple(chain.from_iterable(hands)))
-
-
-def _shard_of(record: RunRecord) -> Shard | None:
-    return validated(RunRequest, {"suite": record.suite, SHARD: record.config.get(SHARD)}).shard
 
 
 def _refuse_unfinished(record: RunRecord, name: str) -> None:

@@ -236,13 +236,13 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
     suite = catalogue.suites.get(request.suite)
     if suite.options is not None:
         refuse_unknown_options(request, suite.options)
-    if request.shard and suite.follow_up is not None:
+    if request.shard and suite.follow_up is not None and not suite.deals:
         raise ConfigError(
             f"suite {suite.name!r} finds its next cases from its rows, so it has no shards; leave --shard out"
         )
     planned = cases_of(suite, Planner(catalogue, machine, request))
     refuse_idle_fields(request, planned)
-    return in_shard(planned, request.shard)
+    return planned if suite.deals else in_shard(planned, request.shard)
 
 
 def refuse_idle_fields(request: RunRequest, planned: Iterable[PlannedCase]) -> None:

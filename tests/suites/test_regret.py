@@ -136,9 +136,24 @@ def test_shapes_follow_one_by_one_until_there_are_enough_or_no_time():
     assert cases.follow_up([], request, planner) == ()
 
 
+def test_shards_deal_the_shapes_by_their_numbers():
+    found = []
+    for index in (1, 2):
+        request, planner = asked("shapes=3", shard=f"{index}/2")
+        rows, more = [], expand(CATALOGUE, CPU, request)
+        while more:
+            rows += ended(more)
+            measured = {row.case.case_id for row in rows}
+            more = [one for one in cases.follow_up(rows, request, planner) if one.case.case_id not in measured]
+        found.append({SHAPE.of(row.planned): row.case.workload for row in rows})
+    assert [sorted(one) for one in found] == [[1, 3], [2]]
+    assert [one for _, one in sorted((found[0] | found[1]).items())] == drawn(CPU, count=3)
+
+
 @pytest.mark.parametrize(
     ("assignments", "run", "why"),
     [
+        (("shapes=2",), {"shard": "2/3"}, "shard 2/3: the request has 2 shapes, so there can be at most as many"),
         (("shapes=0",), {}, "shapes '0' must be at least 1"),
         (("shapes=6.5",), {}, "not a whole number"),
         (("shape=6",), {}, "shape: unknown key"),

@@ -109,6 +109,7 @@ SUITES: tuple[Suite, ...] = (
         far_slower=3.0,
         options=("shapes",),
         takes_the_rest=True,
+        deals=True,
     ),
     Suite(
         "billion",

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, counted
 from dilabench.metadata import SHAPE
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase, Row, Skipped
-from dilabench.request import RunRequest
+from dilabench.request import RunRequest, Shard
 from dilabench.suites.planner import Planner
 from dilabench.suites.regret.shapes import shape
 from dilabench.units import parse_count
@@ -15,13 +15,22 @@ from dilabench.workload.spec import WorkloadRequest
 SHAPES = 200
 
 
-def shapes_asked(options: Mapping[str, object]) -> int:
-    """How many shapes a request wants, by its options. Raises ConfigError for what is no count."""
-    return parse_count(str(options.get("shapes", SHAPES)), "shapes")
+def shapes_asked(options: Mapping[str, object], shard: Shard | None) -> range:
+    """The numbers of the shapes that a request wants, or a shard of it. Raises ConfigError for options that are no
+    count, and for more shards than shapes.
+    """
+    count = parse_count(str(options.get("shapes", SHAPES)), "shapes")
+    index, shards = shard or (1, 1)
+    if shards > count:
+        raise ConfigError(
+            f"shard {index}/{shards}: the request has {counted(count, 'shape')}, so there can be at most as many shards"
+        )
+    return range(index, count + 1, shards)
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """The first shape. The others follow one by one, so that each gets the time it needs for as long as there is any.
+    """The first shape, of a shard's own. The others follow one by one, so that each gets the time it needs for as long
+    as there is any.
 
     Workload fields that are given are the same in all shapes; the others are drawn.
     """
@@ -30,8 +39,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
             f"suite {request.suite!r} draws its workloads, so it takes neither presets nor --lengths; give the fields "
             "that should be the same in all of them, for example --set num_heads=8"
         )
-    shapes_asked(request.options)
-    return _cases_of(1, request, planner)
+    return _cases_of(shapes_asked(request.options, request.shard)[0], request, planner)
 
 
 def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -40,8 +48,10 @@ def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tup
     latest = max(drawn, default=0)
     if not latest or any(cut_short(row) for row in rows if SHAPE.of(row.planned) == latest):
         return ()
+    asked = shapes_asked(request.options, request.shard)
+    following = latest + asked.step
     cases = _cases_of(latest, request, planner)
-    return cases if latest >= shapes_asked(request.options) else (*cases, *_cases_of(latest + 1, request, planner))
+    return (*cases, *_cases_of(following, request, planner)) if following in asked else cases
 
 
 def cut_short(row: Row) -> bool:

@@ -14,6 +14,7 @@ from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Section
 from dilabench.report.rows import location, row_name
+from dilabench.request import shard_of
 from dilabench.stats.decisions.decide import judge
 from dilabench.stats.decisions.policy import Policy
 from dilabench.suites.regret.cases import cut_short, shapes_asked
@@ -57,7 +58,7 @@ class Regret:
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """The answer: how large the regret is over all shapes, the worst of them, what is left out and how to go on."""
     found = list(regrets(record, catalogue))
-    asked = shapes_asked(record.config.get("options", {}))
+    asked = len(shapes_asked(record.config.get("options", {}), shard_of(record.config)))
     told = [_summary(found), *_measuring(found), *_without_regret(record, found), *_left_out(record, asked)]
     worst = sorted(found, key=lambda one: -one.ratio)[:SHOWN]
     return (

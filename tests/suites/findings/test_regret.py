@@ -68,6 +68,13 @@ def test_the_answer_says_how_often_how_much_and_what_is_left(shape, made):
     ]
 
 
+def test_a_shard_misses_shapes_of_its_own_alone(shape, made):
+    record = made(shape(2, 10.0, 10.0), asked=5)
+    half = record.model_copy(update={"config": {**record.config, "shard": (2, 2)}})
+    (section,) = analyse(half, CATALOGUE)
+    assert "1 of 2 shapes are left out" in section.sentence
+
+
 def test_what_noise_may_have_done_is_not_proven(shape, made, monkeypatch):
     numbers = SimpleNamespace(ratio=1.2, ratio_low=0.9, ratio_high=1.6)
     monkeypatch.setattr("dilabench.suites.regret.findings.judge", lambda *_: SimpleNamespace(numbers=numbers))
