@@ -180,7 +180,10 @@ class World:
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Pending:
-        """Send tensors to peers and receive into contiguous tensors from peers, all in one batch."""
+        """Send tensors to peers and receive into contiguous tensors from peers, all in one batch.
+
+        What is sent may be written to again after `Pending.wait`: NCCL reads it on a stream of its own.
+        """
         if not any(sends.values()) and not any(receives.values()):
             return Pending(())
         self.traffic.add(kind, sent=_nbytes(sends), received=_nbytes(receives))
