@@ -1,8 +1,8 @@
 """`fused`: one Triton kernel over the union of branches on residue-class tiles, each distinct pair computed once.
 
-Branches that fit no residue-class plan (their rates do not divide their segments, a window, grouped heads) go branch by
-branch through our dense kernel on strided views, merged in place; both forms are exact. With detached merge weights
-every branch is a kernel by itself.
+Branches that fit no residue-class plan (their rates do not divide their segments, a window) go branch by branch through
+our dense kernel on strided views, merged in place; both forms are exact. Grouped heads are planned all or not at all.
+With detached merge weights every branch is a kernel by itself.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def _whole(workload: Workload, context: BuildContext, padded: bool = False) -> F
 
 def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
     pattern = DilatedPattern.of(workload)
-    if pattern.heads != "all" or workload.window != UNBOUNDED:
+    if workload.window != UNBOUNDED:
         return None
+    grouped = pattern.branch_of_head(workload.num_heads) if pattern.heads == "grouped" else None
     plan = residue_plan(
         pattern.segment_lengths,
         pattern.dilation_rates,
@@ -80,8 +81,10 @@ def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
         pattern.offset,
         pattern.offset_by,
         padded=padded,
+        branch_of_head=grouped,
     )
-    return plan if plan.groups else None
+    # What is left of grouped heads would be dealt to other heads as a pattern of its own.
+    return plan if plan.complete or (plan.groups and grouped is None) else None
 
 
 def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -> Union | None:

@@ -195,13 +195,14 @@ class DilatedPattern(Pattern):
         """
         if self.heads == "all":
             return self.branches
+        if head >= num_heads:
+            raise ValueError(f"head {head} is not below num_heads {num_heads}")
+        return (self.branches[self.branch_of_head(num_heads)[head]],)
+
+    def branch_of_head(self, num_heads: int) -> tuple[int, ...]:
+        """The index of each head's only branch, where heads are grouped."""
         size, larger = divmod(num_heads, len(self.branches))
-        start = 0
-        for index, branch in enumerate(self.branches):
-            start += size + (index < larger)
-            if head < start:
-                return (branch,)
-        raise ValueError(f"head {head} is not below num_heads {num_heads}")
+        return tuple(index for index in range(len(self.branches)) for _ in range(size + (index < larger)))
 
     def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:
         """Segments are clamped to the sequence."""

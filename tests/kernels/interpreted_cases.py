@@ -152,15 +152,30 @@ CASES = {
 }
 
 
+# The only branch of each head.
+GROUPED = {
+    "grouped heads": (
+        (1, 107, 6, 2, 16, (64, 128, 400), (1, 2, 4), False, "modulo", "head", (16, 16), ((0, 1, 2),), torch.float32),
+        (0, 0, 1, 1, 2, 2),
+    ),
+    "grouped heads, causal, apart": (
+        (2, 128, 3, 3, 16, (48, 64), (1, 2), True, "blocked", "head", (16, 16), None, torch.float32),
+        (0, 0, 1),
+    ),
+}
+
+
 def multiplicity(
-    n: int, heads: int, kv_heads: int, segments, rates, causal: bool, offset: str, offset_by: str
+    n: int, heads: int, kv_heads: int, segments, rates, causal: bool, offset: str, offset_by: str, branch_of_head=None
 ) -> Tensor:
     """C[h, i, j] straight from the definition."""
     t = torch.arange(n)
     count = torch.zeros(heads, n, n, dtype=torch.float64)
     for h in range(heads):
         index, of = (h, heads) if offset_by == "head" else (h // (heads // kv_heads), kv_heads)
-        for w, r in zip(segments, rates, strict=True):
+        for branch, (w, r) in enumerate(zip(segments, rates, strict=True)):
+            if branch_of_head is not None and branch_of_head[h] != branch:
+                continue
             w = min(w, n)
             on = t % w % r == (index % r if offset == "modulo" else index // -(-of // r))
             count[h] += (t[:, None] // w == t // w) & on[:, None] & on
@@ -182,20 +197,21 @@ def relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def fused(case) -> dict[str, float]:
+def fused(case, branch_of_head=None) -> dict[str, float]:
     batch, n, heads, kv_heads, dim, segments, rates, causal, offset, offset_by, tiles, cut, dtype = case
     generator = torch.Generator().manual_seed(n + heads)
     packed = torch.randn(batch, n, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
     q, k, v = packed.split((heads, kv_heads, kv_heads), 2)
     dout = torch.randn(batch, n, heads, dim, generator=generator).to(dtype)
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, offset, offset_by, min(tiles), cut)
+    where = (offset, offset_by, min(tiles), cut)
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *where, branch_of_head=branch_of_head)
     assert plan.complete, plan.leftover
     config = TileConfig(*tiles, 4, 2)
     out, lse = fused_forward(q, k, v, plan, config=config)
     got = (out, *fused_backward(dout, q, k, v, out, lse, plan, query_config=config, key_config=config))
 
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    count = multiplicity(n, heads, kv_heads, segments, rates, causal, offset, offset_by)
+    count = multiplicity(n, heads, kv_heads, segments, rates, causal, offset, offset_by, branch_of_head)
     exact, exact_lse = union_softmax(*leaves, count)
     want = (exact.detach(), *torch.autograd.grad(exact, leaves, dout.double()))
     errors = {name: relative(g, w) for name, g, w in zip(("out", "dq", "dk", "dv"), got, want, strict=True)}
@@ -246,5 +262,6 @@ def merge(groups: bool) -> dict[str, float]:
 
 if __name__ == "__main__":
     results = {name: fused(case) for name, case in CASES.items()}
+    results |= {name: fused(*case) for name, case in GROUPED.items()}
     results["merge one group"], results["merge all groups"] = merge(groups=False), merge(groups=True)
     sys.stdout.write(json.dumps(results))

@@ -45,6 +45,7 @@ DILATED = {
     "growing logits": (1, 256, 2, 1, 32, (128, 256), (1, 2), ((0,), (1,))),
     "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
     "columns of zeros": (2, 128, 2, 1, 48, (64, 128), (1, 2), ((0,), (1,))),
+    "grouped heads": (2, 128, 4, 2, 32, (64, 128), (1, 2), ((0,), (1,))),
 }
 # Through the kernel for narrow heads.
 NARROW = {
@@ -55,7 +56,10 @@ NARROW = {
     "narrow, columns added": (1, 128, 2, 1, 8, (64, 128), (1, 2), ((0, 1),)),
     "narrow, summed apart": (1, 160, 2, 1, 48, (32, 160), (1, 2), ((0,), (1,))),
     "narrow, columns added, tokens left over": (1, 107, 2, 1, 40, (64, 400), (1, 2), ((0, 1),)),
+    "narrow, grouped heads, tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
 }
+# The only branch of each head.
+BRANCH_OF_HEAD = {DILATED["grouped heads"]: (0, 0, 1, 1), NARROW["narrow, grouped heads, tokens left over"]: (0, 1, 1)}
 # Their logits grow by 16 at two tokens: in both branches weights by the maximum of the first two tiles overflow.
 GROWING = (DILATED["growing logits"], NARROW["narrow, growing logits"])
 # N, H, K, D, block, mask heads, ranges of rows that hide each key
@@ -78,9 +82,10 @@ def dilated(case: tuple, causal: bool) -> dict[str, float]:
     if case in GROWING:
         token = torch.arange(n)[:, None]
         q[..., 0], k[..., 0] = 16 * dim**0.5, (token >= 64).half() + (token >= 128).half() - 1
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, cut=cut)
+    only = BRANCH_OF_HEAD.get(case)
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, cut=cut, branch_of_head=only)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    counts = multiplicity(n, heads, kv_heads, segments, rates, causal, "modulo", "head")
+    counts = multiplicity(n, heads, kv_heads, segments, rates, causal, "modulo", "head", only)
     exact, exact_lse = union_softmax(*leaves, counts)
     want = torch.autograd.grad(exact, leaves, dout.double())
     smallest = tuning._SMALLEST_SPECIALIZED

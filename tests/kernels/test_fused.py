@@ -24,6 +24,8 @@ FUSED = [
     "gqa blocked",
     "gqa blocked kv",
     "equal segments",
+    "grouped heads",
+    "grouped heads, causal, apart",
 ]
 
 

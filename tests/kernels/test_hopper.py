@@ -21,6 +21,7 @@ DILATED = {
     "growing logits": (2, 4),
     "two tiles of columns": (2, 4),
     "columns of zeros": (0, 4),
+    "grouped heads": (2, 8),
 }
 # Head dims up to 32 go backward in two passes.
 NARROW = {
@@ -31,6 +32,7 @@ NARROW = {
     "narrow, columns added": (1, 0),
     "narrow, summed apart": (2, 4),
     "narrow, columns added, tokens left over": (2, 3),
+    "narrow, grouped heads, tokens left over": (2, 0),
 }
 BLOCKS = {"one mask": 1, "mask per head": 1, "shared tiles": 1, "one range": 0, "two ranges": 0}
 RESULTS = {"out", "lse", "dq", "dk", "dv"}

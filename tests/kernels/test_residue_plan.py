@@ -29,13 +29,21 @@ SHAPES = [
     (239, 4, 4, (20, 90, 150), (1, 2, 3), "modulo", "head"),
     (150, 2, 2, (16,), (2,), "modulo", "head"),
 ]
+# The last: the only branch of each head.
+GROUPED = [
+    (256, 4, 4, (64, 128, 256), (1, 2, 4), "modulo", "head", (0, 0, 1, 2)),
+    (211, 6, 2, (64, 128), (1, 2), "modulo", "head", (0, 0, 0, 1, 1, 1)),
+    (192, 6, 3, (64, 1000, 64), (2, 4, 1), "blocked", "kv_head", (0, 0, 1, 1, 2, 2)),
+    # Neither nested nor with heads for all branches.
+    (197, 3, 3, (90, 64, 256, 128), (1, 2, 2, 4), "modulo", "head", (0, 1, 2)),
+]
 
 
-def defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, branches):
+def defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, branches, branch_of_head=None):
     t = np.arange(n)
     count = np.zeros((heads, n, n), dtype=np.int64)
     for h in range(heads):
-        for i in branches:
+        for i in branches if branch_of_head is None else {branch_of_head[h]} & {*branches}:
             w, r = min(segments[i], n), rates[i]
             on = t % w % r == head_offset(h, r, heads, kv_heads, offset, offset_by)
             count[h] += (t[:, None] // w == t // w) & on[:, None] & on
@@ -78,16 +86,30 @@ def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal:
 
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *GROUPED], ids=str)
 def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None:
-    n, heads, kv_heads, segments, rates, offset, offset_by = shape
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, offset, offset_by, tile=16)
+    n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = shape
+    only = grouped[0] if grouped else None
+    plan = residue_plan(
+        segments, rates, n, heads, kv_heads, causal, offset, offset_by, tile=16, padded=True, branch_of_head=only
+    )
     assert plan.complete
-    assert sorted(i for group in plan.groups for i in group.branches) == list(range(len(rates)))
+    assert sorted(i for group in plan.groups for i in group.branches) == sorted(set(only or range(len(rates))))
     for group in plan.groups:
         got = listed(group, n, heads, 16, 16, causal, by_key)
-        want = defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, group.branches)
+        want = defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, group.branches, only)
         np.testing.assert_array_equal(got, want)
+
+
+def test_grouped_heads_share_a_launch_where_that_computes_no_more() -> None:
+    """Heads of a branch are idle in the lists of the others, so that no branch makes work for heads of another."""
+    only = (0, 0, 1, 1)
+    together = residue_plan((1024, 4096), (1, 4), 16384, 4, 4, False, branch_of_head=only)
+    assert [group.branches for group in together.groups] == [(0, 1)]
+    pairs = 2 * 16384 * (1024 + 4096 // 4**2)
+    assert computed(together, 64) == pairs
+    with pytest.raises(ValueError, match="3 branches of heads for 4 heads"):
+        residue_plan((1024, 4096), (1, 4), 16384, 4, 4, False, branch_of_head=only[:3])
 
 
 def test_unequal_tiles_spell_out_the_pattern() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Offset = Literal["modulo", "blocked"]
 OffsetBy = Literal["head", "kv_head"]
@@ -16,6 +17,32 @@ MAX_MODULUS = 1 << CLASS_BITS
 MAX_MULTIPLICITY = (1 << 6) - 1
 SMALLEST_TILE = 16
 LARGEST_TILE = 128
+
+# The residue of heads in a branch that they take no part in.
+NO_RESIDUE = -1
+
+
+class HeadResidues(NamedTuple):
+    """How the query heads of a workload see its branches.
+
+    `branch`: of each head the only branch that it takes part in; None where all take part in all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    offset: Offset
+    offset_by: OffsetBy
+    branch: tuple[int, ...] | None = None
+
+    def residue(self, head: int, branch: int, rate: int) -> int:
+        """Residue of a head in a branch of dilation ``rate``; `NO_RESIDUE` where it takes no part."""
+        if self.branch is not None and self.branch[head] != branch:
+            return NO_RESIDUE
+        return head_offset(head, rate, *self[:4])
+
+    def taking_part(self, branches: Sequence[int]) -> int:
+        """How many take part in any of these branches."""
+        return self.num_heads if self.branch is None else sum(branch in branches for branch in self.branch)
 
 
 def head_offset(head: int, rate: int, num_heads: int, num_kv_heads: int, offset: Offset, offset_by: OffsetBy) -> int:
@@ -33,8 +60,8 @@ class BranchGroup:
     """Branches that share one R, in the order of rising segment length; all lengths but ``length``, the N of the
     sequence in tokens, are in rows of R tokens.
 
-    ``kinds[k][i]`` is the residue of branch i in the frame of kind k; head h has kind ``head_kind[h]`` and sees class
-    ``(u + head_shift[h]) % modulus`` where the frame says u.
+    ``kinds[k][i]`` is the residue of branch i in the frame of kind k, or `NO_RESIDUE`; head h has kind ``head_kind[h]``
+    and sees class ``(u + head_shift[h]) % modulus`` where the frame says u.
     """
 
     branches: tuple[int, ...]

@@ -22,12 +22,13 @@ from itertools import pairwise
 from dilabench.kernels.fused.branch_group import (
     MAX_MODULUS,
     MAX_MULTIPLICITY,
+    NO_RESIDUE,
     SMALLEST_TILE,
     TILE_BITS,
     BranchGroup,
+    HeadResidues,
     Offset,
     OffsetBy,
-    head_offset,
 )
 from dilabench.kernels.fused.tile_lists import computed_pairs
 
@@ -72,11 +73,14 @@ def residue_plan(
     tile: int = 64,
     cut: tuple[tuple[int, ...], ...] | None = None,
     padded: bool = False,
+    branch_of_head: tuple[int, ...] | None = None,
 ) -> ResiduePlan:
     """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
     (branch indices) instead. ``padded``: who calls the kernels pads for them, so that no branch is left out for that.
+    ``branch_of_head``: the index of the only branch that each head takes part in; None where all take part in all. A
+    branch without heads is in no group, and not left over either.
     Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
     """
     if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
@@ -85,7 +89,9 @@ def residue_plan(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads are not a multiple of {num_kv_heads} key/value heads")
-    heads = (num_heads, num_kv_heads, offset, offset_by)
+    if branch_of_head is not None and len(branch_of_head) != num_heads:
+        raise ValueError(f"{len(branch_of_head)} branches of heads for {num_heads} heads: give one for each")
+    heads = HeadResidues(num_heads, num_kv_heads, offset, offset_by, branch_of_head)
     if cut is not None:
         given = [_fit(part, segment_lengths, dilation_rates, sequence_length, heads, SMALLEST_TILE) for part in cut]
         if refused := [fit for fit in given if isinstance(fit, str)]:
@@ -98,6 +104,8 @@ def residue_plan(
     leftover: list[tuple[int, str]] = []
     usable: list[int] = []
     for i in sorted(range(len(dilation_rates)), key=lambda i: (dilation_rates[i], segment_lengths[i])):
+        if not heads.taking_part((i,)):
+            continue
         fit = _fit((i,), segment_lengths, dilation_rates, sequence_length, heads, SMALLEST_TILE)
         if isinstance(fit, str):
             leftover.append((i, fit))
@@ -118,7 +126,7 @@ def _groups(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
     sequence_length: int,
-    heads: tuple[int, int, Offset, OffsetBy],
+    heads: HeadResidues,
     causal: bool,
     tile: int,
 ) -> tuple[BranchGroup, ...]:
@@ -155,7 +163,7 @@ def _cheapest_cut(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
     sequence_length: int,
-    heads: tuple[int, int, Offset, OffsetBy],
+    heads: HeadResidues,
     causal: bool,
     tile: int,
 ) -> tuple[tuple[int, ...], ...]:
@@ -173,7 +181,7 @@ def _cheapest_cut(
                 continue
             cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
             if start:
-                cost += _MERGE_COST_PAIRS * heads[0] * sequence_length / min(group.rates)
+                cost += _MERGE_COST_PAIRS * heads.taking_part(branches) * sequence_length / min(group.rates)
             options.append((best[start][0] + cost, (*best[start][1], branches)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]
@@ -190,7 +198,7 @@ def _fit(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
     sequence_length: int,
-    heads: tuple[int, int, Offset, OffsetBy],
+    heads: HeadResidues,
     smallest_tile: int,
 ) -> BranchGroup | str:
     """The group of ``branches``, or the reason why they cannot share residue-class tiles."""
@@ -214,7 +222,7 @@ def _fit(
         if long % short:
             return f"segment length {long} is not a multiple of {short}: segments are not nested"
     rates = tuple(dilation_rates[i] for i in ordered)
-    kinds, head_kind, head_shift = _frames(rates, modulus, *heads)
+    kinds, head_kind, head_shift = _frames(ordered, rates, modulus, heads)
     group = BranchGroup(
         ordered,
         modulus,
@@ -224,7 +232,7 @@ def _fit(
         kinds,
         head_kind,
         head_shift,
-        heads[0] // heads[1],
+        heads.num_heads // heads.num_kv_heads,
     )
     if group.largest_tile < smallest_tile:
         return (
@@ -251,18 +259,18 @@ def _most_entries(group: BranchGroup, tile: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _frames(
-    rates: tuple[int, ...], modulus: int, num_heads: int, num_kv_heads: int, offset: Offset, offset_by: OffsetBy
+    branches: tuple[int, ...], rates: tuple[int, ...], modulus: int, heads: HeadResidues
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]:
     """Kinds of heads up to a cyclic shift of the classes: (kinds, kind of each head, shift of each head)."""
     kinds: list[tuple[int, ...]] = []
     head_kind: list[int] = []
     head_shift: list[int] = []
     known: dict[tuple[int, ...], tuple[int, int]] = {}
-    for head in range(num_heads):
-        residues = tuple(head_offset(head, rate, num_heads, num_kv_heads, offset, offset_by) for rate in rates)
+    for head in range(heads.num_heads):
+        residues = tuple(heads.residue(head, i, rate) for i, rate in zip(branches, rates, strict=True))
         if residues not in known:
             known.update(
-                (tuple((s + shift) % rate for s, rate in zip(residues, rates, strict=True)), (len(kinds), shift))
+                (tuple(_shifted(s, shift, rate) for s, rate in zip(residues, rates, strict=True)), (len(kinds), shift))
                 for shift in reversed(range(modulus))
             )
             kinds.append(residues)
@@ -270,3 +278,7 @@ def _frames(
         head_kind.append(kind)
         head_shift.append(shift)
     return tuple(kinds), tuple(head_kind), tuple(head_shift)
+
+
+def _shifted(residue: int, shift: int, rate: int) -> int:
+    return residue if residue == NO_RESIDUE else (residue + shift) % rate

@@ -152,8 +152,10 @@ def heaviest_first(lookup: Integers) -> Integers:
 
 
 def every_tile(lookup: Integers, tiles_of_variant: list[int]) -> Integers:
-    """(class, tile) pairs with or without work: heads that share keys may be idle where the first of them works."""
-    work = (lookup[..., 1] + lookup[..., 2])[:, 0]
+    """(class, tile) pairs with or without work: heads that share keys may be idle where the first of them works. The
+    heaviest first by all kinds together, as if these were in one frame.
+    """
+    work = (lookup[..., 1] + lookup[..., 2]).sum(1)
     order = np.full((2, work.shape[1] * work.shape[2], 2), -1, dtype=np.int64)
     for variant, n_tiles in enumerate(tiles_of_variant):
         by_weight = np.argsort(-work[variant, :, :n_tiles].T, axis=None, kind="stable")

@@ -40,7 +40,8 @@ class TileTables:
     ``items``   int32 [variants, kinds, n_items, 5]: class, tile, first entry, full entries, masked entries. A class
     of -1 pads. ``lookup``  int32 [variants, kinds, R, n_tiles, 3]: first entry, full entries, masked entries of any
     (class, tile).
-    ``order``   int32 [variants, n, 2]: (class, tile) to visit by key, in the frame of kind 0, heaviest first; -1 pads.
+    ``order``   int32 [variants, n, 2]: (class, tile) to visit by key, in the frame of the first head that reads the
+    keys, heaviest first; -1 pads.
     ``entries`` int32: packed (multiplicity, class, tile) of the partner tiles, full ones first.
     ``heads``   int32 [H, 2]: kind and class shift of each head.
     Variant 0 is a whole super-segment, variant 1 the shorter last one. The last tile of either may reach beyond it:
