@@ -62,7 +62,7 @@ def test_blocks_that_see_alike_have_one_mask_that_is_not_copied() -> None:
     q = torch.randn(1, 1500, 1, 8)
     band = Band.of(False, (100, 30), 1500, 1500)
     for start in (256, 512, 768):
-        first, end, mask = flash_cpu._block_mask(q[:, start : start + 256], start, 1500, band)
+        first, end, mask = flash_cpu._block_mask(q[:, start : start + 256], start, 1500, band, backward=False)
         hidden = band.hidden(start, start + 256, first, end, q.device)
         assert mask is not None
         assert hidden is not None
@@ -71,9 +71,9 @@ def test_blocks_that_see_alike_have_one_mask_that_is_not_copied() -> None:
         seen.append(mask)
     assert seen[0] is seen[1] is seen[2]
     with FlopCounterMode(display=False):
-        traced = flash_cpu._block_mask(q[:, 256:512], 256, 1500, band)[2]
+        traced = flash_cpu._block_mask(q[:, 256:512], 256, 1500, band, backward=False)[2]
     assert traced is not seen[0], "whoever follows a call must see all that it makes"
     with torch.device("meta"):
-        mask = flash_cpu._block_mask(q[:, :100], 0, 1500, band)[2]
+        mask = flash_cpu._block_mask(q[:, :100], 0, 1500, band, backward=False)[2]
     assert mask is not None
     assert mask.device == q.device, "whatever tensors are made on by default"

@@ -13,19 +13,17 @@ from torch import Tensor
 
 from dilabench.backends.adapt import Plain, adapted
 from dilabench.backends.band import Band
+from dilabench.kernels import cpu_flash
 
 QUERY_BLOCK = 256
 # Blocks in the middle of a sequence, and of segments that are alike, have one mask. Elements of the largest one kept.
 MOST_KEPT = 1 << 20
 
-_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
     if band.windowed:
         return _forward_windowed(q, k, v, band, scale)
-    out, lse = _forward_op(*_heads_first(q, k, v), 0.0, band.causal, scale=scale)
+    out, lse = cpu_flash.attend(*_heads_first(q, k, v), causal=band.causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
@@ -34,8 +32,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if band.windowed:
         return _backward_windowed(dout, q, k, v, out, lse, band, scale)
-    gradients = _backward_op(*_heads_first(dout, q, k, v, out), lse, 0.0, band.causal, scale=scale)
-    dq, dk, dv = _heads_first(*gradients)
+    dout, q, k, v, out = _heads_first(dout, q, k, v, out)
+    gradients = cpu_flash.attend_backward(dout, q, k, v, out, lse, causal=band.causal, scale=scale)
+    dq, dk, dv = (x.to(q.dtype) for x in _heads_first(*gradients))
     return dq, dk, dv
 
 
@@ -43,9 +42,9 @@ def _forward_windowed(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float)
     outs, lses = [], []
     for start in range(0, q.shape[1], QUERY_BLOCK):
         rows = q[:, start : start + QUERY_BLOCK]
-        first, end, mask = _block_mask(rows, start, k.shape[1], band)
+        first, end, mask = _block_mask(rows, start, k.shape[1], band, backward=False)
         block = _heads_first(rows, k[:, first:end], v[:, first:end])
-        out, lse = _forward_op(*block, 0.0, False, attn_mask=mask, scale=scale)
+        out, lse = cpu_flash.attend(*block, mask=mask, scale=scale)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return (torch.cat(outs, 1), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
@@ -59,24 +58,29 @@ def _backward_windowed(
     dk, dv = (torch.zeros(x.shape, dtype=sum_dtype) for x in (k, v))
     for start in range(0, q.shape[1], QUERY_BLOCK):
         rows = slice(start, min(q.shape[1], start + QUERY_BLOCK))
-        first, end, mask = _block_mask(q[:, rows], start, k.shape[1], band)
-        block = _heads_first(dout[:, rows], q[:, rows], k[:, first:end], v[:, first:end], out[:, rows])
-        gradients = _backward_op(*block, lse[:, :, rows], 0.0, False, attn_mask=mask, scale=scale)
+        first, end, mask = _block_mask(q[:, rows], start, k.shape[1], band, backward=True)
+        douts, queries, outs = _heads_first(dout[:, rows], q[:, rows], out[:, rows])
+        keys, values = _heads_first(k[:, first:end], v[:, first:end])
+        results = outs, lse[:, :, rows]
+        gradients = cpu_flash.attend_backward(douts, queries, keys, values, *results, mask=mask, scale=scale)
         dq[:, rows], dk_part, dv_part = _heads_first(*gradients)
         dk[:, first:end] += dk_part
         dv[:, first:end] += dv_part
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _block_mask(rows: Tensor, start: int, num_keys: int, band: Band) -> tuple[int, int, Tensor | None]:
-    """(first, end) of the keys that a block of queries sees, and its additive mask in the dtype of the queries."""
+def _block_mask(
+    rows: Tensor, start: int, num_keys: int, band: Band, *, backward: bool
+) -> tuple[int, int, Tensor | None]:
+    """(first, end) of the keys that a block of queries sees, and its additive mask in the dtype of the pass."""
     count = rows.shape[1]
     first, end = band.keys_of(start, start + count, num_keys)
     if not band.hides(start, start + count, first, end):
         return first, end, None
     # Tensors of whoever traces memory are of that trace.
     kept = count * (end - first) <= MOST_KEPT and torch._C._len_torch_dispatch_stack() == 0
-    return first, end, (_kept_mask if kept else _mask)(band, count, first - start, end - start, rows.dtype)
+    dtype = cpu_flash.compute_dtype(rows.transpose(1, 2), backward=backward)
+    return first, end, (_kept_mask if kept else _mask)(band, count, first - start, end - start, dtype)
 
 
 def _mask(band: Band, count: int, first: int, end: int, dtype: torch.dtype) -> Tensor:

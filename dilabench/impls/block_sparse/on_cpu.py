@@ -13,11 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dilabench.kernels import cpu_flash
 from dilabench.kernels.block_sparse.lists import visible_tiles
 from dilabench.kernels.block_sparse.plan import Plan
-
-_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +42,9 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
     out = torch.zeros(q.shape, dtype=q.dtype)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_sum_dtype(q))
     for block in _query_blocks(plan, q, k):
-        mask, empty = _mask(block, plan, q)
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
-        block_out, block_lse = _forward_op(*inputs, 0.0, False, attn_mask=mask, scale=scale)
+        mask, empty = _mask(block, plan, q.device, cpu_flash.compute_dtype(inputs[0], backward=False))
+        block_out, block_lse = cpu_flash.attend(*inputs, mask=mask, scale=scale)
         if empty is not None:
             # The kernel divides by zero in a row that sees nothing.
             block_out = block_out.masked_fill(empty[:, None], 0.0)
@@ -66,10 +64,10 @@ def blocked_backward(
     # exp(-inf - 0) is 0: rows that see nothing at all contribute nothing.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     for block in _query_blocks(plan, q, k):
-        mask, _ = _mask(block, plan, q)
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
+        mask, _ = _mask(block, plan, q.device, cpu_flash.compute_dtype(inputs[0], backward=True))
         results = _queries(out, block), lse[:, block.heads, block.rows]
-        gradients = _backward_op(_queries(dout, block), *inputs, *results, 0.0, False, attn_mask=mask, scale=scale)
+        gradients = cpu_flash.attend_backward(_queries(dout, block), *inputs, *results, mask=mask, scale=scale)
         dq[:, block.rows, block.heads] = gradients[0].transpose(1, 2)
         _add_keys(dk, block, gradients[1])
         _add_keys(dv, block, gradients[2])
@@ -111,8 +109,10 @@ def _key_rows(blocks: npt.NDArray[np.int64], size: int, rows: int) -> slice | Te
     return index[index < rows]
 
 
-def _mask(block: QueryBlock, plan: Plan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask [rows, keys] in q's dtype, and which rows see nothing; None where there is nothing to hide."""
+def _mask(
+    block: QueryBlock, plan: Plan, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """The additive mask [rows, keys], and which rows see nothing; None where there is nothing to hide."""
     if not block.partly or (plan.left < 0 and plan.right < 0 and plan.hidden is None):
         return None, None
     keys = torch.arange(plan.keys)[block.keys] if isinstance(block.keys, slice) else block.keys
@@ -123,9 +123,9 @@ def _mask(block: QueryBlock, plan: Plan, q: Tensor) -> tuple[Tensor | None, Tens
         hidden |= ahead > plan.right
     if plan.left >= 0:
         hidden |= ahead < -plan.left
-    for starts, stops in plan.bounds(q.device)[:, :, block.keys]:
+    for starts, stops in plan.bounds(device)[:, :, block.keys]:
         hidden |= (rows >= starts) & (rows < stops)
-    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
     empty = hidden.all(1)
     return mask, empty if empty.any() else None
 
