@@ -9,6 +9,7 @@ import torch
 from dilabench.engine.method import choose_method
 from dilabench.engine.timers import ClockError, TimerUnusableError, graph
 from dilabench.engine.timers.cold import launch_notes
+from dilabench.engine.timers.cuda_events import Spacer
 from dilabench.engine.timers.first_call import FirstCall
 from dilabench.engine.timers.wall import Wall, resolution_ns
 from dilabench.engine.worker.protocol import CaseSpec
@@ -103,7 +104,27 @@ def test_resolution_is_the_smallest_step_seen():
     ],
 )
 def test_launches_are_judged_by_their_medians(gpu, enqueue, codes):
-    assert [note.code for note in launch_notes(gpu, enqueue)] == codes
+    assert [note.code for note in launch_notes(gpu, enqueue, 5_000_000)] == codes
+
+
+@pytest.mark.parametrize(
+    ("enqueue_ms", "hidden_ms"),
+    [
+        # Twice what the host takes; the first call of all may take longer.
+        (lambda *_: 0.1, 0.2),
+        (lambda *_: 12.0, 24.0),
+        (lambda *_: 40.0, 50.0),
+        (lambda _, at: 3.0 if at else 90.0, 6.0),
+        # Who waits for the device inside waits for the spacer, too.
+        (lambda spacer_ms, _: spacer_ms + 0.3, 5.0),
+        (lambda spacer_ms, _: spacer_ms + 10.0, 5.0),
+    ],
+)
+def test_a_spacer_hides_launches_unless_the_call_waits_for_it(enqueue_ms, hidden_ms):
+    spacer = Spacer()
+    for at in range(10):
+        spacer.adapt(int(enqueue_ms(spacer.ns * 1e-6, at) * 1e6))
+    assert spacer.ns == pytest.approx(hidden_ms * 1e6)
 
 
 def test_methods_name_their_timers(catalogue):

@@ -3,7 +3,7 @@
 from statistics import median
 
 from dilabench.engine.timers import Call, Samples
-from dilabench.engine.timers.cuda_events import SPACER_MAX_NS, ColdStage
+from dilabench.engine.timers.cuda_events import ColdStage
 from dilabench.metadata import LAUNCH_BOUND, LAUNCH_EXPOSED, NO_FLUSH
 from dilabench.record import Note
 
@@ -33,15 +33,15 @@ class Cold:
             message = "the inputs are over four times the L2 cache and push each other out, so it was not flushed"
             notes.append(NO_FLUSH.note(message, observed=self._call.working_set_bytes))
         if len(self._gpu_ns) >= MIN_LAUNCHES:
-            notes += launch_notes(self._gpu_ns, self._enqueue_ns)
+            notes += launch_notes(self._gpu_ns, self._enqueue_ns, self._stage.spacer.ns)
         return tuple(notes)
 
 
-def launch_notes(gpu_ns: list[int], enqueue_ns: list[int]) -> list[Note]:
+def launch_notes(gpu_ns: list[int], enqueue_ns: list[int], spacer_ns: int) -> list[Note]:
     """Notes of a call whose host part is long against its GPU part.
 
     Enqueueing that takes longer than the GPU's work bounds what a user sees: `launch_bound`. Enqueueing longer than the
-    longest spacer cannot be hidden (the call waits for the device, say), so that the samples hold launch gaps.
+    spacer is not hidden (the call waits for the device, say), so that the samples hold launch gaps.
     """
     enqueue, gpu = median(enqueue_ns[1:] or enqueue_ns), median(gpu_ns[1:] or gpu_ns)
     notes = []
@@ -54,12 +54,12 @@ def launch_notes(gpu_ns: list[int], enqueue_ns: list[int]) -> list[Note]:
                 hint="without a CUDA graph a user waits for the launches; see the timer 'graph' of this row",
             )
         )
-    if enqueue > SPACER_MAX_NS:
+    if enqueue > spacer_ns:
         notes.append(
             LAUNCH_EXPOSED.note(
-                f"launching takes {enqueue / 1e6:.1f} ms, the spacer hides {SPACER_MAX_NS / 1e6:.0f} ms",
+                f"launching takes {enqueue / 1e6:.1f} ms, the spacer hides {spacer_ns / 1e6:.0f} ms",
                 observed=enqueue,
-                threshold=SPACER_MAX_NS,
+                threshold=spacer_ns,
                 hint="the call waits for the device inside; its samples hold gaps between kernels",
             )
         )

@@ -8,8 +8,30 @@ import torch
 from dilabench.engine.device.device import cache_bytes
 
 SPACER_MIN_NS = 20_000
-SPACER_MAX_NS = 5_000_000
+# Of any call, and of one that is known not to wait for the device inside.
+SPACER_MAX_NS, SPACER_LONGEST_NS = 5_000_000, 50_000_000
 PROBE_CYCLES = 2_000_000
+
+
+class Spacer:
+    """How long the GPU spins before a call: twice as long as the host takes to enqueue it, so that launches are hidden.
+
+    A call that waits for the device inside takes the longer the longer the spacer is: no spacer hides its launches.
+    """
+
+    def __init__(self) -> None:
+        self.ns = SPACER_MIN_NS
+        self._longest_ns = SPACER_LONGEST_NS
+        self._least_ns = SPACER_LONGEST_NS
+
+    def adapt(self, enqueue_ns: int) -> None:
+        """To the time that enqueueing a call behind the spacer took."""
+        if enqueue_ns >= self.ns > SPACER_MAX_NS:
+            self.ns = self._longest_ns = SPACER_MAX_NS
+            return
+        self._least_ns = min(self._least_ns, enqueue_ns)
+        most_ns = max(SPACER_MAX_NS, min(self._longest_ns, 2 * self._least_ns))
+        self.ns = min(most_ns, max(self.ns, 2 * enqueue_ns))
 
 
 class ColdStage:
@@ -26,7 +48,7 @@ class ColdStage:
         self.flushes = working_set_bytes <= 4 * l2
         self._flush = torch.empty(2 * l2, dtype=torch.uint8, device=device) if self.flushes else None
         self._cycles_per_ns = _spin_rate(device)
-        self.spacer_ns = SPACER_MIN_NS
+        self.spacer = Spacer()
 
     def run(self, fresh: Callable[[], Callable[[], object]], count: int) -> tuple[list[int], list[int]]:
         """(GPU time, enqueue time) of `count` fresh calls in ns, with one synchronisation at the end."""
@@ -35,7 +57,7 @@ class ColdStage:
             call = fresh()
             if self._flush is not None:
                 self._flush.zero_()
-            torch.cuda._sleep(int(self.spacer_ns * self._cycles_per_ns))
+            torch.cuda._sleep(int(self.spacer.ns * self._cycles_per_ns))
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started = time.perf_counter_ns()
             begin.record()
@@ -45,7 +67,7 @@ class ColdStage:
             enqueue_ns.append(spent)
             events.append((begin, end))
             del call
-            self.spacer_ns = min(SPACER_MAX_NS, max(self.spacer_ns, 2 * spent))
+            self.spacer.adapt(spent)
         torch.cuda.synchronize(self._device)
         return [elapsed_ns(begin, end) for begin, end in events], enqueue_ns
 

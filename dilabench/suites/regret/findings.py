@@ -7,7 +7,7 @@ from statistics import fmean, median
 from dilabench.compare.pairing import common_timings, pair
 from dilabench.compare.ranking import is_quotable, rank
 from dilabench.errors import counted
-from dilabench.metadata import CHOSEN, INTERFERENCE, SHAPE
+from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
 from dilabench.record import Measured, Row, RunRecord
@@ -34,6 +34,7 @@ class Regret:
 
     `low` and `high` are the ends of its interval; None where they did not take turns often enough for one. `disturbed`:
     a way of the shape took another time by itself than in turn, so that more than chance may be in the ratio.
+    `awaited`: the ratio of what callers wait for, with launches that take longer than the GPU; None without any such.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Regret:
     low: float | None
     high: float | None
     disturbed: bool
+    awaited: float | None
 
     @property
     def is_much(self) -> bool:
@@ -59,7 +61,13 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """The answer: how large the regret is over all shapes, the worst of them, what is left out and how to go on."""
     found = list(regrets(record, catalogue))
     asked = len(shapes_asked(record.config.get("options", {}), shard_of(record.config)))
-    told = [_summary(found), *_measuring(found), *_without_regret(record, found), *_left_out(record, asked)]
+    told = [
+        _summary(found),
+        *_awaiting(found),
+        *_measuring(found),
+        *_without_regret(record, found),
+        *_left_out(record, asked),
+    ]
     worst = sorted(found, key=lambda one: -one.ratio)[:SHOWN]
     return (
         Section(
@@ -79,10 +87,12 @@ def regrets(record: RunRecord, catalogue: Catalogue) -> Iterator[Regret]:
     choosing = {one.name for one in shelf if one.chooses}
     for number, rows in _whole_shapes(record).items():
         chosen = next((row for row in rows if row.case.implementation in choosing and is_quotable(row)), None)
-        ranking = rank([row for row in rows if row.case.implementation not in choosing], record.device)
+        others = [row for row in rows if row.case.implementation not in choosing]
+        ranking = rank(others, record.device)
         if chosen is not None and ranking is not None:
             disturbed = any(INTERFERENCE.among(row.outcome.notes) for row in rows if isinstance(row.outcome, Measured))
-            yield _regret(number, chosen, ranking.fastest, record.device, disturbed)
+            awaited = _awaited(chosen, [row for row in others if is_quotable(row)])
+            yield _regret(number, chosen, ranking.fastest, record.device, disturbed, awaited)
 
 
 def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
@@ -95,7 +105,21 @@ def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
     return {number: rows for number, rows in sorted(shapes.items()) if not any(map(cut_short, rows))}
 
 
-def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) -> Regret:
+def _awaited(chosen: Row, others: Sequence[Row]) -> float | None:
+    """How many times as long who calls the choice waits as who calls the way that is waited for the least."""
+    if not any(_launching_ns(row) for row in (chosen, *others)):
+        return None
+    mine, *theirs = (max(_median_ns(row), _launching_ns(row)) for row in (chosen, *others))
+    return mine / min(theirs)
+
+
+def _launching_ns(row: Row) -> float:
+    """How long the host takes to launch a call, where that is longer than the GPU takes; else 0."""
+    assert isinstance(row.outcome, Measured)
+    return next((note.observed or 0.0 for note in LAUNCH_BOUND.among(row.outcome.notes)), 0.0)
+
+
+def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool, awaited: float | None) -> Regret:
     # Without common rounds, as where a run went on in the middle of a shape, there is no interval.
     ratio, low, high = _median_ns(chosen) / _median_ns(other), None, None
     timings = common_timings(other, chosen)
@@ -103,7 +127,16 @@ def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) 
     if rounds is not None:
         numbers = judge(rounds, Policy.for_device(device)).numbers
         ratio, low, high = numbers.ratio, numbers.ratio_low, numbers.ratio_high
-    return Regret(number=number, chosen=chosen, other=other, ratio=ratio, low=low, high=high, disturbed=disturbed)
+    return Regret(
+        number=number,
+        chosen=chosen,
+        other=other,
+        ratio=ratio,
+        low=low,
+        high=high,
+        disturbed=disturbed,
+        awaited=awaited,
+    )
 
 
 def _summary(found: Sequence[Regret]) -> str:
@@ -118,6 +151,20 @@ def _summary(found: Sequence[Regret]) -> str:
         f"way in the mean, {median(ratios):.2f} in the median and {max(ratios):.2f} at worst; it was over {MUCH} times "
         f"slower in {len(over)} ({len(over) / len(found):.1%}){doubt}."
     )
+
+
+def _awaiting(found: Sequence[Regret]) -> Iterator[str]:
+    """The same by what callers wait for, where some launches take longer than what they launch."""
+    bound = [one for one in found if one.awaited is not None]
+    if bound:
+        ratios = [one.ratio if one.awaited is None else one.awaited for one in found]
+        over = sum(ratio > MUCH for ratio in ratios)
+        yield (
+            f"Launches are in none of these times. In {counted(len(bound), 'shape')} some way takes longer to launch "
+            f"than to compute; by what a caller waits for, the longer of both, the choice took {fmean(ratios):.2f} "
+            f"times as long in the mean, {median(ratios):.2f} in the median and {max(ratios):.2f} at worst, over "
+            f"{MUCH} in {over}."
+        )
 
 
 def _measuring(found: Sequence[Regret]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dilabench.metadata import CHOSEN, INTERFERENCE, SHAPE
+from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.manager import discover
 from dilabench.record import Row, Skipped
 from dilabench.suites.regret.findings import analyse, regrets
@@ -73,6 +73,22 @@ def test_a_shard_misses_shapes_of_its_own_alone(shape, made):
     half = record.model_copy(update={"config": {**record.config, "shard": (2, 2)}})
     (section,) = analyse(half, CATALOGUE)
     assert "1 of 2 shapes are left out" in section.sentence
+
+
+def test_what_a_caller_waits_for_is_told_where_launches_take_longer(shape, made):
+    rows = [*shape(1, 10.0, 12.0), *shape(2, 9.0, 10.0)]
+    (section,) = analyse(made(rows, asked=2), CATALOGUE)
+    assert "waits" not in section.sentence
+    for at, host_ms in ((0, 30.0), (1, 15.0)):
+        note = LAUNCH_BOUND.note("the host takes long", observed=host_ms * 1e6)
+        notes = (*rows[at].outcome.notes, note)
+        rows[at] = rows[at].model_copy(update={"outcome": rows[at].outcome.model_copy(update={"notes": notes})})
+    (section,) = analyse(made(rows, asked=2), CATALOGUE)
+    assert "took 0.87 times as long" in section.sentence
+    assert "In 1 shape some way takes longer to launch" in section.sentence
+    assert (
+        "took 1.45 times as long in the mean, 1.45 in the median and 2.00 at worst, over 1.1 in 1" in section.sentence
+    )
 
 
 def test_what_noise_may_have_done_is_not_proven(shape, made, monkeypatch):
