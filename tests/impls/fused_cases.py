@@ -104,6 +104,20 @@ CASES = {
         "causal": False,
         "heads": "grouped",
     },
+    "grouped, more branches than heads, gqa": {
+        "batch_size": 2,
+        "seq_len": 130,
+        "num_kv_heads": 2,
+        "segment_lengths": (32, 64, 128, 200, 512),
+        "dilation_rates": (1, 2, 2, 4, 4),
+        "heads": "grouped",
+    },
+    "grouped, rates that do not divide": {
+        "seq_len": 130,
+        "segment_lengths": (64, 100),
+        "dilation_rates": (2, 3),
+        "heads": "grouped",
+    },
 }
 
 

@@ -15,9 +15,11 @@ PER_BRANCH = {
     "detached, zero keys": False,
     "detached, rates that do not divide": True,
     "detached, packed": False,
-    "detached, grouped": True,
+    "detached, grouped": False,
     "packed": False,
-    "grouped": True,
+    "grouped": False,
+    "grouped, more branches than heads, gqa": False,
+    "grouped, rates that do not divide": True,
 }
 
 
