@@ -20,6 +20,7 @@ from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.impls.packed import Packed, build_packed
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.merging import merge_rows_
+from dilabench.impls.union.strided_calls import copied_rows
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.kernels import dense_tiles
@@ -97,8 +98,9 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
     chosen = pattern.model_copy(update=changes)
     part = workload.model_copy(update={"pattern": chosen})
 
-    def rows(_device: torch.device) -> tuple[StridedRows, ...]:
-        return context.patterns.get(("strided rows", part), lambda: strided_rows(part))
+    def rows(device: torch.device) -> tuple[StridedRows, ...]:
+        copied = copied_rows(part, device)
+        return context.patterns.get(("strided rows", part, copied), lambda: strided_rows(part, copied))
 
     return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)), context.device)
 

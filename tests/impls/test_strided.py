@@ -151,6 +151,28 @@ def test_other_layouts_give_the_same(layout: str) -> None:
         torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (40, 0)])
+def test_batch_items_in_one_call_give_the_same(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where to copy few rows takes less time than further calls."""
+    pattern = {"kind": "dilated", "segment_lengths": (32, 64), "dilation_rates": (1, 2)}
+    shape = {"batch_size": 4, "seq_len": 331, "head_dim": 8, "num_heads": 4, "num_kv_heads": 2}
+    asked = workload(**shape, pattern=pattern, window=window, causal=True)
+    inputs, calls = tensors(asked), []
+
+    def attend(*operands: Tensor, **mask: Any) -> tuple[Tensor, Tensor]:
+        calls.append(operands[0].shape)
+        return math.attend(*operands, **mask)
+
+    dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    apart = outcome(strided.build(asked, context(attend)), inputs, dout)
+    several, calls = len(calls), []
+    monkeypatch.setattr(strided, "copied_rows", lambda *_: 1 << 30)
+    together = outcome(strided.build(asked, context(attend)), inputs, dout)
+    assert len(calls) <= several / 2
+    for actual, value in zip(together, apart, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-5)
+
+
 def outcome(attention: Any, inputs: Any, dout: Tensor) -> tuple[Tensor, ...]:
     """out, dq, dk, dv; autograd may give `dout` in the layout of out."""
     leaves = [x.detach().requires_grad_() for x in inputs]

@@ -3,11 +3,12 @@
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.impls.union import strided_calls as calls_module
-from dilabench.impls.union.strided_calls import StridedCall, strided_calls
+from dilabench.impls.union.strided_calls import StridedCall, copied_rows, strided_calls
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
@@ -65,6 +66,16 @@ def test_grouped_query_heads_share_keys_in_one_call() -> None:
     assert [(call.heads.count, call.keys.count) for call in calls] == [(8, 4), (8, 4)]
 
 
+def test_batch_items_are_in_one_call_where_copies_are_small() -> None:
+    """In 37 positions those of segments of 8 do not follow each other from item to item."""
+    asked = workload(1, 4, batch_size=3, seq_len=37)
+    whole, remainder = (3 * 4 * rows for rows in (32, 5))
+    assert [call.query_rows for call in strided_calls(asked)] == [whole // 3] * 3 + [remainder]
+    assert [call.query_rows for call in strided_calls(asked, copied=whole)] == [whole, remainder]
+    assert copied_rows(asked, torch.device("cpu")) == 0
+    assert copied_rows(asked, torch.device("cuda")) == (16 << 20) // 16
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_every_row_is_in_one_call_of_its_branch(data: st.DataObject) -> None:
@@ -84,7 +95,7 @@ def test_every_row_is_in_one_call_of_its_branch(data: st.DataObject) -> None:
         num_kv_heads=kv_heads,
         head_dim=4,
     )
-    calls = strided_calls(asked)
+    calls = strided_calls(asked, copied=data.draw(st.sampled_from((0, 40, 1 << 20))))
     reached = Counter(row for call in calls for row in rows_of(call, queries=True))
     assert reached == Counter(expected_rows(asked))
     for call in calls:

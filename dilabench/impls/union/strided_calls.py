@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from dilabench.impls.union.branches import ORIGIN, Branch, Place, Segments, branches_of, places_by_rows, segments_of
 from dilabench.impls.union.head_runs import Progression, fewest_runs
 from dilabench.workload.spec import Workload
 
 # So many (head, row) pairs are a few megabytes at most, and calls of fewer take longer to begin than to compute.
 FEW_ROWS = 1 << 13
+# Rows of a tensor that a GPU copies in less time (8 microseconds of an H200) than its host launches a call.
+COPIED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,19 @@ class StridedCall:
         return self.batches * self.stack.count * self.rows * self.heads.count
 
 
-def strided_calls(workload: Workload) -> tuple[StridedCall, ...]:
+def copied_rows(workload: Workload, device: torch.device) -> int:
+    """(head, row) pairs of a call up to which rows are copied rather than given to several calls: none on a CPU, whose
+    calls begin at once.
+    """
+    itemsize = getattr(torch, workload.dtype).itemsize
+    return COPIED_BYTES // (workload.head_dim * itemsize) if device.type == "cuda" else 0
+
+
+def strided_calls(workload: Workload, copied: int = 0) -> tuple[StridedCall, ...]:
     """The kernel calls of a workload, in the order in which their results are merged.
 
+    Up to so many (head, row) pairs, batch items that do not follow each other as segments do are in one call: their
+    rows are then copied.
     A call gives at most half of the output, or `FEW_ROWS`, so that its result stays small beside it; only a call that
     gives the whole output, and so becomes it, is larger.
     """
@@ -51,13 +65,13 @@ def strided_calls(workload: Workload) -> tuple[StridedCall, ...]:
     calls: list[StridedCall] = []
     for branch in branches_of(workload):
         for segments in segments_of(branch, workload.seq_len):
-            for call in _segment_calls(workload, branch, segments):
+            for call in _segment_calls(workload, branch, segments, copied):
                 becomes_output = call.first and call.query_rows == whole
                 calls += [call] if becomes_output else at_most(call, max(FEW_ROWS, whole // 2))
     return tuple(calls)
 
 
-def _segment_calls(workload: Workload, branch: Branch, segments: Segments) -> Iterator[StridedCall]:
+def _segment_calls(workload: Workload, branch: Branch, segments: Segments, copied: int) -> Iterator[StridedCall]:
     """Calls of the segments of one length; batch items and segments share the batch axis where strides allow."""
     one_segment = segments.count * workload.batch_size == 1
     for rows, places in places_by_rows(branch, segments).items():
@@ -74,7 +88,7 @@ def _segment_calls(workload: Workload, branch: Branch, segments: Segments) -> It
                 keys=run.keys,
                 first=branch.first,
             )
-            yield from regular_batches(whole, workload.seq_len)
+            yield from [whole] if whole.query_rows <= copied else regular_batches(whole, workload.seq_len)
 
 
 def regular_batches(call: StridedCall, seq_len: int) -> list[StridedCall]:

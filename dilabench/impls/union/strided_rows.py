@@ -102,7 +102,10 @@ class StridedRows:
         return self._view(as_tokens, self.call.start.head, self.call.heads).squeeze(-1).transpose(-1, -2)
 
 
-def strided_rows(workload: Workload) -> tuple[StridedRows, ...]:
-    """The rows of every kernel call of a workload, in the order in which results are merged."""
+def strided_rows(workload: Workload, copied: int = 0) -> tuple[StridedRows, ...]:
+    """The rows of every kernel call of a workload, in the order in which results are merged. copied: as for
+    `strided_calls`.
+    """
     whole = workload.tokens * workload.num_heads
-    return tuple(StridedRows(call, whole=call.first and call.query_rows == whole) for call in strided_calls(workload))
+    calls = strided_calls(workload, copied)
+    return tuple(StridedRows(call, whole=call.first and call.query_rows == whole) for call in calls)
