@@ -59,7 +59,8 @@ def choose(measured: Measured, **fields: object) -> first_use.Choice:
 
 
 def test_the_fastest_way_that_runs_is_taken_and_kept(measured: Measured) -> None:
-    assert choose(measured) == first_use.Choice("strided", "math", "first use")
+    found = choose(measured)
+    assert (found, found.told) == (first_use.Choice("strided", "math", "first use"), "1 s, strided:tiled 1.2 s")
     (cell,) = read_tune_file(tune_path(planner_of("cpu").machine)).cells
     assert (cell.backend, cell.median_ns, cell.runner_up) == ("math", 10**9, "strided:tiled")
 
@@ -150,7 +151,7 @@ def test_what_the_library_takes_is_told_beside_its_row(monkeypatch: pytest.Monke
 
     def fastest(_planner: object, workload: Workload, _device: torch.device, _build: object) -> first_use.Choice:
         asked.append(workload.mode)
-        return first_use.Choice("strided", "math", "first use")
+        return first_use.Choice("strided", "math", "first use", "1 ms, strided:sdpa-flash 2 ms")
 
     monkeypatch.setattr(first_use, "fastest", fastest)
     branches = {"segment_lengths": (24,), "dilation_rates": (2,)}
@@ -158,7 +159,10 @@ def test_what_the_library_takes_is_told_beside_its_row(monkeypatch: pytest.Monke
     assert asked == [mode]
     assert isinstance(built, WithNotes)
     (note,) = built.notes
-    assert (note.code, note.message) == ("chosen", "strided:math (first use)")
+    assert (note.code, note.message) == (
+        "chosen",
+        "strided:math (first use: 1 ms, strided:sdpa-flash 2 ms)",
+    )
     assert note.observed is not None
     q = torch.randn(1, 73, 2, 16)
     assert torch.equal(built(q, q, q), dilated_attention(q, q, q, causal=True, **branches, backend="math"))

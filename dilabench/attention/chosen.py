@@ -46,4 +46,5 @@ def build(workload: Workload, context: BuildContext) -> Chosen:
         "cu_seqlens": workload.cu_seqlens,
     }
     way = f"{choice.implementation}:{choice.backend}" if choice.backend else choice.implementation
-    return Chosen(options, (CHOSEN.note(f"{way} ({choice.source})", observed=took_ns),))
+    why = f"{choice.source}: {choice.told}" if choice.told else choice.source
+    return Chosen(options, (CHOSEN.note(f"{way} ({why})", observed=took_ns),))

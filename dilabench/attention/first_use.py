@@ -64,7 +64,7 @@ def fastest(planner: Planner, workload: Workload, device: torch.device, build: B
             except DilabenchError as error:
                 # The result still serves this process.
                 logger.warning("what was measured is not kept: %s", error)
-            return Choice(cell.implementation, cell.backend, "first use")
+            return Choice(cell.implementation, cell.backend, "first use", cell.told)
     return choose_after(near, planner.catalogue, planner.machine, workload)
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -52,6 +52,14 @@ class TunedCell(Model):
     lead: float = 1.0
 
     @property
+    def told(self) -> str:
+        """What a call took, and one of the next best way, for who asks why."""
+        own = format_seconds(self.median_ns * 1e-9)
+        if self.runner_up is None or self.runner_up_ns is None:
+            return own
+        return f"{own}, {self.runner_up} {format_seconds(self.runner_up_ns * 1e-9)}"
+
+    @property
     def reach(self) -> float:
         """For how many doublings of tokens, or halvings, it is believed of the same configuration."""
         return NEAR_DOUBLINGS + DOUBLINGS_PER_LEAD * math.log2(max(1.0, self.lead))
@@ -70,12 +78,13 @@ class TuneFile(Model):
 @dataclass(frozen=True, slots=True)
 class Choice:
     """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped', 'rule', or over
-    ranks what is expected of it and of the next.
+    ranks what is expected of it and of the next. `told`: the times that it rests on, where some were measured.
     """
 
     implementation: str
     backend: str | None
     source: str
+    told: str = field(default="", compare=False)
 
 
 def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
@@ -92,12 +101,12 @@ def choose_after(
 ) -> Choice:
     """As `choose`, by what `measured_near` gave."""
     if near and _usable(catalogue, machine, _case(near, workload, ranks), measured=True):
-        return Choice(near.implementation, near.backend, "tuned")
+        return Choice(near.implementation, near.backend, "tuned", near.told)
     for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
         for cell in _alike(read_tune_file(path), workload):
             # What was measured on this very workload needs no rule.
             if _usable(catalogue, machine, _case(cell, workload, ranks), measured=cell.workload == workload):
-                return Choice(cell.implementation, cell.backend, source)
+                return Choice(cell.implementation, cell.backend, source, cell.told)
     names = by_priority(catalogue, workload, ranks)
     cases = (Case(implementation=name, workload=workload, world_size=ranks) for name in names)
     usable = (case for case in cases if _usable(catalogue, machine, case))

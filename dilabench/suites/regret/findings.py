@@ -190,6 +190,9 @@ def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
     done = len(_whole_shapes(record))
     if done >= asked:
         return
+    if record.argv[:1] == ("merge",):
+        yield f"{asked - done} of {counted(asked, 'shape')} are left out; go on with the merged runs, then merge again."
+        return
     needed = f" {budget_option((asked - done) * elapsed_seconds(record) / done)}" if done else ""
     yield (
         f"{asked - done} of {counted(asked, 'shape')} are left out; go on with "

@@ -73,6 +73,8 @@ def test_a_shard_misses_shapes_of_its_own_alone(shape, made):
     half = record.model_copy(update={"config": {**record.config, "shard": (2, 2)}})
     (section,) = analyse(half, CATALOGUE)
     assert "1 of 2 shapes are left out" in section.sentence
+    (section,) = analyse(record.model_copy(update={"argv": ("merge", "a", "b")}), CATALOGUE)
+    assert "4 of 5 shapes are left out; go on with the merged runs, then merge again." in section.sentence
 
 
 def test_what_a_caller_waits_for_is_told_where_launches_take_longer(shape, made):
