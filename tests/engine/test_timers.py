@@ -115,6 +115,7 @@ def test_launches_are_judged_by_their_medians(gpu, enqueue, codes):
         (lambda *_: 12.0, 24.0),
         (lambda *_: 40.0, 50.0),
         (lambda _, at: 3.0 if at else 90.0, 6.0),
+        (lambda _, at: 90.0 if at == 5 else 12.0, 24.0),
         # Who waits for the device inside waits for the spacer, too.
         (lambda spacer_ms, _: spacer_ms + 0.3, 5.0),
         (lambda spacer_ms, _: spacer_ms + 10.0, 5.0),

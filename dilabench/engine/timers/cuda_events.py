@@ -10,25 +10,28 @@ from dilabench.engine.device.device import cache_bytes
 SPACER_MIN_NS = 20_000
 # Of any call, and of one that is known not to wait for the device inside.
 SPACER_MAX_NS, SPACER_LONGEST_NS = 5_000_000, 50_000_000
+OUTLASTED = 3
 PROBE_CYCLES = 2_000_000
 
 
 class Spacer:
     """How long the GPU spins before a call: twice as long as the host takes to enqueue it, so that launches are hidden.
 
-    A call that waits for the device inside takes the longer the longer the spacer is: no spacer hides its launches.
+    A call that waits for the device inside takes the longer the longer the spacer is: no spacer hides its launches. One
+    is known by `OUTLASTED` calls in a row that outlast a long spacer, for any other may do so once.
     """
 
     def __init__(self) -> None:
         self.ns = SPACER_MIN_NS
         self._longest_ns = SPACER_LONGEST_NS
         self._least_ns = SPACER_LONGEST_NS
+        self._outlasted = 0
 
     def adapt(self, enqueue_ns: int) -> None:
         """To the time that enqueueing a call behind the spacer took."""
-        if enqueue_ns >= self.ns > SPACER_MAX_NS:
+        self._outlasted = self._outlasted + 1 if enqueue_ns >= self.ns > SPACER_MAX_NS else 0
+        if self._outlasted == OUTLASTED:
             self.ns = self._longest_ns = SPACER_MAX_NS
-            return
         self._least_ns = min(self._least_ns, enqueue_ns)
         most_ns = max(SPACER_MAX_NS, min(self._longest_ns, 2 * self._least_ns))
         self.ns = min(most_ns, max(self.ns, 2 * enqueue_ns))
