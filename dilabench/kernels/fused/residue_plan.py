@@ -10,6 +10,8 @@ tile: multiplicity becomes a scalar bias log2(m) on the logits of the tile.
 Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
 *groups*, each with its own R. A branch that fits no group is listed in ``ResiduePlan.leftover`` with the reason; the
 caller computes those another way and merges by lse (forward) or adds (backward): both are exact.
+
+Grouped heads take part in one branch each: in the others they have no residue, and their lists of tiles are empty.
 """
 
 from __future__ import annotations
