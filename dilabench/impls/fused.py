@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
@@ -20,8 +19,7 @@ from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.impls.packed import Packed, build_packed
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.merging import merge_rows_
-from dilabench.impls.union.strided_calls import copied_rows
-from dilabench.impls.union.strided_rows import StridedRows, strided_rows
+from dilabench.impls.union.strided_rows import kept_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.kernels import dense_tiles
 from dilabench.kernels.fused.backward import fused_backward
@@ -44,7 +42,8 @@ def build(workload: Workload, context: BuildContext) -> Fused | FusedApart | Pac
 def _padded(workload: Workload, context: BuildContext) -> Fused | FusedApart:
     pattern = DilatedPattern.of(workload)
     # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
-    if workload.mode != "forward" and pattern.is_detached and pattern.heads == "all" and len(pattern.branches) > 1:
+    merges = not pattern.has_grouped_heads and len(pattern.branches) > 1
+    if workload.mode != "forward" and pattern.is_detached and merges:
         return FusedApart(tuple(_whole(part, context, padded=True) for part in _single_branches(workload)))
     return _whole(workload, context)
 
@@ -71,7 +70,6 @@ def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
     pattern = DilatedPattern.of(workload)
     if workload.window != UNBOUNDED:
         return None
-    grouped = pattern.branch_of_head(workload.num_heads) if pattern.heads == "grouped" else None
     plan = residue_plan(
         pattern.segment_lengths,
         pattern.dilation_rates,
@@ -82,10 +80,10 @@ def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
         pattern.offset,
         pattern.offset_by,
         padded=padded,
-        branch_of_head=grouped,
+        branch_of_head=pattern.branch_of_head(workload.num_heads),
     )
     # What is left of grouped heads would be dealt to other heads as a pattern of its own.
-    return plan if plan.complete or (plan.groups and grouped is None) else None
+    return plan if plan.complete or (plan.groups and not pattern.has_grouped_heads) else None
 
 
 def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -> Union | None:
@@ -97,12 +95,8 @@ def _per_branch(workload: Workload, context: BuildContext, indices: list[int]) -
     changes = {"segment_lengths": segments, "dilation_rates": rates, "padding": "masked", "merge_grad": "exact"}
     chosen = pattern.model_copy(update=changes)
     part = workload.model_copy(update={"pattern": chosen})
-
-    def rows(device: torch.device) -> tuple[StridedRows, ...]:
-        copied = copied_rows(part, device)
-        return context.patterns.get(("strided rows", part, copied), lambda: strided_rows(part, copied))
-
-    return union_of(part, DENSE_TILES, rows, covers_every_row(branches_of(part)), context.device)
+    rows, covered = kept_rows(part, context.patterns), covers_every_row(branches_of(part))
+    return union_of(part, DENSE_TILES, rows, covered, context.device)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -6,8 +6,6 @@ copied or merged. On a CPU, large workloads go by rectangles of such views where
 
 from __future__ import annotations
 
-import torch
-
 from dilabench.contracts import BuildContext
 from dilabench.impls.packed import (
     ByBranches,
@@ -21,8 +19,7 @@ from dilabench.impls.packed import (
 )
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.rectangle_union import in_rectangles
-from dilabench.impls.union.strided_calls import copied_rows
-from dilabench.impls.union.strided_rows import StridedRows, strided_rows
+from dilabench.impls.union.strided_rows import kept_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.workload.spec import Workload
 
@@ -41,9 +38,5 @@ def padded(workload: Workload, context: BuildContext) -> Union:
     if cut is not None:
         return cut
 
-    def rows(device: torch.device) -> tuple[StridedRows, ...]:
-        copied = copied_rows(workload, device)
-        return context.patterns.get(("strided rows", workload, copied), lambda: strided_rows(workload, copied))
-
-    covered = covers_every_row(branches_of(workload))
+    rows, covered = kept_rows(workload, context.patterns), covers_every_row(branches_of(workload))
     return union_of(workload, context.require_backend(), rows, covered, context.device)

@@ -193,14 +193,17 @@ class DilatedPattern(Pattern):
 
         Grouped: heads are split over the branches in order, sizes differing by at most one, larger groups first.
         """
-        if self.heads == "all":
+        branch_of_head = self.branch_of_head(num_heads)
+        if branch_of_head is None:
             return self.branches
         if head >= num_heads:
             raise ValueError(f"head {head} is not below num_heads {num_heads}")
-        return (self.branches[self.branch_of_head(num_heads)[head]],)
+        return (self.branches[branch_of_head[head]],)
 
-    def branch_of_head(self, num_heads: int) -> tuple[int, ...]:
-        """The index of each head's only branch, where heads are grouped."""
+    def branch_of_head(self, num_heads: int) -> tuple[int, ...] | None:
+        """The index of each head's only branch; None where each takes part in all."""
+        if self.heads == "all":
+            return None
         size, larger = divmod(num_heads, len(self.branches))
         return tuple(index for index in range(len(self.branches)) for _ in range(size + (index < larger)))
 

@@ -31,7 +31,7 @@ class Spacer:
         """To the time that enqueueing a call behind the spacer took."""
         self._outlasted = self._outlasted + 1 if enqueue_ns >= self.ns > SPACER_MAX_NS else 0
         if self._outlasted == OUTLASTED:
-            self.ns = self._longest_ns = SPACER_MAX_NS
+            self._longest_ns = SPACER_MAX_NS
         self._least_ns = min(self._least_ns, enqueue_ns)
         most_ns = max(SPACER_MAX_NS, min(self._longest_ns, 2 * self._least_ns))
         self.ns = min(most_ns, max(self.ns, 2 * enqueue_ns))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from dilabench.contracts import PatternCache
 from dilabench.impls.union.head_runs import Progression
 from dilabench.impls.union.merging import merge_rows_
-from dilabench.impls.union.strided_calls import StridedCall, strided_calls
+from dilabench.impls.union.strided_calls import StridedCall, copied_rows, strided_calls
 from dilabench.workload.spec import Workload
 
 
@@ -109,3 +112,13 @@ def strided_rows(workload: Workload, copied: int = 0) -> tuple[StridedRows, ...]
     whole = workload.tokens * workload.num_heads
     calls = strided_calls(workload, copied)
     return tuple(StridedRows(call, whole=call.first and call.query_rows == whole) for call in calls)
+
+
+def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.device], tuple[StridedRows, ...]]:
+    """What gives the rows of a workload's calls on a device, where small copies may spare some; kept with patterns."""
+
+    def rows(device: torch.device) -> tuple[StridedRows, ...]:
+        copied = copied_rows(workload, device)
+        return patterns.get(("strided rows", workload, copied), lambda: strided_rows(workload, copied))
+
+    return rows
