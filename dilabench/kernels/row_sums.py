@@ -26,14 +26,15 @@ _NO_TOKEN = 1e38
 
 
 class StatsLayout(NamedTuple):
-    """Rows of N tokens as [R, segments, rows]: token t at class t mod R and row t // R, ``segment_rows`` to a segment.
+    """Rows of N tokens as [R, segments, rows]: token t of a segment of ``segment_tokens`` at class t mod R and row
+    t // R.
 
-    ``rows`` is that many or more, a multiple of ``block``, the rows that stand together.
+    ``rows`` is as many as a class has or more, a multiple of ``block``, the rows that stand together.
     """
 
     modulus: int
     segments: int
-    segment_rows: int
+    segment_tokens: int
     rows: int
     block: int = STATS_BLOCK
 
@@ -42,14 +43,14 @@ class StatsLayout(NamedTuple):
         cls,
         length: int,
         modulus: int = 1,
-        segment_rows: int | None = None,
+        segment_tokens: int | None = None,
         tile: int = STATS_BLOCK,
         block: int = STATS_BLOCK,
     ) -> StatsLayout:
-        """Of N tokens in segments of so many rows, all in one by default; each begins with a tile of its own."""
-        most = -(-length // modulus)
-        segment_rows, tile = min(segment_rows or most, most), max(tile, block)
-        return cls(modulus, -(-most // segment_rows), segment_rows, -(-segment_rows // tile) * tile, block)
+        """Of N tokens in segments of so many, all in one by default; each begins with a tile of its own."""
+        segment_tokens, tile = min(segment_tokens or length, length), max(tile, block)
+        tiles = -(-segment_tokens // (modulus * tile))
+        return cls(modulus, -(-length // segment_tokens), segment_tokens, tiles * tile, block)
 
     def is_filled_by(self, length: int) -> bool:
         """Whether N tokens leave no row without one."""
@@ -69,7 +70,7 @@ def _places(row, BLOCK: tl.constexpr):
     return (row // BLOCK) * (2 * BLOCK) + row % BLOCK
 
 
-@triton.jit(do_not_specialize=["length", "segments", "segment_rows", "stats_rows", "R"])
+@triton.jit(do_not_specialize=["length", "segments", "segment_tokens", "stats_rows", "R"])
 def _row_sums_kernel(
     out_ptr,
     dout_ptr,
@@ -86,7 +87,7 @@ def _row_sums_kernel(
     n_heads,
     R,
     segments,
-    segment_rows,
+    segment_tokens,
     stats_rows,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -115,10 +116,9 @@ def _row_sums_kernel(
         if delta_ptr is not None:
             tl.store(delta_ptr + row_at, delta, valid)
     lse = tl.load(lse_ptr + row_at, valid, 0.0)
-    row = tokens // R
-    segment = ((batch * n_heads + head) * R + tokens % R) * segments + row // segment_rows
-    row %= segment_rows
-    target = 2 * segment * stats_rows + _places(row, BLOCK)
+    inside = tokens % segment_tokens
+    segment = ((batch * n_heads + head) * R + inside % R) * segments + tokens // segment_tokens
+    target = 2 * segment * stats_rows + _places(inside // R, BLOCK)
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(stats_ptr + target, log2_lse, valid)
@@ -161,7 +161,7 @@ def row_sums(
         "n_heads": num_heads,
         "R": layout.modulus,
         "segments": layout.segments,
-        "segment_rows": layout.segment_rows,
+        "segment_tokens": layout.segment_tokens,
         "stats_rows": layout.rows,
         "HEAD_DIM": dim,
         "DIM": columns,

@@ -33,6 +33,8 @@ CASES = {
         ("three tokens left", BOTH, (1, 139, 4, 2, 16, (64, 128), (1, 4)), "head", (16, 16), ((0, 1),)),
         ("odd length, uncovered rows", CAUSAL, (1, 101, 5, 5, 16, (32, 101), (2, 8)), "head", (16, 16), ((0,), (1,))),
         ("odd segments", BOTH, (1, 107, 3, 3, 16, (20, 54, 300), (1, 2, 4)), "head", (32, 16), ((0,), (1,), (2,))),
+        ("rates beside segments", BOTH, (1, 171, 4, 2, 16, (50, 95), (4, 7)), "head", (16, 16), None),
+        ("rates beside segments, batch", BOTH, (2, 107, 3, 3, 16, (37, 37, 71), (2, 3, 5)), "head", (16, 16), None),
         ("head dim 24", FULL, (2, 107, 4, 2, 24, (36, 64), (1, 2)), "kv_head", (16, 16), ((0,), (1,))),
     )
     for causal in masks

@@ -100,6 +100,10 @@ CASES = (
     "odd length, uncovered rows, causal",
     "odd segments, causal",
     "odd segments, not causal",
+    "rates beside segments, causal",
+    "rates beside segments, not causal",
+    "rates beside segments, batch, causal",
+    "rates beside segments, batch, not causal",
     "head dim 24, not causal",
 )
 

@@ -77,9 +77,7 @@ def _run(
         "n_kinds": plan.mask_heads,
         "n_items": n_items,
         "n_tiles": spans.shape[1],
-        "super_rows": plan.keys,
-        "whole_rows": plan.keys,
-        "longer_classes": 0,
+        "super_tokens": plan.keys,
         "length": plan.keys,
         "n_blocks": n_blocks,
         "item_major": 0,
@@ -90,5 +88,6 @@ def _run(
         "SHARED": True,
         "PER_HEAD": sets > 1,
         "COUNTED": False,
+        "SHIFTED": False,
     }
     return run(_backward_kernel, (n_items * n_blocks,), shared | own)

@@ -32,6 +32,7 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
+    box_of,
     box_place,
     end_of,
     load_tile,
@@ -42,6 +43,7 @@ from dilabench.kernels.fused.tile_walk import (
     split_block,
     split_program,
     store_tile,
+    token_of,
     turned,
     unpack,
     zero_tail,
@@ -80,10 +82,10 @@ def _query_kernel(
     heads_per_kv,
     length,
     whole_rows,
-    longer_classes,
     left_over,
     stats_blocks,
     super_rows,
+    super_tokens,
     n_blocks,
     item_major,
     R,
@@ -93,6 +95,7 @@ def _query_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     RAGGED: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,13 +116,14 @@ def _query_kernel(
     n_masked = tl.load(item_ptr + 4)
 
     residue = turned(u, shift, R)
-    base_row = super_index * super_rows
-    row = base_row + tile * BLOCK_M
+    left = length - super_index * super_tokens
+    box = box_of(super_index, super_rows, super_tokens, whole_rows, left_over, R, SHIFTED)
+    row = tile * BLOCK_M
     kv_head = head // heads_per_kv
-    place, box_row = box_place(residue, row, whole_rows, left_over, R, BLOCK_M, RAGGED)
+    place, box_row = box_place(residue, row, box, R, BLOCK_M, RAGGED, SHIFTED)
     q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
     dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
-    query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_row = row + tl.arange(0, BLOCK_M)
     stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
     stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
     stats = stats_ptr + stats_at + stats_places(query_row)
@@ -132,36 +136,37 @@ def _query_kernel(
         entry = tl.load(entry_ptr)
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
-        key_row = base_row + key_tile * BLOCK_N
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+        key_row = key_tile * BLOCK_N
+        place, key_row = box_place(partner, key_row, box, R, BLOCK_N, SHIFTED, SHIFTED)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
         p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
         ds = p * (dp - delta[:, None])
         dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
 
-    rows_left = whole_rows - base_row
     if CAUSAL or RAGGED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
-            key_row = base_row + key_tile * BLOCK_N
-            place, key_row = box_place(partner, key_row, whole_rows, left_over, R, BLOCK_N, RAGGED)
+            key_row = key_tile * BLOCK_N
+            place, key_row = box_place(partner, key_row, box, R, BLOCK_N, RAGGED, SHIFTED)
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
-            end = end_of(partner, rows_left, longer_classes, super_rows)
+            end = end_of(partner, left, super_tokens, R)
             seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
             dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
 
-    dq_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
-    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
+    token = token_of(residue, row, super_index, super_tokens, R)
+    dq_ptr += place_of(token, batch, head, length, n_heads, HEAD_DIM)
+    rows = end_of(residue, left, super_tokens, R) - row
     store_tile(dq * scale, dq_tail * scale, dq_ptr, rows, 1.0, n_heads, R, ADD, BLOCK_M, HEAD_DIM, HEAD, TAIL)
 
 
@@ -193,10 +198,10 @@ def _key_kernel(
     n_kv_heads,
     length,
     whole_rows,
-    longer_classes,
     left_over,
     stats_blocks,
     super_rows,
+    super_tokens,
     n_blocks,
     item_major,
     R,
@@ -207,6 +212,7 @@ def _key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     CUT: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -225,14 +231,14 @@ def _key_kernel(
     tile = tl.load(order_at + 1)
     residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
-    base_row = super_index * super_rows
+    left = length - super_index * super_tokens
+    box = box_of(super_index, super_rows, super_tokens, whole_rows, left_over, R, SHIFTED)
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
-    row = base_row + tile * BLOCK_N
-    rows_left = whole_rows - base_row
-    place, box_row = box_place(residue, row, whole_rows, left_over, R, BLOCK_N, CUT)
+    row = tile * BLOCK_N
+    place, box_row = box_place(residue, row, box, R, BLOCK_N, CUT, SHIFTED)
     k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
-    key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    key_row = row + tl.arange(0, BLOCK_N)
     dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
     dk_tail = zero_tail(BLOCK_N, TAIL)
     dv = tl.zeros([BLOCK_N, HEAD], tl.float32)
@@ -257,10 +263,9 @@ def _key_kernel(
             entry_ptr += 1
             query_tile, partner, bias = unpack(entry, shift, R)
             query_tile *= BLOCK_M
-            box_row, place = base_row + query_tile, partner
-            # Of causal lists these tiles end before the last row.
-            if not CAUSAL:
-                place, box_row = box_place(place, box_row, whole_rows, left_over, R, BLOCK_M, CUT)
+            # Of causal lists these tiles end before the last row, of the sequence where nothing is shifted.
+            cut: tl.constexpr = CUT and (SHIFTED or not CAUSAL)
+            place, box_row = box_place(partner, query_tile, box, R, BLOCK_M, cut, SHIFTED)
             q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
             stats = stats_at + (partner * class_stats + query_tile * 2)
             log2_lse = tl.load(stats) - bias
@@ -279,7 +284,7 @@ def _key_kernel(
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
-                place, box_row = box_place(partner, base_row + query_tile, whole_rows, left_over, R, BLOCK_M, CUT)
+                place, box_row = box_place(partner, query_tile, box, R, BLOCK_M, CUT, SHIFTED)
                 q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
@@ -296,8 +301,9 @@ def _key_kernel(
                 ds = p * (dp - delta[None, :])
                 dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
 
-    place = place_of(row, residue, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
-    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
+    token = token_of(residue, row, super_index, super_tokens, R)
+    place = place_of(token, batch, kv_head, length, n_kv_heads, HEAD_DIM)
+    rows = end_of(residue, left, super_tokens, R) - row
     store_tile(
         dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
     )
@@ -416,7 +422,7 @@ def _passes(
         by_key = key_config or tile_config(dim, plan.causal, "backward_key", *fit)
         by_query, by_key = by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
         tile = max(by_query.block_m, by_key.block_m)
-        stats_layout = StatsLayout.of(group.length, group.modulus, group.super_rows, tile)
+        stats_layout = StatsLayout.of(group.length, group.modulus, group.super_tokens, tile)
         found.append(_TwoPasses(group, by_query, by_key, stats_layout))
     return found
 
@@ -450,7 +456,7 @@ def _run_query(
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
-    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config, group.is_shifted)
     return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
@@ -492,8 +498,8 @@ def _run_key(
         beside = {"launch_pdl": True} if overlaps else {}
         return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
-    kind = (dk.dtype, *dk.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
-    return launch(_key_kernel, arguments, group.longer_classes > 0, *kind)
+    kind = (dk.dtype, *dk.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config, group.is_shifted)
+    return launch(_key_kernel, arguments, group.length % group.modulus > 0, *kind)
 
 
 def _tiles(operands: dict[str, Tensor], config: TileConfig) -> dict[str, tuple[Tensor, int]]:

@@ -35,7 +35,7 @@ class AtOnce(NamedTuple):
         tiles = specialized_backward_config(q.shape[-1], group.largest_tile, *size, "branches")
         if tiles is None:
             return None
-        where = (group.length, group.modulus, group.super_rows)
+        where = (group.length, group.modulus, group.super_tokens)
         return cls(group, tiles, StatsLayout.of(*where, tile=tiles.block_m, block=tiles.block_m))
 
 
@@ -106,9 +106,7 @@ def _run(
             "n_kinds": len(group.kinds),
             "n_items": n_items,
             "n_tiles": tables.lookup.shape[3],
-            "super_rows": group.super_rows,
-            "whole_rows": group.whole_rows,
-            "longer_classes": group.longer_classes,
+            "super_tokens": group.super_tokens,
             "length": group.length,
             "n_blocks": n_blocks,
             "item_major": int(2 * keys.numel() * keys.element_size() <= L2_RESIDENT_BYTES),
@@ -119,9 +117,10 @@ def _run(
             "SHARED": False,
             "PER_HEAD": False,
             "COUNTED": True,
+            "SHIFTED": group.is_shifted,
             "launch_pdl": follows,
         }
         return (n_items * n_blocks,), shared | own
 
-    kind = (q.dtype, *q.shape[2:], causal, add, follows, group.heads_per_kv, len(group.kinds), config)
+    kind = (q.dtype, *q.shape[2:], causal, add, follows, group.heads_per_kv, len(group.kinds), config, group.is_shifted)
     return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

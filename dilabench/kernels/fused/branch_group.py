@@ -58,7 +58,10 @@ def head_offset(head: int, rate: int, num_heads: int, num_kv_heads: int, offset:
 @dataclass(frozen=True)
 class BranchGroup:
     """Branches that share one R, in the order of rising segment length; all lengths but ``length``, the N of the
-    sequence in tokens, are in rows of R tokens.
+    sequence, and ``super_tokens``, the longest segment, are in rows of R tokens.
+
+    Where R does not divide the longest segment (all are of one length then), classes count from its start: the last
+    row is that of its first classes only, and the next segment begins at another token modulo R.
 
     ``kinds[k][i]`` is the residue of branch i in the frame of kind k, or `NO_RESIDUE`; head h has kind ``head_kind[h]``
     and sees class ``(u + head_shift[h]) % modulus`` where the frame says u.
@@ -68,6 +71,7 @@ class BranchGroup:
     modulus: int
     rates: tuple[int, ...]
     segment_rows: tuple[int, ...]
+    super_tokens: int
     length: int
     kinds: tuple[tuple[int, ...], ...]
     head_kind: tuple[int, ...]
@@ -88,26 +92,28 @@ class BranchGroup:
         return -(-self.length // self.modulus)
 
     @cached_property
-    def whole_rows(self) -> int:
-        """Rows that every class has."""
-        return self.length // self.modulus
-
-    @cached_property
-    def longer_classes(self) -> int:
-        """How many classes, the first ones, have one row more than the others."""
-        return self.length % self.modulus
-
-    @cached_property
     def super_rows(self) -> int:
+        """Rows that the longest classes have in a whole super-segment."""
         return self.segment_rows[-1]
 
     @cached_property
+    def is_shifted(self) -> bool:
+        """Whether super-segments begin at different tokens modulo R."""
+        return self.super_tokens % self.modulus > 0
+
+    @cached_property
     def full_supers(self) -> int:
-        return self.whole_rows // self.super_rows
+        return self.length // self.super_tokens
+
+    @cached_property
+    def tail_tokens(self) -> int:
+        """Tokens of the shorter last super-segment."""
+        return self.length % self.super_tokens
 
     @cached_property
     def tail_rows(self) -> int:
-        return self.sequence_rows - self.full_supers * self.super_rows
+        """Rows that the longest classes have in it."""
+        return -(-self.tail_tokens // self.modulus)
 
     @cached_property
     def n_supers(self) -> int:
@@ -129,8 +135,8 @@ class BranchGroup:
 
     def cuts_tiles(self, tile: int) -> bool:
         """Whether a segment or the sequence ends inside a tile of this many rows."""
-        cut_super = self.full_supers > 0 and self.super_rows % tile > 0
-        return cut_super or self.tail_rows % tile > 0 or self.longer_classes > 0
+        cut_super = self.full_supers > 0 and (self.super_rows % tile > 0 or self.is_shifted)
+        return cut_super or self.tail_rows % tile > 0 or self.tail_tokens % self.modulus > 0
 
     def in_tiles(self, tile: int) -> BranchGroup:
         """A group that many lengths have in common, with the same lists of tiles of ``tile`` rows or multiples of it.
@@ -139,15 +145,12 @@ class BranchGroup:
         fills the last of them.
         """
         rows = -(-self.tail_rows // tile) * tile
-        sure = self.whole_rows - self.full_supers * self.super_rows
-        segments, before = self.segment_rows, 0
+        tail = self.modulus * rows - (self.tail_tokens // self.modulus < rows)
         if self.full_supers:
-            before, rows = self.super_rows, min(rows, self.super_rows)
-        else:
-            # What holds all of the sequence holds all of the longer one, too.
-            segments = tuple(segment if segment < self.sequence_rows else rows + 1 for segment in segments)
-        length = self.modulus * (before + rows) - (sure < rows)
-        return replace(self, segment_rows=segments, length=length)
+            return replace(self, length=self.super_tokens + min(tail, self.super_tokens - 1))
+        # What holds all of the sequence holds all of the longer one, too.
+        segments = tuple(segment if segment < self.sequence_rows else rows + 1 for segment in self.segment_rows)
+        return replace(self, segment_rows=segments, super_tokens=self.modulus * (rows + 1), length=tail)
 
     def active(self, kind: int, u: int) -> tuple[int, ...]:
         """Indices (into this group) of the branches that class ``u`` takes part in."""

@@ -25,6 +25,7 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
+    box_of,
     box_place,
     end_of,
     load_tile,
@@ -36,6 +37,7 @@ from dilabench.kernels.fused.tile_walk import (
     split_block,
     split_program,
     store_tile,
+    token_of,
     turned,
     unpack,
     zero_tail,
@@ -69,9 +71,9 @@ def _forward_kernel(
     heads_per_kv,
     length,
     whole_rows,
-    longer_classes,
     left_over,
     super_rows,
+    super_tokens,
     n_blocks,
     item_major,
     R,
@@ -81,6 +83,7 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     RAGGED: tl.constexpr,
     MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -99,9 +102,10 @@ def _forward_kernel(
     n_masked = tl.load(item_ptr + 4)
 
     residue = turned(u, shift, R)
-    base_row = super_index * super_rows
+    left = length - super_index * super_tokens
+    box = box_of(super_index, super_rows, super_tokens, whole_rows, left_over, R, SHIFTED)
     kv_head = head // heads_per_kv
-    place, row = box_place(residue, base_row + tile * BLOCK_M, whole_rows, left_over, R, BLOCK_M, RAGGED)
+    place, row = box_place(residue, tile * BLOCK_M, box, R, BLOCK_M, RAGGED, SHIFTED)
     q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -113,30 +117,30 @@ def _forward_kernel(
         entry = tl.load(entry_ptr)
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
-        key_row = base_row + key_tile * BLOCK_N
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+        key_row = key_tile * BLOCK_N
+        place, key_row = box_place(partner, key_row, box, R, BLOCK_N, SHIFTED, SHIFTED)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
         p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
         decay = tl.math.exp2(top - new_top)
         total = total * decay + tl.sum(p, 1)
         acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, partner, kv_head, HEAD, TAIL)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
         top = new_top
 
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows_left = whole_rows - base_row
     if CAUSAL or RAGGED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
-            key_row = base_row + key_tile * BLOCK_N
-            place, key_row = box_place(partner, key_row, whole_rows, left_over, R, BLOCK_N, RAGGED)
+            key_row = key_tile * BLOCK_N
+            place, key_row = box_place(partner, key_row, box, R, BLOCK_N, RAGGED, SHIFTED)
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
-            end = end_of(partner, rows_left, longer_classes, super_rows)
+            end = end_of(partner, left, super_tokens, R)
             seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
@@ -150,10 +154,10 @@ def _forward_kernel(
             acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
             top = new_top
 
-    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
-    row = base_row + tile * BLOCK_M
+    rows = end_of(residue, left, super_tokens, R) - tile * BLOCK_M
     inside = tl.arange(0, BLOCK_M) < rows
-    token = row.to(tl.int64) * R + residue + tl.arange(0, BLOCK_M) * R
+    first_token = token_of(residue, tile * BLOCK_M, super_index, super_tokens, R)
+    token = first_token + tl.arange(0, BLOCK_M) * R
     mine = tl.full([BLOCK_M], 1.0, tl.float32)
     if mass_ptr is not None:
         mass = tl.load(mass_ptr + head.to(tl.int64) * length + token, inside, float("-inf")) * 1.4426950408889634
@@ -175,7 +179,7 @@ def _forward_kernel(
         theirs = theirs / both
         lse = higher + tl.log(both)
     acc, acc_tail = scaled(acc, acc_tail, mine, TAIL)
-    out_ptr += place_of(row, residue, batch, head, length, n_heads, R, HEAD_DIM)
+    out_ptr += place_of(first_token, batch, head, length, n_heads, HEAD_DIM)
     store_tile(acc, acc_tail, out_ptr, rows, theirs[:, None], n_heads, R, MERGE, BLOCK_M, HEAD_DIM, HEAD, TAIL)
     if MERGE:
         # As in `merge`: other threads may read what one of them overwrites.
@@ -293,5 +297,6 @@ def _run_group(
 
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
-    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), whole)
+    heads = (group.heads_per_kv, len(group.kinds))
+    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, whole, group.is_shifted)
     return launch(_forward_kernel, arguments, ragged, *kind)

@@ -7,6 +7,8 @@ branches, so a tile of rows of one class against a tile of rows of another is ei
 causal edge and where a segment ends) or not at all, and the number m of branches that give a pair is constant in the
 tile: multiplicity becomes a scalar bias log2(m) on the logits of the tile.
 
+A branch by itself needs no R that divides its segments: classes then count from the start of each.
+
 Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
 *groups*, each with its own R. A branch that fits no group is listed in ``ResiduePlan.leftover`` with the reason; the
 caller computes those another way and merges by lse (forward) or adds (backward): both are exact.
@@ -217,9 +219,9 @@ def _fit(
             # One segment holds everything: its length may be rounded up, to nest over shorter ones or to whole rows.
             step = lengths[-1] if lengths else modulus
             length = -(-sequence_length // step) * step
-        if length % modulus:
-            return f"segment length {length} is not a multiple of {modulus}, the lcm of the dilation rates"
         lengths.append(length)
+    if uneven := [length for length in lengths if length % modulus and length < lengths[-1]]:
+        return f"segment length {uneven[0]} is not a multiple of {modulus}, the lcm of the dilation rates"
     for short, long in pairwise(lengths):
         if long % short:
             return f"segment length {long} is not a multiple of {short}: segments are not nested"
@@ -229,7 +231,8 @@ def _fit(
         ordered,
         modulus,
         rates,
-        tuple(length // modulus for length in lengths),
+        tuple(-(-length // modulus) for length in lengths),
+        lengths[-1],
         sequence_length,
         kinds,
         head_kind,

@@ -31,9 +31,9 @@ PER_LENGTH = (
     "length",
     "sequence_rows",
     "whole_rows",
-    "longer_classes",
     "left_over",
     "super_rows",
+    "super_tokens",
     "stats_blocks",
     "stats_rows",
     "first_kv_head",
@@ -158,6 +158,7 @@ def launch_arguments(
     """
     q, k = tiles["q"][0], tiles["k"][0]
     grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
+    arguments |= {"super_rows": group.super_rows, "whole_rows": group.length // group.modulus}
     head, tail = arguments["HEAD"], arguments["TAIL"]
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows, head)
@@ -188,10 +189,8 @@ def shared_arguments(
         "n_items": n_items,
         "n_heads": q.shape[2],
         "length": group.length,
-        "whole_rows": group.whole_rows,
-        "longer_classes": group.longer_classes,
         "left_over": tokens_left(q, group.modulus),
-        "super_rows": group.super_rows,
+        "super_tokens": group.super_tokens,
         "n_blocks": n_blocks,
         "item_major": int(2 * k.numel() * k.element_size() <= L2_RESIDENT_BYTES),
         "R": group.modulus,
@@ -201,6 +200,7 @@ def shared_arguments(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
+        "SHIFTED": group.is_shifted,
         "PRECISION": product_precision(q),
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,

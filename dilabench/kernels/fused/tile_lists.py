@@ -74,7 +74,7 @@ def partners_of(rates: tuple[int, ...], kinds: tuple[tuple[int, ...], ...], modu
 def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> Runs:
     rows = np.array([group.super_rows if group.full_supers else 0, group.tail_rows])[:, None]
     # Rows that all classes have: a tile that passes them is masked.
-    sure = np.array([group.super_rows, group.whole_rows - group.full_supers * group.super_rows])[:, None]
+    sure = np.array([group.super_tokens, group.tail_tokens])[:, None] // group.modulus
     start = np.arange(-(-int(rows.max()) // own)) * own
     ranges: list[tuple[Integers, Integers]] = []
     inner = (start, start)

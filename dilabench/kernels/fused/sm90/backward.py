@@ -39,7 +39,18 @@ from dilabench.kernels.fused.sm90.backward_steps import (
     store_sums,
     sums_of,
 )
-from dilabench.kernels.fused.sm90.tile_walk import bias_of, box_place, class_of, shared_layout, tile_of, turned
+from dilabench.kernels.fused.sm90.tile_walk import (
+    bias_of,
+    box_of,
+    box_place,
+    class_of,
+    end_of,
+    segment_of,
+    shared_layout,
+    shifted,
+    tile_of,
+    turned,
+)
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
 _CONSUMER_REGISTERS = gl.constexpr(240)
@@ -68,6 +79,7 @@ class _Form(NamedTuple):
     SHARED: bool
     PER_HEAD: bool
     COUNTED: bool
+    SHIFTED: bool
 
     def __repr__(self) -> str:
         """Part of the names of functions, which may not hold every sign."""
@@ -138,18 +150,18 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
+    SHIFTED: gl.constexpr = form.value.SHIFTED
     q_desc, k_desc, v_desc, dout_desc, stats_desc = descriptors
     q_steps, k_steps, v_steps, dout_steps = steps
     q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
     key_full, query_full, query_empty, _, _ = barriers
-    super_rows, whole_rows, _, stats_rows, left_over = rows
-    cut = (whole_rows, left_over)
+    super_tokens, length, stats_rows, left_over = rows
     n_heads, _, heads_per_kv, _, _ = heads
     n_supers = grid[0]
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
-        base_row = super_index * super_rows
-        place, key_row = box_place(residue, base_row + tile * BLOCK_N, cut, R, BLOCK_N)
+        box = box_of(0, super_index * super_tokens, length, left_over, R)
+        place, key_row = box_place(residue, tile * BLOCK_N, box, R, BLOCK_N, SHIFTED)
         mbarrier.expect(key_full, 2 * BLOCK_N * HEAD * 2)
         at = corner(batch, place, kv_head, key_row, 0, k_steps, form)
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
@@ -168,7 +180,7 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
                 phase = (step // STAGES) & 1
                 partner = class_of(entry, shift, R)
                 query_row = tile_of(entry) * BLOCK_M
-                place, row = box_place(partner, base_row + query_row, cut, R, BLOCK_M)
+                place, row = box_place(partner, query_row, box, R, BLOCK_M, SHIFTED)
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
                 mbarrier.expect(full, 2 * BLOCK_M * (HEAD * 2 + 4))
@@ -207,7 +219,7 @@ def _consume(
     sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
-    super_rows, whole_rows, longer_classes, _, _ = rows
+    super_tokens = rows[0]
     _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
@@ -219,9 +231,9 @@ def _consume(
         dv = (none, none_of_more)
         zero = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
         first_row = tile * BLOCK_N + half * ROWS
-        rows_left = whole_rows - super_index * super_rows
-        end = gl.minimum(super_rows, rows_left + (residue < longer_classes).to(gl.int32))
-        base_row = super_index * super_rows
+        first_token, tokens = segment_of(super_index, super_tokens, length)
+        end = end_of(residue, tokens, R)
+        base_row = first_token // R
         query = gl.arange(0, BLOCK_M, layout=COLUMN_LAYOUT)
         # Every step adds to dQ what the one before found. The first follows one that found nothing.
         ds_smem.index(0).slice(half * ROWS, ROWS, dim=0).store(gl.full([ROWS, BLOCK_M], 0.0, q_smem.dtype, S_LAYOUT))
@@ -299,7 +311,10 @@ def _consume(
                     dv, dk = sums_of(next_dv, next_dk, form)
                     gl.thread_barrier()
                     mbarrier.arrive(query_empty.index(stage), count=1)
-                    before = (batch, partner, head - first_kv_head * heads_per_kv, base_row + query_row)
+                    query_row += base_row
+                    if form.value.SHIFTED:
+                        partner, query_row = shifted(partner, query_row, first_token % R, R)
+                    before = (batch, partner, head - first_kv_head * heads_per_kv, query_row)
                     step += 1
         if not HELD:
             keys = 0
@@ -320,7 +335,7 @@ def _consume(
                 store_sums(dk, 1.0, own, HEAD, ROWS, False, ROWS, form)
                 store_sums(dv, 1.0, own + BLOCK_N * HEAD, HEAD, ROWS, False, ROWS, form)
         if slot < 0:
-            token = batch.to(gl.int64) * length + (super_index * super_rows + first_row).to(gl.int64) * R + residue
+            token = batch.to(gl.int64) * length + first_token + residue + first_row * R
             at = (token * n_kv_heads + kv_head) * DIM
             row_stride = n_kv_heads * R * DIM
             store_sums(dk, scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
@@ -362,9 +377,7 @@ def _backward_kernel(
     n_kv_heads,
     sequence_rows,
     key_rows,
-    super_rows,
-    whole_rows,
-    longer_classes,
+    super_tokens,
     left_over,
     length,
     stats_rows,
@@ -389,6 +402,7 @@ def _backward_kernel(
     SHARED: gl.constexpr,
     PER_HEAD: gl.constexpr,
     COUNTED: gl.constexpr,
+    SHIFTED: gl.constexpr,
 ):
     gdc_launch_dependents()
     BOX: gl.constexpr = DIM < HEAD
@@ -420,7 +434,7 @@ def _backward_kernel(
     descriptors = (q_desc, k_desc, v_desc, dout_desc, stats_desc)
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
-    rows = (super_rows, whole_rows, longer_classes, stats_rows, left_over)
+    rows = (super_tokens, length, stats_rows, left_over)
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
     steps = (
         (sequence_rows, q_token, q_head),
@@ -449,6 +463,7 @@ def _backward_kernel(
         SHARED,
         PER_HEAD,
         COUNTED,
+        SHIFTED,
     )
     gl.warp_specialize(
         [

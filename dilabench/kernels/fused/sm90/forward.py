@@ -28,7 +28,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
-from dilabench.kernels.fused.sm90.tile_walk import box_place, class_of, shared_layout, tile_of, turned
+from dilabench.kernels.fused.sm90.tile_walk import (
+    box_of,
+    box_place,
+    class_of,
+    segment_of,
+    shared_layout,
+    tile_of,
+    turned,
+)
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
@@ -53,6 +61,7 @@ class _Form(NamedTuple):
     BLOCK_N: int
     STAGES: int
     CAUSAL: bool
+    SHIFTED: bool
     RAGGED: bool
     RANGES: int
     MERGE: bool
@@ -72,8 +81,10 @@ def _form(*values):
 
 @gluon.jit
 def _locate(work, geometry, items_ptr, heads_ptr):
-    """Item list position, head, and row of one piece of work; all partitions derive the same from its number."""
-    n_supers, full_supers, n_kinds, n_items, n_heads, sequence_rows, super_rows = geometry[:7]
+    """Item list position, head, batch item, class shift and super-segment of one piece of work; all partitions derive
+    the same from its number.
+    """
+    n_supers, full_supers, n_kinds, n_items, n_heads = geometry[:5]
     item = work % n_items
     block = work // n_items
     super_index = block % n_supers
@@ -83,8 +94,7 @@ def _locate(work, geometry, items_ptr, heads_ptr):
     shift = gl.load(heads_ptr + head * 2 + 1)
     variant = (super_index >= full_supers).to(gl.int32)
     item_ptr = items_ptr + ((variant * n_kinds + kind) * n_items + item) * 5
-    base_row = batch * sequence_rows + super_index * super_rows
-    return item_ptr, head, batch, shift, super_index, base_row
+    return item_ptr, head, batch, shift, super_index
 
 
 @gluon.jit
@@ -97,17 +107,19 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     STAGES: gl.constexpr = form.value.STAGES
     HEAD: gl.constexpr = form.value.HEAD
     ROWS: gl.constexpr = form.value.ROWS
+    SHIFTED: gl.constexpr = form.value.SHIFTED
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
     items_ptr, entries_ptr, heads_ptr, _ = tables
-    cut = (geometry[7], geometry[11])
+    sequence_rows, super_tokens, length, _, left_over = geometry[5:]
     q_smem, k_smem, v_smem, q_tail, k_tail, v_tail = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
-    item_ptr, head, _, shift, _, base_row = _locate(work, geometry, items_ptr, heads_ptr)
+    item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
     if n > 0:
+        box = box_of(batch * sequence_rows, super_index * super_tokens, length, left_over, R)
         residue = turned(gl.load(item_ptr), shift, R)
-        row = base_row + gl.load(item_ptr + 1) * BLOCK_M
+        row = gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
         k_column = (head // heads_per_kv) * k_head
         v_column = (head // heads_per_kv) * v_head
@@ -115,7 +127,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM * 2)
         for half in gl.static_range(2):
-            place, half_row = box_place(residue, row + half * ROWS, cut, R, ROWS)
+            place, half_row = box_place(residue, row + half * ROWS, box, R, ROWS, SHIFTED)
             column = place * q_token + head * q_head
             tma.async_copy_global_to_shared(q_desc, [half_row, column], q_full.index(0), q_smem.index(half))
             if TAIL:
@@ -125,7 +137,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
             partner = class_of(entry, shift, R)
-            place, key_row = box_place(partner, base_row + tile_of(entry) * BLOCK_N, cut, R, BLOCK_N)
+            place, key_row = box_place(partner, tile_of(entry) * BLOCK_N, box, R, BLOCK_N, SHIFTED)
             following = gl.load(first + gl.minimum(j + 1, n - 1))
             column = place * k_token + k_column
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -323,10 +335,10 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
     T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
     results, tables, geometry, tiles, barriers, scale_log2, R = given
     items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
-    bounds = (bounds_ptr, geometry[10])
-    n_heads, super_rows, whole_rows = geometry[4], geometry[6], geometry[7]
-    longer_classes, length = geometry[8], geometry[9]
-    item_ptr, head, batch, shift, super_index, _ = _locate(work, geometry, items_ptr, heads_ptr)
+    n_heads = geometry[4]
+    _, super_tokens, length, key_rows, _ = geometry[5:]
+    bounds = (bounds_ptr, key_rows)
+    item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     overflowed = 0
@@ -334,8 +346,8 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
         residue = turned(gl.load(item_ptr), shift, R)
         first = entries_ptr + gl.load(item_ptr + 2)
         first_row = gl.load(item_ptr + 1) * BLOCK_M + half * ROWS
-        ends = (whole_rows - super_index * super_rows, longer_classes, super_rows)
-        place = (first_row, residue, shift, ends)
+        first_token, tokens = segment_of(super_index, super_tokens, length)
+        place = (first_row, residue, shift, tokens)
         acc, tail, sums = _consume_tile(
             half,
             first,
@@ -360,7 +372,7 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
             overflowed = (gl.max(largest, 0) > form.value.LARGEST).to(gl.int32)
             stores = stores & (overflowed == 0)
         if stores:
-            whose = (batch, head, n_heads, length, super_index * super_rows)
+            whose = (batch, head, n_heads, length, first_token)
             finish(acc, tail, top, total, results, whose, place, R, form, S_LAYOUT)
     return step + n, turn + (n > 0).to(gl.int32), overflowed
 
@@ -433,9 +445,7 @@ def _forward_kernel(
     n_items,
     n_heads,
     sequence_rows,
-    super_rows,
-    whole_rows,
-    longer_classes,
+    super_tokens,
     left_over,
     length,
     n_work,
@@ -447,6 +457,7 @@ def _forward_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
+    SHIFTED: gl.constexpr,
     RAGGED: gl.constexpr,
     RANGES: gl.constexpr,
     MERGE: gl.constexpr,
@@ -497,9 +508,7 @@ def _forward_kernel(
         n_items,
         n_heads,
         sequence_rows,
-        super_rows,
-        whole_rows,
-        longer_classes,
+        super_tokens,
         length,
         key_rows,
         left_over,
@@ -517,6 +526,7 @@ def _forward_kernel(
         BLOCK_N,
         STAGES,
         CAUSAL,
+        SHIFTED,
         RAGGED,
         RANGES,
         MERGE,
@@ -611,9 +621,7 @@ def run_group(
             "n_items": n_items,
             "n_heads": num_heads,
             "sequence_rows": length // group.modulus,
-            "super_rows": group.super_rows,
-            "whole_rows": group.whole_rows,
-            "longer_classes": group.longer_classes,
+            "super_tokens": group.super_tokens,
             "left_over": tokens_left(q, group.modulus),
             "length": group.length,
             "n_work": n_work,
@@ -623,6 +631,7 @@ def run_group(
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "CAUSAL": causal,
+            "SHIFTED": group.is_shifted,
             "RAGGED": ragged and not causal,
             "RANGES": 0,
             "MERGE": merge,
@@ -633,5 +642,6 @@ def run_group(
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    kind = (q.dtype, dim, num_heads, causal, merge, mass is None, group.heads_per_kv, len(group.kinds), config)
+    heads = (num_heads, group.heads_per_kv, len(group.kinds))
+    kind = (q.dtype, dim, *heads, causal, merge, mass is None, config, group.is_shifted)
     return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -27,7 +27,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
-from dilabench.kernels.fused.sm90.tile_walk import box_place, class_of, shared_layout, tile_of, turned
+from dilabench.kernels.fused.sm90.tile_walk import (
+    box_of,
+    box_place,
+    class_of,
+    segment_of,
+    shared_layout,
+    tile_of,
+    turned,
+)
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, product_columns
@@ -50,6 +58,7 @@ class _Form(NamedTuple):
     ROWS: int
     BLOCK_N: int
     CAUSAL: bool
+    SHIFTED: bool
     RAGGED: bool
     MERGE: bool
     LARGEST: float
@@ -67,12 +76,12 @@ def _form(*values):
 
 
 @gluon.jit
-def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, HEAD: gl.constexpr):
+def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, form: gl.constexpr):
     """Begin to copy the tile that a list entry names; ``whose``: batch item and head."""
-    base_row, shift, cut, R = route
-    place, row = box_place(class_of(entry, shift, R), base_row + tile_of(entry) * ROWS, cut, R, ROWS)
+    box, shift, R = route
+    place, row = box_place(class_of(entry, shift, R), tile_of(entry) * ROWS, box, R, ROWS, form.value.SHIFTED)
     batch, head = whose
-    mbarrier.expect(barrier, ROWS * HEAD * 2)
+    mbarrier.expect(barrier, ROWS * form.value.HEAD * 2)
     tma.async_copy_global_to_shared(desc, [batch, place, head, row, 0], barrier, smem)
 
 
@@ -112,14 +121,13 @@ def _step(
 
     RENEWS the running maximum, or leaves it as it was.
     """
-    HEAD: gl.constexpr = form.value.HEAD
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     begun, first, n, operands, whose, route, softmax = given
     k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full = operands
     scale_log2, place, bounds, zero = softmax
     acc, sums, weights, entry, ahead = state
-    _, _, _, R = route
+    _, _, R = route
     stage = (begun + j) % _STAGES
     before = 1 - stage
     mbarrier.wait(k_full.index(stage), ((begun + j) // _STAGES) & 1)
@@ -133,9 +141,9 @@ def _step(
     # All four warps must be past a product before one thread lets its operands be written over.
     gl.thread_barrier()
     if j + 1 < n:
-        _copy(v_desc, v_smem.index(before), v_full.index(before), ahead, whose, route, BLOCK_N, HEAD)
+        _copy(v_desc, v_smem.index(before), v_full.index(before), ahead, whose, route, BLOCK_N, form)
     if j + 2 < n:
-        _copy(k_desc, k_smem.index(stage), k_full.index(stage), later, whose, route, BLOCK_N, HEAD)
+        _copy(k_desc, k_smem.index(stage), k_full.index(stage), later, whose, route, BLOCK_N, form)
     if RENEWS:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
     weights = gl.convert_layout(p.to(v_desc.dtype), P_LAYOUT)
@@ -161,10 +169,8 @@ def _narrow_kernel(
     n_heads,
     heads_per_kv,
     length,
-    whole_rows,
-    longer_classes,
     left_over,
-    super_rows,
+    super_tokens,
     n_blocks,
     item_major,
     R,
@@ -174,13 +180,14 @@ def _narrow_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
+    SHIFTED: gl.constexpr,
     RAGGED: gl.constexpr,
     MERGE: gl.constexpr,
     LARGEST: gl.constexpr,
 ):
     # One program: one query tile of one class.
     gdc_launch_dependents()
-    form: gl.constexpr = _form(HEAD_DIM, HEAD, REST, BLOCK_M, BLOCK_N, CAUSAL, RAGGED, MERGE, LARGEST)
+    form: gl.constexpr = _form(HEAD_DIM, HEAD, REST, BLOCK_M, BLOCK_N, CAUSAL, SHIFTED, RAGGED, MERGE, LARGEST)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -213,12 +220,12 @@ def _narrow_kernel(
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if u >= 0:
-        base_row = super_index * super_rows
-        route = (base_row, shift, (whole_rows, left_over), R)
+        first_token, tokens = segment_of(super_index, super_tokens, length)
+        route = (box_of(0, first_token, length, left_over, R), shift, R)
         whose = (batch, head // heads_per_kv)
-        _copy(q_desc, q_smem, q_full.index(0), (u << _TILE_BITS) | tile, (batch, head), route, BLOCK_M, HEAD)
+        _copy(q_desc, q_smem, q_full.index(0), (u << _TILE_BITS) | tile, (batch, head), route, BLOCK_M, form)
         residue = turned(u, shift, R)
-        place = (tile * BLOCK_M, residue, shift, (whole_rows - base_row, longer_classes, super_rows))
+        place = (tile * BLOCK_M, residue, shift, tokens)
         bounds = (items_ptr, 0)
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
         softmax = (scale_log2, place, bounds, zero)
@@ -233,12 +240,12 @@ def _narrow_kernel(
         while kept >= 0:
             stage = begun % _STAGES
             entry = gl.load(first)
-            _copy(k_desc, k_smem.index(stage), k_full.index(stage), entry, whose, route, BLOCK_N, HEAD)
-            _copy(v_desc, v_smem.index(stage), v_full.index(stage), entry, whose, route, BLOCK_N, HEAD)
+            _copy(k_desc, k_smem.index(stage), k_full.index(stage), entry, whose, route, BLOCK_N, form)
+            _copy(v_desc, v_smem.index(stage), v_full.index(stage), entry, whose, route, BLOCK_N, form)
             following = gl.load(first + gl.minimum(1, n - 1))
             if n > 1:
-                _copy(k_desc, k_smem.index(1 - stage), k_full.index(1 - stage), following, whose, route, BLOCK_N, HEAD)
-                _copy(v_desc, v_smem.index(1 - stage), v_full.index(1 - stage), following, whose, route, BLOCK_N, HEAD)
+                _copy(k_desc, k_smem.index(1 - stage), k_full.index(1 - stage), following, whose, route, BLOCK_N, form)
+                _copy(v_desc, v_smem.index(1 - stage), v_full.index(1 - stage), following, whose, route, BLOCK_N, form)
             top = gl.full([BLOCK_M], float("-inf"), gl.float32, STAT_LAYOUT)
             total = gl.full([BLOCK_M], 0.0, gl.float32, STAT_LAYOUT)
             sums = (top, total, total)
@@ -248,7 +255,7 @@ def _narrow_kernel(
             # The tile two steps ahead: its keys are copied now, its values when the present ones are done with.
             ahead = gl.load(first + gl.minimum(2, n - 1))
             if n > 2:
-                _copy(k_desc, k_smem.index(stage), k_full.index(stage), ahead, whose, route, BLOCK_N, HEAD)
+                _copy(k_desc, k_smem.index(stage), k_full.index(stage), ahead, whose, route, BLOCK_N, form)
             p, sums, _ = weigh(logits, sums, entry, scale_log2, place, bounds, MASK, True, R, form, S_LAYOUT)
             weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
             acc = gl.full([BLOCK_M, HEAD], 0.0, gl.float32, O_LAYOUT)
@@ -264,7 +271,7 @@ def _narrow_kernel(
             begun += n
             # A weight may have overflowed: once more, with a maximum renewed in every step.
             kept = gl.where((kept > 0) & (gl.max(largest, 0) > LARGEST), 0, -1)
-        rows = (batch, head, n_heads, length, base_row)
+        rows = (batch, head, n_heads, length, first_token)
         finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 
@@ -307,7 +314,8 @@ def run_group(
         }
         return grid, given | own
 
-    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, group.heads_per_kv, len(group.kinds), config)
+    heads = (group.heads_per_kv, len(group.kinds))
+    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, config, group.is_shifted)
     return launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 

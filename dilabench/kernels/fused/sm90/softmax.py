@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, tile_of
+from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, end_of, tile_of
 
 # Steps between two that renew the running maximum, at most.
 KEPT = gl.constexpr(15)
@@ -24,20 +24,13 @@ LARGEST_SUM = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}
 
 
 @gluon.jit
-def end_of(residue, ends):
-    """Rows of a class in a super-segment; ``ends``: whole rows left in the sequence, longer classes, super rows."""
-    rows_left, longer_classes, super_rows = ends
-    return gl.minimum(super_rows, rows_left + (residue < longer_classes).to(gl.int32))
-
-
-@gluon.jit
 def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.constexpr):
     """Logits, those of keys that a query does not see -inf; arguments as of `weigh`."""
     ROWS: gl.constexpr = form.value.ROWS
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     CAUSAL: gl.constexpr = form.value.CAUSAL
     RANGES: gl.constexpr = form.value.RANGES
-    first_row, residue, shift, ends = place
+    first_row, residue, shift, tokens = place
     key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     partner = class_of(entry, shift, R)
     if CAUSAL:
@@ -45,7 +38,7 @@ def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.cons
         last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
         seen = key_row[None, :] <= last[:, None]
     else:
-        seen = (key_row < end_of(partner, ends) - tile_of(entry) * BLOCK_N)[None, :]
+        seen = (key_row < end_of(partner, tokens, R) - tile_of(entry) * BLOCK_N)[None, :]
     logits = gl.where(seen, logits, float("-inf"))
     bounds_ptr, key_rows = bounds
     for index in gl.static_range(RANGES):
@@ -73,7 +66,7 @@ def weigh(
     LAYOUT: gl.constexpr,
 ):
     """Weights, ``sums`` with them, and the decay of what was summed before. ``place``: first row, class and class shift
-    of the queries, and `end_of`'s ends.
+    of the queries, and the tokens of their super-segment.
 
     sums: running maximum, running sum, and the largest sum of weights of a step that does not RENEW the maximum but
     leaves it as it was, finite; its weights may exceed 1. For the maximum of a softmax is any number that keeps the
@@ -184,7 +177,7 @@ def _store_columns(
 @gluon.jit
 def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, LAYOUT: gl.constexpr):
     """Write out and lse of ROWS queries from the accumulators, the running maximum and the running sum. ``whose``:
-    batch item, head and number of heads, length, first row of the super-segment; ``place`` as in `weigh`.
+    batch item, head and number of heads, length, first token of the super-segment; ``place`` as in `weigh`.
     """
     DIM: gl.constexpr = form.value.DIM
     TAIL: gl.constexpr = form.value.TAIL
@@ -192,11 +185,11 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
     ROWS: gl.constexpr = form.value.ROWS
     MERGE: gl.constexpr = form.value.MERGE
     out_ptr, lse_ptr, mass_ptr = results
-    batch, head, n_heads, length, base_row = whose
-    first_row, residue, _, ends = place
-    token = ((base_row + first_row).to(gl.int64)) * R + residue
+    batch, head, n_heads, length, first_token = whose
+    first_row, residue, _, tokens = place
+    token = (first_token + residue).to(gl.int64) + first_row * R
     # Rows beyond the end of the segment are another's, or none.
-    end = end_of(residue, ends) - first_row
+    end = end_of(residue, tokens, R) - first_row
     lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     mine = 1.0
     if mass_ptr is not None:

@@ -52,8 +52,40 @@ def bias_of(entry):
 
 
 @gluon.jit
-def box_place(residue, row, cut, R, ROWS: gl.constexpr):
-    """As `tile_walk.box_place`; ``cut``: whole rows of the sequence, and tokens left over."""
-    whole_rows, left_over = cut
+def segment_of(super_index, super_tokens, length):
+    """(first token, number of tokens) of a super-segment."""
+    first_token = super_index * super_tokens
+    return first_token, gl.minimum(super_tokens, length - first_token)
+
+
+@gluon.jit
+def end_of(residue, tokens, R):
+    """Rows of a class in a super-segment of so many tokens."""
+    return (tokens - residue + R - 1) // R
+
+
+@gluon.jit
+def box_of(batch_rows, first_token, length, left_over, R):
+    """What `box_place` has to know of a super-segment: its first row, behind those of other batch items, and that of
+    the tokens of a row with which it begins; whole rows of the sequence, and tokens left over.
+    """
+    return batch_rows + first_token // R, first_token % R, length // R, left_over
+
+
+@gluon.jit
+def shifted(residue, row, first_place, R):
+    """(place among the tokens of a row, row) of a class and a row that count from another token of a row."""
+    place = residue + first_place
+    next_row = (place >= R).to(gl.int32)
+    return place - next_row * R, row + next_row
+
+
+@gluon.jit
+def box_place(residue, row, box, R, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
+    """As `tile_walk.box_place`; ``box`` from `box_of`."""
+    first_row, first_place, whole_rows, left_over = box
+    row = row + first_row
+    if SHIFTED:
+        residue, row = shifted(residue, row, first_place, R)
     moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
     return residue + moved * R, row - moved
