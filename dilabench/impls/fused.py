@@ -1,7 +1,7 @@
 """`fused`: one Triton kernel over the union of branches on residue-class tiles, each distinct pair computed once.
 
-Branches that fit no residue-class plan (their rates do not divide their segments, a window) go branch by branch through
-our dense kernel on strided views, merged in place; both forms are exact. Grouped heads are planned all or not at all.
+Branches that fit no residue-class plan (`ResiduePlan.leftover` says why) go branch by branch through our dense kernel
+on strided views, merged in place; both forms are exact. Grouped heads are planned all or not at all.
 With detached merge weights every branch is a kernel by itself.
 """
 
@@ -29,7 +29,7 @@ from dilabench.kernels.fused.row_layout import whole_classes
 from dilabench.kernels.tile_candidates import read_tiles
 from dilabench.kernels.tuning import Direction, TileConfig
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.spec import Workload
 
 DENSE_TILES = LoadedBackend("dense-tiles", dense_tiles.attend, dense_tiles.attend_backward)
 
@@ -68,8 +68,6 @@ def _whole(workload: Workload, context: BuildContext, padded: bool = False) -> F
 
 def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
     pattern = DilatedPattern.of(workload)
-    if workload.window != UNBOUNDED:
-        return None
     plan = residue_plan(
         pattern.segment_lengths,
         pattern.dilation_rates,
@@ -81,6 +79,7 @@ def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
         pattern.offset_by,
         padded=padded,
         branch_of_head=pattern.branch_of_head(workload.num_heads),
+        window=workload.window,
     )
     # What is left of grouped heads would be dealt to other heads as a pattern of its own.
     return plan if plan.complete or (plan.groups and not pattern.has_grouped_heads) else None

@@ -34,6 +34,25 @@ CASES = {
         "dilation_rates": (1, 3, 6),
     },
     "window": {"seq_len": 150, "segment_lengths": (64, 100), "dilation_rates": (2, 3), "window": (30, 0)},
+    "window of branches that nest": {
+        "batch_size": 2,
+        "seq_len": 150,
+        "num_kv_heads": 2,
+        "segment_lengths": (32, 128),
+        "dilation_rates": (1, 2),
+        "causal": False,
+        "window": (20, 9),
+        "offset_by": "kv_head",
+    },
+    # One residue of over a thousand, which no list of tiles has room for.
+    "wide rates": {"seq_len": 1100, "segment_lengths": (64, 1100), "dilation_rates": (1, 1030)},
+    "wide rates, window": {
+        "seq_len": 1100,
+        "segment_lengths": (64, 1100),
+        "dilation_rates": (1, 1030),
+        "causal": False,
+        "window": (1040, 30),
+    },
     "zero keys": {
         "seq_len": 192,
         "segment_lengths": (64, 128),
@@ -71,6 +90,19 @@ CASES = {
         "seq_len": 160,
         "segment_lengths": (32, 100, 160),
         "dilation_rates": (1, 3, 6),
+        "merge_grad": "detached",
+    },
+    "detached, wide rates": {
+        "seq_len": 1100,
+        "segment_lengths": (64, 1100),
+        "dilation_rates": (1, 1030),
+        "merge_grad": "detached",
+    },
+    "detached, window": {
+        "seq_len": 160,
+        "segment_lengths": (32, 100),
+        "dilation_rates": (1, 3),
+        "window": (24, 0),
         "merge_grad": "detached",
     },
     "detached, packed": {

@@ -165,8 +165,52 @@ GROUPED = {
 }
 
 
+# How far queries see: one side, both, within a tile, beyond some segments.
+WINDOWED = {
+    "window": (
+        (1, 107, 4, 2, 16, (20, 54, 300), (1, 2, 4), False, "modulo", "head", (16, 16), None, torch.float32),
+        None,
+        (5, 40),
+    ),
+    "window, causal": (
+        (2, 171, 3, 3, 16, (64, 95), (1, 2), True, "modulo", "head", (32, 16), None, torch.float32),
+        None,
+        (33, 0),
+    ),
+    "window of branches together": (
+        (1, 171, 4, 2, 16, (64, 128), (1, 4), False, "modulo", "kv_head", (16, 32), ((0, 1),), torch.float32),
+        None,
+        (30, 3),
+    ),
+    "window of branches together, causal": (
+        (1, 171, 3, 3, 16, (64, 128), (1, 2), True, "modulo", "head", (16, 16), ((0, 1),), torch.float32),
+        None,
+        (21, -1),
+    ),
+    "window, rates beside segments": (
+        (1, 171, 4, 2, 16, (50, 95), (4, 7), False, "modulo", "head", (16, 16), None, torch.float32),
+        None,
+        (-1, 20),
+    ),
+    "window, grouped heads": (
+        (1, 107, 6, 2, 16, (64, 400), (1, 2), False, "modulo", "head", (16, 16), None, torch.float32),
+        (0, 0, 0, 1, 1, 1),
+        (40, 0),
+    ),
+}
+
+
 def multiplicity(
-    n: int, heads: int, kv_heads: int, segments, rates, causal: bool, offset: str, offset_by: str, branch_of_head=None
+    n: int,
+    heads: int,
+    kv_heads: int,
+    segments,
+    rates,
+    causal: bool,
+    offset: str,
+    offset_by: str,
+    branch_of_head=None,
+    window=(-1, -1),
 ) -> Tensor:
     """C[h, i, j] straight from the definition."""
     t = torch.arange(n)
@@ -179,7 +223,9 @@ def multiplicity(
             w = min(w, n)
             on = t % w % r == (index % r if offset == "modulo" else index // -(-of // r))
             count[h] += (t[:, None] // w == t // w) & on[:, None] & on
-    return count * (t <= t[:, None]) if causal else count
+    before, behind = (n if tokens < 0 else tokens for tokens in window)
+    ahead = t - t[:, None]
+    return count * ((-before <= ahead) & (ahead <= (0 if causal else behind)))
 
 
 def union_softmax(q: Tensor, k: Tensor, v: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,21 +243,22 @@ def relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def fused(case, branch_of_head=None) -> dict[str, float]:
+def fused(case, branch_of_head=None, window=(-1, -1)) -> dict[str, float]:
     batch, n, heads, kv_heads, dim, segments, rates, causal, offset, offset_by, tiles, cut, dtype = case
     generator = torch.Generator().manual_seed(n + heads)
     packed = torch.randn(batch, n, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
     q, k, v = packed.split((heads, kv_heads, kv_heads), 2)
     dout = torch.randn(batch, n, heads, dim, generator=generator).to(dtype)
     where = (offset, offset_by, min(tiles), cut)
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *where, branch_of_head=branch_of_head)
+    more = {"branch_of_head": branch_of_head, "window": window}
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *where, padded=True, **more)
     assert plan.complete, plan.leftover
     config = TileConfig(*tiles, 4, 2)
     out, lse = fused_forward(q, k, v, plan, config=config)
     got = (out, *fused_backward(dout, q, k, v, out, lse, plan, query_config=config, key_config=config))
 
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    count = multiplicity(n, heads, kv_heads, segments, rates, causal, offset, offset_by, branch_of_head)
+    count = multiplicity(n, heads, kv_heads, segments, rates, causal, offset, offset_by, branch_of_head, window)
     exact, exact_lse = union_softmax(*leaves, count)
     want = (exact.detach(), *torch.autograd.grad(exact, leaves, dout.double()))
     errors = {name: relative(g, w) for name, g, w in zip(("out", "dq", "dk", "dv"), got, want, strict=True)}
@@ -262,6 +309,6 @@ def merge(groups: bool) -> dict[str, float]:
 
 if __name__ == "__main__":
     results = {name: fused(case) for name, case in CASES.items()}
-    results |= {name: fused(*case) for name, case in GROUPED.items()}
+    results |= {name: fused(*case) for name, case in (GROUPED | WINDOWED).items()}
     results["merge one group"], results["merge all groups"] = merge(groups=False), merge(groups=True)
     sys.stdout.write(json.dumps(results))

@@ -44,6 +44,9 @@ DILATED = {
     "tokens left over": (1, 107, 3, 1, 32, (64, 400), (1, 2), ((0, 1),)),
     "rates beside segments, left over": (1, 171, 4, 2, 32, (70, 95), (4, 3), None),
     "rates beside segments, boxes": (2, 171, 2, 1, 48, (130,), (4,), None),
+    "window": (1, 192, 4, 2, 32, (64, 192), (1, 2), ((0, 1),)),
+    "window, left over": (1, 171, 2, 1, 80, (70, 95), (4, 3), None),
+    "window, causal, boxes": (2, 171, 2, 1, 48, (130, 171), (4, 1), None),
     "growing logits": (1, 256, 2, 1, 32, (128, 256), (1, 2), ((0,), (1,))),
     "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
     "columns of zeros": (2, 128, 2, 1, 48, (64, 128), (1, 2), ((0,), (1,))),
@@ -57,12 +60,22 @@ NARROW = {
     "narrow, growing logits": (1, 256, 2, 1, 16, (128, 256), (1, 2), ((0,), (1,))),
     "narrow, columns added": (1, 128, 2, 1, 8, (64, 128), (1, 2), ((0, 1),)),
     "narrow, rates beside segments, left over": (1, 171, 2, 1, 16, (70, 130), (4, 3), None),
+    "narrow, window": (2, 192, 2, 1, 16, (64, 192), (1, 2), ((0, 1),)),
+    "narrow, window, left over": (1, 171, 2, 1, 16, (70, 130), (4, 3), None),
     "narrow, summed apart": (1, 160, 2, 1, 48, (32, 160), (1, 2), ((0,), (1,))),
     "narrow, columns added, tokens left over": (1, 107, 2, 1, 40, (64, 400), (1, 2), ((0, 1),)),
     "narrow, grouped heads, tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
 }
 # The only branch of each head.
 BRANCH_OF_HEAD = {DILATED["grouped heads"]: (0, 0, 1, 1), NARROW["narrow, grouped heads, tokens left over"]: (0, 1, 1)}
+# How many tokens before and behind it a query sees, causal masks aside.
+WINDOWS = {
+    DILATED["window"]: (40, 7),
+    DILATED["window, left over"]: (20, 50),
+    DILATED["window, causal, boxes"]: (61, 3),
+    NARROW["narrow, window"]: (70, 20),
+    NARROW["narrow, window, left over"]: (9, 45),
+}
 # Their logits grow by 16 at two tokens: in both branches weights by the maximum of the first two tiles overflow.
 GROWING = (DILATED["growing logits"], NARROW["narrow, growing logits"])
 # N, H, K, D, block, mask heads, ranges of rows that hide each key
@@ -86,9 +99,11 @@ def dilated(case: tuple, causal: bool) -> dict[str, float]:
         token = torch.arange(n)[:, None]
         q[..., 0], k[..., 0] = 16 * dim**0.5, (token >= 64).half() + (token >= 128).half() - 1
     only = BRANCH_OF_HEAD.get(case)
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, cut=cut, branch_of_head=only)
+    window = WINDOWS.get(case, (-1, -1))
+    more = {"cut": cut, "branch_of_head": only, "window": window}
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, **more)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    counts = multiplicity(n, heads, kv_heads, segments, rates, causal, "modulo", "head", only)
+    counts = multiplicity(n, heads, kv_heads, segments, rates, causal, "modulo", "head", only, window)
     exact, exact_lse = union_softmax(*leaves, counts)
     want = torch.autograd.grad(exact, leaves, dout.double())
     smallest = tuning._SMALLEST_SPECIALIZED

@@ -26,6 +26,12 @@ FUSED = [
     "equal segments",
     "grouped heads",
     "grouped heads, causal, apart",
+    "window",
+    "window, causal",
+    "window of branches together",
+    "window of branches together, causal",
+    "window, rates beside segments",
+    "window, grouped heads",
 ]
 
 

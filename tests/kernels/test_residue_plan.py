@@ -43,6 +43,17 @@ GROUPED = [
 ]
 
 
+# Before and behind each query: of one class and of others, none on one side, wider than a tile, wider than segments.
+WINDOWS = [(5, 3), (0, 70), (33, -1), (100, 40), (400, 400)]
+
+
+def within(window: tuple[int, int], queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which keys a window lets queries see."""
+    left, right = window
+    behind = keys[None, :] - queries[:, None]
+    return ((left < 0) | (-behind <= left)) & ((right < 0) | (behind <= right))
+
+
 def defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, branches, branch_of_head=None):
     t = np.arange(n)
     count = np.zeros((heads, n, n), dtype=np.int64)
@@ -54,7 +65,7 @@ def defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, bran
     return count * (t <= t[:, None]) if causal else count
 
 
-def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal: bool, by_key: bool):
+def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal: bool, by_key: bool, window=(-1, -1)):
     """Multiplicities that the tables spell out, query by key; a pair listed twice fails."""
     tables = tile_tables(group, own, other, causal, by_key, torch.device("cpu"))
     entries = tables.entries.numpy()
@@ -80,6 +91,7 @@ def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal:
                     seen = (theirs >= 0)[None] & np.ones((own, 1), bool)
                     if causal:
                         seen = seen & (theirs[None] >= mine[:, None] if by_key else theirs[None] <= mine[:, None])
+                    seen = seen & (within(window, theirs, mine).T if by_key else within(window, mine, theirs))
                     assert place >= full or seen[mine >= 0].all(), "a tile listed as wholly visible is cut"
                     for i, j in np.argwhere(seen & (mine >= 0)[:, None]):
                         at = (h, theirs[j], mine[i]) if by_key else (h, mine[i], theirs[j])
@@ -103,6 +115,32 @@ def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None
         got = listed(group, n, heads, 16, 16, causal, by_key)
         want = defined(n, heads, kv_heads, segments, rates, offset, offset_by, causal, group.branches, only)
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tables_of_windows(shape, window: tuple[int, int], causal: bool, by_key: bool) -> None:
+    n, heads, kv_heads, segments, rates, *offsets = shape
+    if causal:
+        window = window[0], -1
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *offsets, tile=16, padded=True, window=window)
+    assert plan.complete
+    t = np.arange(n)
+    for group in plan.groups:
+        assert group.is_windowed == (0 <= min(w for w in window if w >= 0) < group.super_tokens - 1)
+        got = listed(group, n, heads, 16, 32 if group.largest_tile > 16 else 16, causal, by_key, window)
+        want = defined(n, heads, kv_heads, segments, rates, *offsets, causal, group.branches)
+        np.testing.assert_array_equal(got, want * within(window, t, t))
+
+
+def test_a_window_costs_what_its_pairs_cost() -> None:
+    whole = residue_plan((1 << 15,), (1,), 1 << 15, 4, 4, True)
+    windowed = residue_plan((1 << 15,), (1,), 1 << 15, 4, 4, True, window=(1024, 0))
+    assert computed(windowed, 64) == 4 * 64**2 * (17 * 512 - sum(range(17)))
+    assert computed(windowed, 64) < 0.07 * computed(whole, 64)
+    assert residue_plan((512,), (1,), 1 << 15, 4, 4, True, window=(511, 0)).groups[0].window is None
 
 
 def test_grouped_heads_share_a_launch_where_that_computes_no_more() -> None:

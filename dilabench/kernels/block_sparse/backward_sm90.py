@@ -12,6 +12,7 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, serves
 from dilabench.kernels.block_sparse.key_items import KeyItems
 from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.fused.row_layout import window_arguments
 from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.query_sums import write_sums
 from dilabench.kernels.tuning import TileConfig, specialized_backward_config
@@ -77,6 +78,7 @@ def _run(
         "n_kinds": plan.mask_heads,
         "n_items": n_items,
         "n_tiles": spans.shape[1],
+        **window_arguments(None),
         "super_tokens": plan.keys,
         "length": plan.keys,
         "n_blocks": n_blocks,
@@ -89,5 +91,6 @@ def _run(
         "PER_HEAD": sets > 1,
         "COUNTED": False,
         "SHIFTED": False,
+        "WINDOWED": False,
     }
     return run(_backward_kernel, (n_items * n_blocks,), shared | own)

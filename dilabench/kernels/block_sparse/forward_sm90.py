@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
-from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper
+from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper, window_arguments
 from dilabench.kernels.launches import Launches, run
 from dilabench.kernels.tuning import TileConfig, specialized_config
 
@@ -90,6 +90,7 @@ def block_sparse_forward_sm90(
         "n_items": n_items,
         "n_heads": num_heads,
         "sequence_rows": rows,
+        **window_arguments(None),
         "super_tokens": rows,
         "left_over": 0,
         "length": rows,
@@ -103,6 +104,7 @@ def block_sparse_forward_sm90(
         "CAUSAL": plan.causal,
         "RAGGED": False,
         "SHIFTED": False,
+        "WINDOWED": False,
         "RANGES": len(bounds),
         "MERGE": False,
         "STAGES": tiles.num_stages,

@@ -40,6 +40,7 @@ from dilabench.kernels.fused.tile_walk import (
     query_item,
     scores,
     seen_keys,
+    seen_queries,
     split_block,
     split_program,
     store_tile,
@@ -86,6 +87,8 @@ def _query_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
+    before,
+    behind,
     n_blocks,
     item_major,
     R,
@@ -96,6 +99,7 @@ def _query_kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     RAGGED: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -146,7 +150,7 @@ def _query_kernel(
         ds = p * (dp - delta[:, None])
         dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
 
-    if CAUSAL or RAGGED:
+    if CAUSAL or RAGGED or WINDOWED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
@@ -158,7 +162,8 @@ def _query_kernel(
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             end = end_of(partner, left, super_tokens, R)
-            seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
+            window = (before, behind)
+            seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
@@ -202,6 +207,8 @@ def _key_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
+    before,
+    behind,
     n_blocks,
     item_major,
     R,
@@ -213,6 +220,7 @@ def _key_kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     CUT: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -254,7 +262,7 @@ def _key_kernel(
         # Queries beyond the end of a segment have weight 0 by their statistics: they need no mask.
         n_full = tl.load(list_at + 1)
         n_masked = tl.load(list_at + 2)
-        if not CAUSAL:
+        if not (CAUSAL or WINDOWED):
             n_full += n_masked
         stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64)
         stats_at = stats_ptr + stats_at * (stats_blocks * (2 * _STATS_BLOCK)) + stats_places(tl.arange(0, BLOCK_M))
@@ -277,7 +285,7 @@ def _key_kernel(
             dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
             ds = p * (dp - delta[None, :])
             dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
-        if CAUSAL:
+        if CAUSAL or WINDOWED:
             # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
             for _ in tl.range(0, n_masked, num_stages=1):
                 entry = tl.load(entry_ptr)
@@ -291,8 +299,7 @@ def _key_kernel(
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
                 dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 query_row = query_tile + tl.arange(0, BLOCK_M)
-                last_row = query_row - (residue > partner).to(tl.int32)
-                seen = key_row[:, None] <= last_row[None, :]
+                seen = seen_queries(query_row, partner, key_row, residue, (before, behind), R, CAUSAL, WINDOWED)
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
@@ -456,7 +463,8 @@ def _run_query(
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
-    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config, group.is_shifted)
+    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
+    kind = (*kind, group.is_shifted, group.is_windowed)
     return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
@@ -498,7 +506,8 @@ def _run_key(
         beside = {"launch_pdl": True} if overlaps else {}
         return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
-    kind = (dk.dtype, *dk.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config, group.is_shifted)
+    kind = (dk.dtype, *dk.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
+    kind = (*kind, group.is_shifted, group.is_windowed)
     return launch(_key_kernel, arguments, group.length % group.modulus > 0, *kind)
 
 

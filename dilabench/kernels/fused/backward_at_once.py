@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper
+from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, window_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, Launches, launch
@@ -118,9 +118,12 @@ def _run(
             "PER_HEAD": False,
             "COUNTED": True,
             "SHIFTED": group.is_shifted,
+            "WINDOWED": group.is_windowed,
+            **window_arguments(group.window),
             "launch_pdl": follows,
         }
         return (n_items * n_blocks,), shared | own
 
-    kind = (q.dtype, *q.shape[2:], causal, add, follows, group.heads_per_kv, len(group.kinds), config, group.is_shifted)
+    kind = (q.dtype, *q.shape[2:], causal, add, follows, group.heads_per_kv, len(group.kinds), config)
+    kind = (*kind, group.is_shifted, group.is_windowed)
     return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

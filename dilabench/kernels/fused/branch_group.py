@@ -18,6 +18,9 @@ MAX_MULTIPLICITY = (1 << 6) - 1
 SMALLEST_TILE = 16
 LARGEST_TILE = 128
 
+# How far a query sees on a side without bound, in tokens: beyond any segment.
+FAR = 1 << 30
+
 # The residue of heads in a branch that they take no part in.
 NO_RESIDUE = -1
 
@@ -64,7 +67,8 @@ class BranchGroup:
     row is that of its first classes only, and the next segment begins at another token modulo R.
 
     ``kinds[k][i]`` is the residue of branch i in the frame of kind k, or `NO_RESIDUE`; head h has kind ``head_kind[h]``
-    and sees class ``(u + head_shift[h]) % modulus`` where the frame says u.
+    and sees class ``(u + head_shift[h]) % modulus`` where the frame says u. ``window``: how many tokens before and
+    behind it a query sees, None for all of its segment.
     """
 
     branches: tuple[int, ...]
@@ -77,6 +81,20 @@ class BranchGroup:
     head_kind: tuple[int, ...]
     head_shift: tuple[int, ...]
     heads_per_kv: int
+    window: tuple[int, int] | None = None
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a window hides pairs inside of segments."""
+        return self.window is not None
+
+    def sure_and_most(self, side: int) -> tuple[int, int]:
+        """Rows on a side (0: before, 1: behind) in which a query sees all keys, and beyond which none; of a class that
+        may be another's where branches have different rates.
+        """
+        tokens = FAR if self.window is None else self.window[side]
+        apart = self.modulus - 1 if len(set(self.rates)) > 1 else 0
+        return (tokens - apart) // self.modulus, (tokens + apart) // self.modulus
 
     @cached_property
     def one_frame_per_kv_head(self) -> bool:

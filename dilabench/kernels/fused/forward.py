@@ -74,6 +74,8 @@ def _forward_kernel(
     left_over,
     super_rows,
     super_tokens,
+    before,
+    behind,
     n_blocks,
     item_major,
     R,
@@ -84,6 +86,7 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     RAGGED: tl.constexpr,
     MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -131,7 +134,7 @@ def _forward_kernel(
         top = new_top
 
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    if CAUSAL or RAGGED:
+    if CAUSAL or RAGGED or WINDOWED:
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
@@ -141,7 +144,8 @@ def _forward_kernel(
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             end = end_of(partner, left, super_tokens, R)
-            seen = seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N, CAUSAL)
+            window = (before, behind)
+            seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
             # A row may see nothing yet; -inf - (-inf) must not reach exp2.
@@ -298,5 +302,5 @@ def _run_group(
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
     heads = (group.heads_per_kv, len(group.kinds))
-    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, whole, group.is_shifted)
+    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, whole, group.is_shifted, group.is_windowed)
     return launch(_forward_kernel, arguments, ragged, *kind)

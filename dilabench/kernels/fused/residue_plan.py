@@ -22,8 +22,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from dilabench.kernels.fused.branch_group import (
+    FAR,
     MAX_MODULUS,
     MAX_MULTIPLICITY,
     NO_RESIDUE,
@@ -78,13 +80,15 @@ def residue_plan(
     cut: tuple[tuple[int, ...], ...] | None = None,
     padded: bool = False,
     branch_of_head: tuple[int, ...] | None = None,
+    window: tuple[int, int] = (-1, -1),
 ) -> ResiduePlan:
     """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
     (branch indices) instead. ``padded``: who calls the kernels pads for them, so that no branch is left out for that.
     ``branch_of_head``: the index of the only branch that each head takes part in; None where all take part in all. A
-    branch without heads is in no group, and not left over either.
+    branch without heads is in no group, and not left over either. ``window``: how many tokens before and behind it a
+    query sees, -1 for all.
     Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
     """
     if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
@@ -96,8 +100,10 @@ def residue_plan(
     if branch_of_head is not None and len(branch_of_head) != num_heads:
         raise ValueError(f"{len(branch_of_head)} branches of heads for {num_heads} heads: give one for each")
     heads = HeadResidues(num_heads, num_kv_heads, offset, offset_by, branch_of_head)
+    left, right = (FAR if tokens < 0 else min(tokens, FAR) for tokens in window)
+    branches = _Branches(segment_lengths, dilation_rates, heads, (left, FAR if causal else right))
     if cut is not None:
-        given = [_fit(part, segment_lengths, dilation_rates, sequence_length, heads, SMALLEST_TILE) for part in cut]
+        given = [_fit(part, branches, sequence_length, SMALLEST_TILE) for part in cut]
         if refused := [fit for fit in given if isinstance(fit, str)]:
             raise ValueError(f"groups {cut}: {'; '.join(refused)}")
         groups = tuple(fit for fit in given if not isinstance(fit, str))
@@ -110,14 +116,15 @@ def residue_plan(
     for i in sorted(range(len(dilation_rates)), key=lambda i: (dilation_rates[i], segment_lengths[i])):
         if not heads.taking_part((i,)):
             continue
-        fit = _fit((i,), segment_lengths, dilation_rates, sequence_length, heads, SMALLEST_TILE)
+        fit = _fit((i,), branches, sequence_length, SMALLEST_TILE)
         if isinstance(fit, str):
             leftover.append((i, fit))
         else:
             usable.append(i)
-    groups = _groups(tuple(usable), segment_lengths, dilation_rates, sequence_length, heads, causal, tile)
+    groups = _groups(tuple(usable), branches, sequence_length, causal, tile)
     cut_short = [i for group in groups if sequence_length % group.modulus for i in group.branches]
-    pairs_per_row = sum(min(segment_lengths[i], sequence_length) / dilation_rates[i] ** 2 for i in cut_short)
+    most_keys = min(sequence_length, left + right + 1)
+    pairs_per_row = sum(min(segment_lengths[i], most_keys) / dilation_rates[i] ** 2 for i in cut_short)
     if not padded and pairs_per_row < _PADDING_COST_PAIRS and sequence_length * num_heads > _CHEAP_ROWS:
         groups = tuple(group for group in groups if not sequence_length % group.modulus)
         why = f"sequence length {sequence_length} would be padded for few pairs"
@@ -125,28 +132,28 @@ def residue_plan(
     return ResiduePlan(groups, tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
 
 
+class _Branches(NamedTuple):
+    """Every branch of a pattern, the heads that take part in them, and how far queries see on both sides."""
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    heads: HeadResidues
+    window: tuple[int, int]
+
+
 def _groups(
-    usable: tuple[int, ...],
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    sequence_length: int,
-    heads: HeadResidues,
-    causal: bool,
-    tile: int,
+    usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
 ) -> tuple[BranchGroup, ...]:
     """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length."""
     rounded = 1 << (sequence_length - 1).bit_length()
     groups: tuple[BranchGroup, ...] = ()
     for length in (rounded, sequence_length):
         # A segment that holds all of this length may be cut in a longer one, and then not fit.
-        alone = (_fit((i,), segment_lengths, dilation_rates, length, heads, SMALLEST_TILE) for i in usable)
+        alone = (_fit((i,), branches, length, SMALLEST_TILE) for i in usable)
         if any(isinstance(fit, str) for fit in alone):
             continue
-        parts = _cheapest_cut(usable, segment_lengths, dilation_rates, length, heads, causal, tile)
-        found = [
-            _fit(part, segment_lengths, dilation_rates, sequence_length, heads, _smallest_tile(part, tile))
-            for part in parts
-        ]
+        parts = _cheapest_cut(usable, branches, length, causal, tile)
+        found = [_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts]
         groups = tuple(fit for fit in found if not isinstance(fit, str))
         if len(groups) == len(parts):
             break
@@ -163,13 +170,7 @@ _MERGE_COST_PAIRS = 64
 
 @lru_cache(maxsize=256)
 def _cheapest_cut(
-    usable: tuple[int, ...],
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    sequence_length: int,
-    heads: HeadResidues,
-    causal: bool,
-    tile: int,
+    usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
 ) -> tuple[tuple[int, ...], ...]:
     """Dynamic programme over cuts of ``usable`` (rising dilation rate) into runs; a run that does not fit is not a
     choice.
@@ -178,15 +179,14 @@ def _cheapest_cut(
     for end in range(1, len(usable) + 1):
         options: list[tuple[float, tuple[tuple[int, ...], ...]]] = []
         for start in range(end):
-            branches = usable[start:end]
-            smallest = _smallest_tile(branches, tile)
-            group = _fit(branches, segment_lengths, dilation_rates, sequence_length, heads, smallest)
+            run = usable[start:end]
+            group = _fit(run, branches, sequence_length, _smallest_tile(run, tile))
             if isinstance(group, str):
                 continue
             cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
             if start:
-                cost += _MERGE_COST_PAIRS * heads.taking_part(branches) * sequence_length / min(group.rates)
-            options.append((best[start][0] + cost, (*best[start][1], branches)))
+                cost += _MERGE_COST_PAIRS * branches.heads.taking_part(run) * sequence_length / min(group.rates)
+            options.append((best[start][0] + cost, (*best[start][1], run)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]
 
@@ -197,16 +197,10 @@ def _smallest_tile(branches: tuple[int, ...], tile: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _fit(
-    branches: tuple[int, ...],
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    sequence_length: int,
-    heads: HeadResidues,
-    smallest_tile: int,
-) -> BranchGroup | str:
-    """The group of ``branches``, or the reason why they cannot share residue-class tiles."""
-    ordered = tuple(sorted(branches, key=lambda i: min(segment_lengths[i], sequence_length)))
+def _fit(part: tuple[int, ...], branches: _Branches, sequence_length: int, smallest_tile: int) -> BranchGroup | str:
+    """The group of these branches, or the reason why they cannot share residue-class tiles."""
+    segment_lengths, dilation_rates, heads, window = branches
+    ordered = tuple(sorted(part, key=lambda i: min(segment_lengths[i], sequence_length)))
     modulus = math.lcm(*(dilation_rates[i] for i in ordered))
     if modulus > MAX_MODULUS:
         return f"lcm of the dilation rates is {modulus}, above {MAX_MODULUS}"
@@ -238,6 +232,7 @@ def _fit(
         head_kind,
         head_shift,
         heads.num_heads // heads.num_kv_heads,
+        window if min(window) < lengths[-1] - 1 else None,
     )
     if group.largest_tile < smallest_tile:
         return (

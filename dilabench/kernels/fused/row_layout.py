@@ -34,6 +34,8 @@ PER_LENGTH = (
     "left_over",
     "super_rows",
     "super_tokens",
+    "before",
+    "behind",
     "stats_blocks",
     "stats_rows",
     "first_kv_head",
@@ -191,6 +193,7 @@ def shared_arguments(
         "length": group.length,
         "left_over": tokens_left(q, group.modulus),
         "super_tokens": group.super_tokens,
+        **window_arguments(group.window),
         "n_blocks": n_blocks,
         "item_major": int(2 * k.numel() * k.element_size() <= L2_RESIDENT_BYTES),
         "R": group.modulus,
@@ -201,6 +204,7 @@ def shared_arguments(
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
         "SHIFTED": group.is_shifted,
+        "WINDOWED": group.is_windowed,
         "PRECISION": product_precision(q),
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
@@ -209,6 +213,12 @@ def shared_arguments(
     if config.max_registers is not None:
         arguments["maxnreg"] = config.max_registers
     return (n_items * n_blocks,), arguments
+
+
+def window_arguments(window: tuple[int, int] | None) -> dict[str, int]:
+    """How many tokens before and behind it a query sees; without a window nobody asks."""
+    before, behind = window or (0, 0)
+    return {"before": before, "behind": behind}
 
 
 def check_head_dim(q: Tensor) -> None:

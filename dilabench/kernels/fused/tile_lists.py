@@ -98,6 +98,14 @@ def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
         from_whole = begin
     # Causal queries before the end of the sequence see nothing beyond it anyway.
     to_whole = _within((start if causal and not by_key else sure) // other, from_whole, end)
+    if group.is_windowed:
+        # Keys see the queries behind them that see what is before.
+        sure_before, most_before = group.sure_and_most(1 if by_key else 0)
+        sure_behind, most_behind = group.sure_and_most(0 if by_key else 1)
+        begin = _within((start - most_before) // other, begin, end)
+        end = _within(-(-(start + own + most_behind) // other), begin, end)
+        from_whole = _within(-((sure_before - start - own + 1) // other), np.maximum(from_whole, begin), end)
+        to_whole = np.maximum(np.minimum((start + sure_behind + 1) // other, np.minimum(to_whole, end)), from_whole)
     begins, counts = np.empty((2, *begin.shape, 3), np.int64)
     begins[..., 0], begins[..., 1], begins[..., 2] = from_whole, begin, to_whole
     counts[..., 0], counts[..., 1], counts[..., 2] = to_whole - from_whole, from_whole - begin, end - to_whole

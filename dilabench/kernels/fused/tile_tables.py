@@ -81,8 +81,9 @@ def tile_tables(
                 f"tile of {tile} rows does not divide segments of {group.segment_rows[0]} rows"
                 f"; use at most {group.largest_tile}"
             )
-    # Without an order among positions, a query sees the keys that see it.
-    key = (group.in_tiles(min(own, other)), own, other, causal, causal and by_key, device)
+    # Without an order among positions or a window, a query sees the keys that see it.
+    ordered = causal or group.is_windowed
+    key = (group.in_tiles(min(own, other)), own, other, causal, ordered and by_key, device)
     tables = _kept.get(key)
     if tables is None:
         with _on_a_stream_of_its_own(device):

@@ -206,7 +206,27 @@ def unpack(entry, shift, R):
 
 
 @triton.jit
-def seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+def window_rows(query_row, apart, window, R):
+    """First and last row of keys that a query sees, which is the class ``apart`` of them ahead in a row. window: tokens
+    before and behind it.
+    """
+    before, behind = window
+    return query_row + 1 - (before - apart + R) // R, query_row - 1 + (behind + apart + R) // R
+
+
+@triton.jit
+def seen_keys(
+    query_row,
+    residue,
+    key_tile,
+    partner,
+    end,
+    window,
+    R,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
     """Which keys of a tile of class ``partner`` the queries of class ``residue`` see; rows count from the start of the
     super-segment. Causal queries before ``end``, that of the partner's rows, see no key beyond it anyway.
     """
@@ -217,4 +237,22 @@ def seen_keys(query_row, residue, key_tile, partner, end, BLOCK_N: tl.constexpr,
         seen = key_row[None, :] <= last_row[:, None]
     else:
         seen = (key_row < end)[None, :]
+    if WINDOWED:
+        first_row, last_row = window_rows(query_row, residue - partner, window, R)
+        seen = seen & (key_row[None, :] >= first_row[:, None])
+        if not CAUSAL:
+            seen = seen & (key_row[None, :] <= last_row[:, None])
+    return seen
+
+
+@triton.jit
+def seen_queries(query_row, partner, key_row, residue, window, R, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+    """[keys, queries]: which queries of class ``partner`` see keys of class ``residue``, by `seen_keys`."""
+    if WINDOWED:
+        first_row, last_row = window_rows(query_row, partner - residue, window, R)
+    if CAUSAL:
+        last_row = query_row - (residue > partner).to(tl.int32)
+    seen = key_row[:, None] <= last_row[None, :]
+    if WINDOWED:
+        seen = seen & (key_row[:, None] >= first_row[None, :])
     return seen

@@ -50,6 +50,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     shifted,
     tile_of,
     turned,
+    window_rows,
 )
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
@@ -80,6 +81,7 @@ class _Form(NamedTuple):
     PER_HEAD: bool
     COUNTED: bool
     SHIFTED: bool
+    WINDOWED: bool
 
     def __repr__(self) -> str:
         """Part of the names of functions, which may not hold every sign."""
@@ -155,7 +157,7 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
     q_steps, k_steps, v_steps, dout_steps = steps
     q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
     key_full, query_full, query_empty, _, _ = barriers
-    super_tokens, length, stats_rows, left_over = rows
+    super_tokens, length, stats_rows, left_over, _ = rows
     n_heads, _, heads_per_kv, _, _ = heads
     n_supers = grid[0]
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
@@ -207,6 +209,8 @@ def _consume(
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
     CAUSAL: gl.constexpr = form.value.CAUSAL
+    WINDOWED: gl.constexpr = form.value.WINDOWED
+    MASK: gl.constexpr = CAUSAL or WINDOWED
     RAGGED: gl.constexpr = form.value.RAGGED
     ROWS: gl.constexpr = BLOCK_N // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -220,6 +224,7 @@ def _consume(
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
     super_tokens = rows[0]
+    window = rows[4]
     _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
@@ -253,9 +258,9 @@ def _consume(
         for member in range(heads_per_kv):
             head = kv_head * heads_per_kv + member
             first, low, n_full, n, shift = _list_of(head, residue, tile, variant, item_ptr, tables, R, form)
-            if not CAUSAL:
+            if not MASK:
                 n_full = n
-            for masked in gl.static_range(2 if CAUSAL else 1):
+            for masked in gl.static_range(2 if MASK else 1):
                 begin = low if masked == 0 else gl.maximum(low, n_full)
                 stop = gl.minimum(n_full, n) if masked == 0 else n
                 for j in range(begin, stop):
@@ -289,8 +294,14 @@ def _consume(
                         p = gl.exp2(logits * scale_log2 - log2_lse[None, :])
                     if masked == 1:
                         key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-                        last = query_row - (residue > partner).to(gl.int32) + query
-                        p = gl.where(key[:, None] <= last[None, :], p, 0.0)
+                        if WINDOWED:
+                            first_key, last = window_rows(query_row + query, partner - residue, window, R)
+                        if CAUSAL:
+                            last = query_row - (residue > partner).to(gl.int32) + query
+                        seen = key[:, None] <= last[None, :]
+                        if WINDOWED:
+                            seen = seen & (key[:, None] >= first_key[None, :])
+                        p = gl.where(seen, p, 0.0)
                     weights = p.to(q_smem.dtype)
                     delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMN_LAYOUT)
                     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -378,6 +389,8 @@ def _backward_kernel(
     sequence_rows,
     key_rows,
     super_tokens,
+    before,
+    behind,
     left_over,
     length,
     stats_rows,
@@ -403,6 +416,7 @@ def _backward_kernel(
     PER_HEAD: gl.constexpr,
     COUNTED: gl.constexpr,
     SHIFTED: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):
     gdc_launch_dependents()
     BOX: gl.constexpr = DIM < HEAD
@@ -434,7 +448,7 @@ def _backward_kernel(
     descriptors = (q_desc, k_desc, v_desc, dout_desc, stats_desc)
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
-    rows = (super_tokens, length, stats_rows, left_over)
+    rows = (super_tokens, length, stats_rows, left_over, (before, behind))
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
     steps = (
         (sequence_rows, q_token, q_head),
@@ -464,6 +478,7 @@ def _backward_kernel(
         PER_HEAD,
         COUNTED,
         SHIFTED,
+        WINDOWED,
     )
     gl.warp_specialize(
         [

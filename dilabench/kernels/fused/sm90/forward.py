@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left, window_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_of,
@@ -62,6 +62,7 @@ class _Form(NamedTuple):
     STAGES: int
     CAUSAL: bool
     SHIFTED: bool
+    WINDOWED: bool
     RAGGED: bool
     RANGES: int
     MERGE: bool
@@ -111,7 +112,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
     items_ptr, entries_ptr, heads_ptr, _ = tables
-    sequence_rows, super_tokens, length, _, left_over = geometry[5:]
+    sequence_rows, super_tokens, length, _, left_over, _ = geometry[5:]
     q_smem, k_smem, v_smem, q_tail, k_tail, v_tail = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
@@ -285,7 +286,7 @@ def _consume_tile(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     P_TAIL_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=T_LAYOUT, k_width=2)
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    MASK: gl.constexpr = form.value.CAUSAL or form.value.RAGGED or form.value.RANGES > 0
+    MASK: gl.constexpr = form.value.CAUSAL or form.value.RAGGED or form.value.WINDOWED or form.value.RANGES > 0
     top = gl.full([ROWS], float("-inf"), gl.float32, STAT_LAYOUT)
     total = gl.full([ROWS], 0.0, gl.float32, STAT_LAYOUT)
     sums = (top, total, total)
@@ -336,8 +337,8 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
     results, tables, geometry, tiles, barriers, scale_log2, R = given
     items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
     n_heads = geometry[4]
-    _, super_tokens, length, key_rows, _ = geometry[5:]
-    bounds = (bounds_ptr, key_rows)
+    _, super_tokens, length, key_rows, _, window = geometry[5:]
+    bounds = (bounds_ptr, key_rows, window)
     item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
@@ -446,6 +447,8 @@ def _forward_kernel(
     n_heads,
     sequence_rows,
     super_tokens,
+    before,
+    behind,
     left_over,
     length,
     n_work,
@@ -458,6 +461,7 @@ def _forward_kernel(
     BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
     SHIFTED: gl.constexpr,
+    WINDOWED: gl.constexpr,
     RAGGED: gl.constexpr,
     RANGES: gl.constexpr,
     MERGE: gl.constexpr,
@@ -512,6 +516,7 @@ def _forward_kernel(
         length,
         key_rows,
         left_over,
+        (before, behind),
     )
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     descriptors = (q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc)
@@ -527,6 +532,7 @@ def _forward_kernel(
         STAGES,
         CAUSAL,
         SHIFTED,
+        WINDOWED,
         RAGGED,
         RANGES,
         MERGE,
@@ -602,7 +608,7 @@ def run_group(
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
 
     def arguments(ragged: bool) -> Arguments:
-        persistent = stays(dim, causal, ragged or merge)
+        persistent = stays(dim, causal, ragged or merge or group.is_windowed)
         own = {
             **tile_arguments(q, k, v, group.modulus, config),
             "out_ptr": out,
@@ -632,6 +638,8 @@ def run_group(
             "BLOCK_N": config.block_n,
             "CAUSAL": causal,
             "SHIFTED": group.is_shifted,
+            "WINDOWED": group.is_windowed,
+            **window_arguments(group.window),
             "RAGGED": ragged and not causal,
             "RANGES": 0,
             "MERGE": merge,
@@ -643,5 +651,5 @@ def run_group(
         return (min(processors, n_work) if persistent else n_work,), own
 
     heads = (num_heads, group.heads_per_kv, len(group.kinds))
-    kind = (q.dtype, dim, *heads, causal, merge, mass is None, config, group.is_shifted)
+    kind = (q.dtype, dim, *heads, causal, merge, mass is None, config, group.is_shifted, group.is_windowed)
     return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -59,6 +59,7 @@ class _Form(NamedTuple):
     BLOCK_N: int
     CAUSAL: bool
     SHIFTED: bool
+    WINDOWED: bool
     RAGGED: bool
     MERGE: bool
     LARGEST: float
@@ -171,6 +172,8 @@ def _narrow_kernel(
     length,
     left_over,
     super_tokens,
+    before,
+    behind,
     n_blocks,
     item_major,
     R,
@@ -181,18 +184,21 @@ def _narrow_kernel(
     BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
     SHIFTED: gl.constexpr,
+    WINDOWED: gl.constexpr,
     RAGGED: gl.constexpr,
     MERGE: gl.constexpr,
     LARGEST: gl.constexpr,
 ):
     # One program: one query tile of one class.
     gdc_launch_dependents()
-    form: gl.constexpr = _form(HEAD_DIM, HEAD, REST, BLOCK_M, BLOCK_N, CAUSAL, SHIFTED, RAGGED, MERGE, LARGEST)
+    form: gl.constexpr = _form(
+        HEAD_DIM, HEAD, REST, BLOCK_M, BLOCK_N, CAUSAL, SHIFTED, WINDOWED, RAGGED, MERGE, LARGEST
+    )
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    MASK: gl.constexpr = CAUSAL or RAGGED
+    MASK: gl.constexpr = CAUSAL or RAGGED or WINDOWED
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, HEAD], q_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [_STAGES, 1, 1, 1, BLOCK_N, HEAD], k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [_STAGES, 1, 1, 1, BLOCK_N, HEAD], v_desc.layout)
@@ -226,7 +232,7 @@ def _narrow_kernel(
         _copy(q_desc, q_smem, q_full.index(0), (u << _TILE_BITS) | tile, (batch, head), route, BLOCK_M, form)
         residue = turned(u, shift, R)
         place = (tile * BLOCK_M, residue, shift, tokens)
-        bounds = (items_ptr, 0)
+        bounds = (items_ptr, 0, (before, behind))
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
         softmax = (scale_log2, place, bounds, zero)
         operands = (k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full)
@@ -315,7 +321,7 @@ def run_group(
         return grid, given | own
 
     heads = (group.heads_per_kv, len(group.kinds))
-    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, config, group.is_shifted)
+    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, config, group.is_shifted, group.is_windowed)
     return launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 

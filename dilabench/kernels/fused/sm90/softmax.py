@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """What the Hopper kernels of the forward pass do with scores: one step of the online softmax, and the end of it.
 
-``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED, RANGES
-(of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the results that are there), DIM and TAIL
-(the last columns, tiles of their own).
+``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED,
+WINDOWED, RANGES (of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the results that are
+there), DIM and TAIL (the last columns, tiles of their own).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, end_of, tile_of
+from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, end_of, tile_of, window_rows
 
 # Steps between two that renew the running maximum, at most.
 KEPT = gl.constexpr(15)
@@ -25,7 +25,9 @@ LARGEST_SUM = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}
 
 @gluon.jit
 def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """Logits, those of keys that a query does not see -inf; arguments as of `weigh`."""
+    """Logits, those of keys that a query does not see -inf; arguments as of `weigh`. ``bounds``: the ranges of rows
+    that each key is hidden from, the number of keys, and the window.
+    """
     ROWS: gl.constexpr = form.value.ROWS
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     CAUSAL: gl.constexpr = form.value.CAUSAL
@@ -39,8 +41,14 @@ def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.cons
         seen = key_row[None, :] <= last[:, None]
     else:
         seen = (key_row < end_of(partner, tokens, R) - tile_of(entry) * BLOCK_N)[None, :]
+    bounds_ptr, key_rows, window = bounds
+    if form.value.WINDOWED:
+        query_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + (first_row - tile_of(entry) * BLOCK_N)
+        first_key, last_key = window_rows(query_row, residue - partner, window, R)
+        seen = seen & (key_row[None, :] >= first_key[:, None])
+        if not CAUSAL:
+            seen = seen & (key_row[None, :] <= last_key[:, None])
     logits = gl.where(seen, logits, float("-inf"))
-    bounds_ptr, key_rows = bounds
     for index in gl.static_range(RANGES):
         # Ranges of rows that a key is hidden from (block_sparse), key by key.
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + first_row
@@ -116,7 +124,7 @@ def walk(
     # Without a whole tile the maximum of some rows may still be that of no key.
     kept = gl.where(n_full > 0, kept, 0)
     between = gl.minimum(kept, KEPT if LARGEST > 65504.0 else 0)
-    for masked in gl.static_range(2 if CAUSAL or form.value.RAGGED or RANGES > 0 else 1):
+    for masked in gl.static_range(2 if CAUSAL or form.value.RAGGED or form.value.WINDOWED or RANGES > 0 else 1):
         begin = 1 if masked == 0 else gl.maximum(1, n_full)
         end = n_full if masked == 0 else n
         # Few tiles are cut by the end of a sequence.

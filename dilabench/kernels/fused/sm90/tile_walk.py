@@ -65,6 +65,13 @@ def end_of(residue, tokens, R):
 
 
 @gluon.jit
+def window_rows(query_row, apart, window, R):
+    """As `tile_walk.window_rows`."""
+    before, behind = window
+    return query_row + 1 - (before - apart + R) // R, query_row - 1 + (behind + apart + R) // R
+
+
+@gluon.jit
 def box_of(batch_rows, first_token, length, left_over, R):
     """What `box_place` has to know of a super-segment: its first row, behind those of other batch items, and that of
     the tokens of a row with which it begins; whole rows of the sequence, and tokens left over.
