@@ -35,18 +35,20 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
             parser.addoption(option)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # However many processes are asked for: GPU tests wait for compilers, and most of them are in one file.
+    if config.option.markexpr == "gpu" and config.option.dist == "loadfile":
+        config.option.dist = "load"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     from dilabench.machine import detect
 
     cores = os.cpu_count() or 1
     if detect().device == "cuda":
-        if config.option.markexpr != "gpu":
-            # Others may fill the GPU, or time it, and need it to themselves.
-            return 0
-        # These wait for compilers, most of them of one file.
-        config.option.dist = "load"
-        return min(cores, MOST_OF_A_GPU)
+        # Others may fill the GPU, or time it, and need it to themselves.
+        return min(cores, MOST_OF_A_GPU) if config.option.markexpr == "gpu" else 0
     files = {argument.partition("::")[0] for argument in config.args}
     one_file = len(files) == 1 and Path(*files).is_file()
     # A file stays in one process.
