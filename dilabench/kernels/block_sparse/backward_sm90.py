@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, serves
+from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, one_segment, serves
 from dilabench.kernels.block_sparse.key_items import KeyItems
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import window_arguments
 from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.query_sums import write_sums
 from dilabench.kernels.tuning import TileConfig, specialized_backward_config
@@ -78,9 +77,7 @@ def _run(
         "n_kinds": plan.mask_heads,
         "n_items": n_items,
         "n_tiles": spans.shape[1],
-        **window_arguments(None),
-        "super_tokens": plan.keys,
-        "length": plan.keys,
+        **one_segment(plan.keys),
         "n_blocks": n_blocks,
         "item_major": 0,
         "n_slots": work.slots,

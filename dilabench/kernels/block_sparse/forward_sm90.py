@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
-from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper, window_arguments
+from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper
 from dilabench.kernels.launches import Launches, run
 from dilabench.kernels.tuning import TileConfig, specialized_config
 
@@ -90,10 +90,8 @@ def block_sparse_forward_sm90(
         "n_items": n_items,
         "n_heads": num_heads,
         "sequence_rows": rows,
-        **window_arguments(None),
-        "super_tokens": rows,
+        **one_segment(rows),
         "left_over": 0,
-        "length": rows,
         "n_work": n_work,
         "heads_per_kv": num_heads // k.shape[2],
         "key_rows": plan.keys,
@@ -114,6 +112,12 @@ def block_sparse_forward_sm90(
     grid = (min(processors, n_work) if persistent else n_work,)
     known.keep("forward", run(_forward_kernel, grid, arguments), tensors)
     return out, lse
+
+
+def one_segment(rows: int) -> dict[str, int]:
+    """`size_arguments` of one segment of so many rows and one class."""
+    long = dict.fromkeys(("super_rows", "super_tokens", "whole_rows", "length"), rows)
+    return long | dict.fromkeys(("longer_classes", "before", "behind"), 0)
 
 
 def _device_lists(plan: Plan, tiles: TileConfig, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

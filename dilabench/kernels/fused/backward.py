@@ -32,7 +32,6 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
-    box_of,
     box_place,
     end_of,
     load_tile,
@@ -41,10 +40,10 @@ from dilabench.kernels.fused.tile_walk import (
     scores,
     seen_keys,
     seen_queries,
+    segment_of,
     split_block,
     split_program,
     store_tile,
-    token_of,
     turned,
     unpack,
     zero_tail,
@@ -83,6 +82,7 @@ def _query_kernel(
     heads_per_kv,
     length,
     whole_rows,
+    longer_classes,
     left_over,
     stats_blocks,
     super_rows,
@@ -120,14 +120,15 @@ def _query_kernel(
     n_masked = tl.load(item_ptr + 4)
 
     residue = turned(u, shift, R)
-    left = length - super_index * super_tokens
-    box = box_of(super_index, super_rows, super_tokens, whole_rows, left_over, R, SHIFTED)
-    row = tile * BLOCK_M
+    base_row, first_place, rows_left, longer_classes = segment_of(
+        super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+    )
+    row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
-    place, box_row = box_place(residue, row, box, R, BLOCK_M, RAGGED, SHIFTED)
+    place, box_row = box_place(residue, row, first_place, whole_rows, left_over, R, BLOCK_M, RAGGED, SHIFTED)
     q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
     dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
-    query_row = row + tl.arange(0, BLOCK_M)
+    query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
     stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
     stats = stats_ptr + stats_at + stats_places(query_row)
@@ -140,8 +141,8 @@ def _query_kernel(
         entry = tl.load(entry_ptr)
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
-        key_row = key_tile * BLOCK_N
-        place, key_row = box_place(partner, key_row, box, R, BLOCK_N, SHIFTED, SHIFTED)
+        key_row = base_row + key_tile * BLOCK_N
+        place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
         k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
@@ -155,13 +156,15 @@ def _query_kernel(
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
-            key_row = key_tile * BLOCK_N
-            place, key_row = box_place(partner, key_row, box, R, BLOCK_N, RAGGED, SHIFTED)
+            key_row = base_row + key_tile * BLOCK_N
+            place, key_row = box_place(
+                partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
+            )
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
-            end = end_of(partner, left, super_tokens, R)
+            end = end_of(partner, rows_left, longer_classes, super_rows)
             window = (before, behind)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
@@ -169,9 +172,8 @@ def _query_kernel(
             ds = p * (dp - delta[:, None])
             dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
 
-    token = token_of(residue, row, super_index, super_tokens, R)
-    dq_ptr += place_of(token, batch, head, length, n_heads, HEAD_DIM)
-    rows = end_of(residue, left, super_tokens, R) - row
+    dq_ptr += place_of(row, residue + first_place, batch, head, length, n_heads, R, HEAD_DIM)
+    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
     store_tile(dq * scale, dq_tail * scale, dq_ptr, rows, 1.0, n_heads, R, ADD, BLOCK_M, HEAD_DIM, HEAD, TAIL)
 
 
@@ -203,6 +205,7 @@ def _key_kernel(
     n_kv_heads,
     length,
     whole_rows,
+    longer_classes,
     left_over,
     stats_blocks,
     super_rows,
@@ -239,14 +242,15 @@ def _key_kernel(
     tile = tl.load(order_at + 1)
     residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
-    left = length - super_index * super_tokens
-    box = box_of(super_index, super_rows, super_tokens, whole_rows, left_over, R, SHIFTED)
+    base_row, first_place, rows_left, longer_classes = segment_of(
+        super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+    )
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
-    row = tile * BLOCK_N
-    place, box_row = box_place(residue, row, box, R, BLOCK_N, CUT, SHIFTED)
+    row = base_row + tile * BLOCK_N
+    place, box_row = box_place(residue, row, first_place, whole_rows, left_over, R, BLOCK_N, CUT, SHIFTED)
     k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
-    key_row = row + tl.arange(0, BLOCK_N)
+    key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
     dk_tail = zero_tail(BLOCK_N, TAIL)
     dv = tl.zeros([BLOCK_N, HEAD], tl.float32)
@@ -273,7 +277,9 @@ def _key_kernel(
             query_tile *= BLOCK_M
             # Of causal lists these tiles end before the last row, of the sequence where nothing is shifted.
             cut: tl.constexpr = CUT and (SHIFTED or not CAUSAL)
-            place, box_row = box_place(partner, query_tile, box, R, BLOCK_M, cut, SHIFTED)
+            place, box_row = box_place(
+                partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, cut, SHIFTED
+            )
             q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
             stats = stats_at + (partner * class_stats + query_tile * 2)
             log2_lse = tl.load(stats) - bias
@@ -292,7 +298,9 @@ def _key_kernel(
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
                 query_tile *= BLOCK_M
-                place, box_row = box_place(partner, query_tile, box, R, BLOCK_M, CUT, SHIFTED)
+                place, box_row = box_place(
+                    partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, CUT, SHIFTED
+                )
                 q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
@@ -308,9 +316,8 @@ def _key_kernel(
                 ds = p * (dp - delta[None, :])
                 dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
 
-    token = token_of(residue, row, super_index, super_tokens, R)
-    place = place_of(token, batch, kv_head, length, n_kv_heads, HEAD_DIM)
-    rows = end_of(residue, left, super_tokens, R) - row
+    place = place_of(row, residue + first_place, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
+    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
     store_tile(
         dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, window_arguments
+from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, size_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, Launches, launch
@@ -106,8 +106,7 @@ def _run(
             "n_kinds": len(group.kinds),
             "n_items": n_items,
             "n_tiles": tables.lookup.shape[3],
-            "super_tokens": group.super_tokens,
-            "length": group.length,
+            **size_arguments(group),
             "n_blocks": n_blocks,
             "item_major": int(2 * keys.numel() * keys.element_size() <= L2_RESIDENT_BYTES),
             "n_slots": 0,
@@ -119,7 +118,6 @@ def _run(
             "COUNTED": True,
             "SHIFTED": group.is_shifted,
             "WINDOWED": group.is_windowed,
-            **window_arguments(group.window),
             "launch_pdl": follows,
         }
         return (n_items * n_blocks,), shared | own

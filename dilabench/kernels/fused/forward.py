@@ -25,7 +25,6 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
-    box_of,
     box_place,
     end_of,
     load_tile,
@@ -34,10 +33,10 @@ from dilabench.kernels.fused.tile_walk import (
     scaled,
     scores,
     seen_keys,
+    segment_of,
     split_block,
     split_program,
     store_tile,
-    token_of,
     turned,
     unpack,
     zero_tail,
@@ -71,6 +70,7 @@ def _forward_kernel(
     heads_per_kv,
     length,
     whole_rows,
+    longer_classes,
     left_over,
     super_rows,
     super_tokens,
@@ -105,10 +105,13 @@ def _forward_kernel(
     n_masked = tl.load(item_ptr + 4)
 
     residue = turned(u, shift, R)
-    left = length - super_index * super_tokens
-    box = box_of(super_index, super_rows, super_tokens, whole_rows, left_over, R, SHIFTED)
+    base_row, first_place, rows_left, longer_classes = segment_of(
+        super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+    )
     kv_head = head // heads_per_kv
-    place, row = box_place(residue, tile * BLOCK_M, box, R, BLOCK_M, RAGGED, SHIFTED)
+    place, row = box_place(
+        residue, base_row + tile * BLOCK_M, first_place, whole_rows, left_over, R, BLOCK_M, RAGGED, SHIFTED
+    )
     q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -120,8 +123,8 @@ def _forward_kernel(
         entry = tl.load(entry_ptr)
         entry_ptr += 1
         key_tile, partner, bias = unpack(entry, shift, R)
-        key_row = key_tile * BLOCK_N
-        place, key_row = box_place(partner, key_row, box, R, BLOCK_N, SHIFTED, SHIFTED)
+        key_row = base_row + key_tile * BLOCK_N
+        place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
         k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
@@ -139,11 +142,13 @@ def _forward_kernel(
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R)
-            key_row = key_tile * BLOCK_N
-            place, key_row = box_place(partner, key_row, box, R, BLOCK_N, RAGGED, SHIFTED)
+            key_row = base_row + key_tile * BLOCK_N
+            place, key_row = box_place(
+                partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
+            )
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
-            end = end_of(partner, left, super_tokens, R)
+            end = end_of(partner, rows_left, longer_classes, super_rows)
             window = (before, behind)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
@@ -158,10 +163,10 @@ def _forward_kernel(
             acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
             top = new_top
 
-    rows = end_of(residue, left, super_tokens, R) - tile * BLOCK_M
+    rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_M
     inside = tl.arange(0, BLOCK_M) < rows
-    first_token = token_of(residue, tile * BLOCK_M, super_index, super_tokens, R)
-    token = first_token + tl.arange(0, BLOCK_M) * R
+    row = base_row + tile * BLOCK_M
+    token = row.to(tl.int64) * R + residue + first_place + tl.arange(0, BLOCK_M) * R
     mine = tl.full([BLOCK_M], 1.0, tl.float32)
     if mass_ptr is not None:
         mass = tl.load(mass_ptr + head.to(tl.int64) * length + token, inside, float("-inf")) * 1.4426950408889634
@@ -183,7 +188,7 @@ def _forward_kernel(
         theirs = theirs / both
         lse = higher + tl.log(both)
     acc, acc_tail = scaled(acc, acc_tail, mine, TAIL)
-    out_ptr += place_of(first_token, batch, head, length, n_heads, HEAD_DIM)
+    out_ptr += place_of(row, residue + first_place, batch, head, length, n_heads, R, HEAD_DIM)
     store_tile(acc, acc_tail, out_ptr, rows, theirs[:, None], n_heads, R, MERGE, BLOCK_M, HEAD_DIM, HEAD, TAIL)
     if MERGE:
         # As in `merge`: other threads may read what one of them overwrites.

@@ -31,6 +31,7 @@ PER_LENGTH = (
     "length",
     "sequence_rows",
     "whole_rows",
+    "longer_classes",
     "left_over",
     "super_rows",
     "super_tokens",
@@ -160,7 +161,6 @@ def launch_arguments(
     """
     q, k = tiles["q"][0], tiles["k"][0]
     grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
-    arguments |= {"super_rows": group.super_rows, "whole_rows": group.length // group.modulus}
     head, tail = arguments["HEAD"], arguments["TAIL"]
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows, head)
@@ -190,10 +190,8 @@ def shared_arguments(
         "n_kinds": len(group.kinds),
         "n_items": n_items,
         "n_heads": q.shape[2],
-        "length": group.length,
         "left_over": tokens_left(q, group.modulus),
-        "super_tokens": group.super_tokens,
-        **window_arguments(group.window),
+        **size_arguments(group),
         "n_blocks": n_blocks,
         "item_major": int(2 * k.numel() * k.element_size() <= L2_RESIDENT_BYTES),
         "R": group.modulus,
@@ -215,10 +213,18 @@ def shared_arguments(
     return (n_items * n_blocks,), arguments
 
 
-def window_arguments(window: tuple[int, int] | None) -> dict[str, int]:
-    """How many tokens before and behind it a query sees; without a window nobody asks."""
-    before, behind = window or (0, 0)
-    return {"before": before, "behind": behind}
+def size_arguments(group: BranchGroup) -> dict[str, int]:
+    """How long super-segments and the sequence are, and how many tokens before and behind it a query sees."""
+    before, behind = group.window or (0, 0)
+    return {
+        "super_rows": group.super_rows,
+        "super_tokens": group.super_tokens,
+        "whole_rows": group.length // group.modulus,
+        "longer_classes": group.length % group.modulus,
+        "length": group.length,
+        "before": before,
+        "behind": behind,
+    }
 
 
 def check_head_dim(q: Tensor) -> None:

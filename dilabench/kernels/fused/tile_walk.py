@@ -46,26 +46,31 @@ def query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kin
 
 
 @triton.jit
-def box_of(super_index, super_rows, super_tokens, whole_rows, left_over, R, SHIFTED: tl.constexpr):
-    """What `box_place` has to know of a super-segment: its first row and, SHIFTED, the place of its first token in it;
-    whole rows of the sequence, and how many tokens stand behind them.
+def segment_of(super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED: tl.constexpr):
+    """(first row, place of the first token in it, rows of all classes from there on, how many classes have one more) of
+    a super-segment. SHIFTED: it may begin at another token than the first of a row; else the place is 0, and rows go on
+    to the end of the sequence.
     """
     first_row = super_index * super_rows
     first_place = 0
+    rows = whole_rows - first_row
     if SHIFTED:
-        first_row = super_index * super_tokens // R
-        first_place = super_index * super_tokens % R
-    return first_row, first_place, whole_rows, left_over
+        first_token = super_index * super_tokens
+        first_row = first_token // R
+        first_place = first_token % R
+        tokens = tl.minimum(super_tokens, length - first_token)
+        rows = tokens // R
+        longer_classes = tokens % R
+    return first_row, first_place, rows, longer_classes
 
 
 @triton.jit
-def box_place(residue, row, box, R, ROWS: tl.constexpr, CUT: tl.constexpr, SHIFTED: tl.constexpr):
-    """Where ROWS rows of a class, from ``row`` of a super-segment on, stand in the box of `row_layout.class_rows`:
-    (place among the tokens of a row, row). CUT: tokens may stand behind the whole rows. SHIFTED: super-segments begin
-    at other tokens than the first of a row.
+def box_place(
+    residue, row, first_place, whole_rows, left_over, R, ROWS: tl.constexpr, CUT: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """Where a tile of ROWS rows of a class stands in the box of `row_layout.class_rows`: (place among the tokens of a
+    row, row). CUT: ``left_over`` tokens may stand behind the whole rows. SHIFTED: classes count from ``first_place``.
     """
-    first_row, first_place, whole_rows, left_over = box
-    row += first_row
     if SHIFTED:
         residue += first_place
         next_row = (residue >= R).to(tl.int32)
@@ -128,15 +133,10 @@ def zero_tail(ROWS: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def token_of(residue, row, super_index, super_tokens, R):
-    """The token in a row of a class of a super-segment."""
-    return (super_index * super_tokens + residue).to(tl.int64) + row * R
-
-
-@triton.jit
-def place_of(token, batch, head, length, n_heads, HEAD_DIM: tl.constexpr):
-    """Where a token of a head begins in a contiguous [B, N, H, D]."""
-    return ((batch.to(tl.int64) * length + token) * n_heads + head) * HEAD_DIM
+def place_of(row, place, batch, head, length, n_heads, R, HEAD_DIM: tl.constexpr):
+    """Where the token at a place of a row, or as far behind it, begins in a contiguous [B, N, H, D]."""
+    token = batch.to(tl.int64) * length + row * R + place
+    return (token * n_heads + head) * HEAD_DIM
 
 
 @triton.jit
@@ -186,9 +186,9 @@ def store_columns(
 
 
 @triton.jit
-def end_of(residue, left, super_tokens, R):
-    """Rows of a class in a super-segment, from whose beginning on the sequence has ``left`` tokens."""
-    return (tl.minimum(super_tokens, left) - residue + R - 1) // R
+def end_of(residue, rows, longer_classes, super_rows):
+    """Rows of a class in a super-segment (`segment_of`)."""
+    return tl.minimum(super_rows, rows + (residue < longer_classes).to(tl.int32))
 
 
 @triton.jit

@@ -41,7 +41,6 @@ from dilabench.kernels.fused.sm90.backward_steps import (
 )
 from dilabench.kernels.fused.sm90.tile_walk import (
     bias_of,
-    box_of,
     box_place,
     class_of,
     end_of,
@@ -157,13 +156,14 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
     q_steps, k_steps, v_steps, dout_steps = steps
     q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
     key_full, query_full, query_empty, _, _ = barriers
-    super_tokens, length, stats_rows, left_over, _ = rows
+    sizes, stats_rows, left_over, _ = rows
     n_heads, _, heads_per_kv, _, _ = heads
     n_supers = grid[0]
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
+    base_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
     if tile >= 0:
-        box = box_of(0, super_index * super_tokens, length, left_over, R)
-        place, key_row = box_place(residue, tile * BLOCK_N, box, R, BLOCK_N, SHIFTED)
+        box = (first_place, sizes[2], left_over)
+        place, key_row = box_place(residue, base_row + tile * BLOCK_N, box, R, BLOCK_N, SHIFTED)
         mbarrier.expect(key_full, 2 * BLOCK_N * HEAD * 2)
         at = corner(batch, place, kv_head, key_row, 0, k_steps, form)
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
@@ -182,7 +182,7 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
                 phase = (step // STAGES) & 1
                 partner = class_of(entry, shift, R)
                 query_row = tile_of(entry) * BLOCK_M
-                place, row = box_place(partner, query_row, box, R, BLOCK_M, SHIFTED)
+                place, row = box_place(partner, base_row + query_row, box, R, BLOCK_M, SHIFTED)
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
                 mbarrier.expect(full, 2 * BLOCK_M * (HEAD * 2 + 4))
@@ -223,8 +223,7 @@ def _consume(
     sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
-    super_tokens = rows[0]
-    window = rows[4]
+    sizes, _, _, window = rows
     _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
@@ -236,9 +235,8 @@ def _consume(
         dv = (none, none_of_more)
         zero = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
         first_row = tile * BLOCK_N + half * ROWS
-        first_token, tokens = segment_of(super_index, super_tokens, length)
-        end = end_of(residue, tokens, R)
-        base_row = first_token // R
+        base_row, first_place, ends = segment_of(super_index, sizes, R, form.value.SHIFTED)
+        end = end_of(residue, ends)
         query = gl.arange(0, BLOCK_M, layout=COLUMN_LAYOUT)
         # Every step adds to dQ what the one before found. The first follows one that found nothing.
         ds_smem.index(0).slice(half * ROWS, ROWS, dim=0).store(gl.full([ROWS, BLOCK_M], 0.0, q_smem.dtype, S_LAYOUT))
@@ -324,7 +322,7 @@ def _consume(
                     mbarrier.arrive(query_empty.index(stage), count=1)
                     query_row += base_row
                     if form.value.SHIFTED:
-                        partner, query_row = shifted(partner, query_row, first_token % R, R)
+                        partner, query_row = shifted(partner, query_row, first_place, R)
                     before = (batch, partner, head - first_kv_head * heads_per_kv, query_row)
                     step += 1
         if not HELD:
@@ -346,7 +344,7 @@ def _consume(
                 store_sums(dk, 1.0, own, HEAD, ROWS, False, ROWS, form)
                 store_sums(dv, 1.0, own + BLOCK_N * HEAD, HEAD, ROWS, False, ROWS, form)
         if slot < 0:
-            token = batch.to(gl.int64) * length + first_token + residue + first_row * R
+            token = batch.to(gl.int64) * length + (base_row + first_row).to(gl.int64) * R + residue + first_place
             at = (token * n_kv_heads + kv_head) * DIM
             row_stride = n_kv_heads * R * DIM
             store_sums(dk, scale, dk_ptr + at, row_stride, end - first_row, form.value.ADD, ROWS, form)
@@ -388,7 +386,10 @@ def _backward_kernel(
     n_kv_heads,
     sequence_rows,
     key_rows,
+    super_rows,
     super_tokens,
+    whole_rows,
+    longer_classes,
     before,
     behind,
     left_over,
@@ -448,7 +449,8 @@ def _backward_kernel(
     descriptors = (q_desc, k_desc, v_desc, dout_desc, stats_desc)
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
-    rows = (super_tokens, length, stats_rows, left_over, (before, behind))
+    sizes = (super_rows, super_tokens, whole_rows, longer_classes, length)
+    rows = (sizes, stats_rows, left_over, (before, behind))
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
     steps = (
         (sequence_rows, q_token, q_head),

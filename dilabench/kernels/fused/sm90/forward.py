@@ -26,10 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, tokens_left, window_arguments
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, size_arguments, tokens_left
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
-    box_of,
     box_place,
     class_of,
     segment_of,
@@ -112,15 +111,17 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
     items_ptr, entries_ptr, heads_ptr, _ = tables
-    sequence_rows, super_tokens, length, _, left_over, _ = geometry[5:]
+    sequence_rows, sizes, _, left_over, _ = geometry[5:]
     q_smem, k_smem, v_smem, q_tail, k_tail, v_tail = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
+    first_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
     if n > 0:
-        box = box_of(batch * sequence_rows, super_index * super_tokens, length, left_over, R)
+        base_row = batch * sequence_rows + first_row
+        box = (first_place, sizes[2], left_over)
         residue = turned(gl.load(item_ptr), shift, R)
-        row = gl.load(item_ptr + 1) * BLOCK_M
+        row = base_row + gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
         k_column = (head // heads_per_kv) * k_head
         v_column = (head // heads_per_kv) * v_head
@@ -138,7 +139,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
             partner = class_of(entry, shift, R)
-            place, key_row = box_place(partner, tile_of(entry) * BLOCK_N, box, R, BLOCK_N, SHIFTED)
+            place, key_row = box_place(partner, base_row + tile_of(entry) * BLOCK_N, box, R, BLOCK_N, SHIFTED)
             following = gl.load(first + gl.minimum(j + 1, n - 1))
             column = place * k_token + k_column
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -337,7 +338,7 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
     results, tables, geometry, tiles, barriers, scale_log2, R = given
     items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
     n_heads = geometry[4]
-    _, super_tokens, length, key_rows, _, window = geometry[5:]
+    _, sizes, key_rows, _, window = geometry[5:]
     bounds = (bounds_ptr, key_rows, window)
     item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n_full = gl.load(item_ptr + 3)
@@ -347,8 +348,8 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
         residue = turned(gl.load(item_ptr), shift, R)
         first = entries_ptr + gl.load(item_ptr + 2)
         first_row = gl.load(item_ptr + 1) * BLOCK_M + half * ROWS
-        first_token, tokens = segment_of(super_index, super_tokens, length)
-        place = (first_row, residue, shift, tokens)
+        base_row, first_place, ends = segment_of(super_index, sizes, R, form.value.SHIFTED)
+        place = (first_row, residue, shift, ends)
         acc, tail, sums = _consume_tile(
             half,
             first,
@@ -373,7 +374,7 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
             overflowed = (gl.max(largest, 0) > form.value.LARGEST).to(gl.int32)
             stores = stores & (overflowed == 0)
         if stores:
-            whose = (batch, head, n_heads, length, first_token)
+            whose = (batch, head, n_heads, sizes[4], base_row, first_place)
             finish(acc, tail, top, total, results, whose, place, R, form, S_LAYOUT)
     return step + n, turn + (n > 0).to(gl.int32), overflowed
 
@@ -446,7 +447,10 @@ def _forward_kernel(
     n_items,
     n_heads,
     sequence_rows,
+    super_rows,
     super_tokens,
+    whole_rows,
+    longer_classes,
     before,
     behind,
     left_over,
@@ -512,8 +516,7 @@ def _forward_kernel(
         n_items,
         n_heads,
         sequence_rows,
-        super_tokens,
-        length,
+        (super_rows, super_tokens, whole_rows, longer_classes, length),
         key_rows,
         left_over,
         (before, behind),
@@ -627,9 +630,8 @@ def run_group(
             "n_items": n_items,
             "n_heads": num_heads,
             "sequence_rows": length // group.modulus,
-            "super_tokens": group.super_tokens,
+            **size_arguments(group),
             "left_over": tokens_left(q, group.modulus),
-            "length": group.length,
             "n_work": n_work,
             "heads_per_kv": num_heads // k.shape[2],
             "key_rows": 0,
@@ -639,7 +641,6 @@ def run_group(
             "CAUSAL": causal,
             "SHIFTED": group.is_shifted,
             "WINDOWED": group.is_windowed,
-            **window_arguments(group.window),
             "RAGGED": ragged and not causal,
             "RANGES": 0,
             "MERGE": merge,

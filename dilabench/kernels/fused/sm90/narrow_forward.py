@@ -28,7 +28,6 @@ from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
-    box_of,
     box_place,
     class_of,
     segment_of,
@@ -79,8 +78,9 @@ def _form(*values):
 @gluon.jit
 def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, form: gl.constexpr):
     """Begin to copy the tile that a list entry names; ``whose``: batch item and head."""
-    box, shift, R = route
-    place, row = box_place(class_of(entry, shift, R), tile_of(entry) * ROWS, box, R, ROWS, form.value.SHIFTED)
+    base_row, shift, box, R = route
+    row = base_row + tile_of(entry) * ROWS
+    place, row = box_place(class_of(entry, shift, R), row, box, R, ROWS, form.value.SHIFTED)
     batch, head = whose
     mbarrier.expect(barrier, ROWS * form.value.HEAD * 2)
     tma.async_copy_global_to_shared(desc, [batch, place, head, row, 0], barrier, smem)
@@ -128,7 +128,7 @@ def _step(
     k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full = operands
     scale_log2, place, bounds, zero = softmax
     acc, sums, weights, entry, ahead = state
-    _, _, R = route
+    _, _, _, R = route
     stage = (begun + j) % _STAGES
     before = 1 - stage
     mbarrier.wait(k_full.index(stage), ((begun + j) // _STAGES) & 1)
@@ -170,7 +170,10 @@ def _narrow_kernel(
     n_heads,
     heads_per_kv,
     length,
+    whole_rows,
+    longer_classes,
     left_over,
+    super_rows,
     super_tokens,
     before,
     behind,
@@ -226,12 +229,13 @@ def _narrow_kernel(
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if u >= 0:
-        first_token, tokens = segment_of(super_index, super_tokens, length)
-        route = (box_of(0, first_token, length, left_over, R), shift, R)
+        sizes = (super_rows, super_tokens, whole_rows, longer_classes, length)
+        base_row, first_place, ends = segment_of(super_index, sizes, R, SHIFTED)
+        route = (base_row, shift, (first_place, whole_rows, left_over), R)
         whose = (batch, head // heads_per_kv)
         _copy(q_desc, q_smem, q_full.index(0), (u << _TILE_BITS) | tile, (batch, head), route, BLOCK_M, form)
         residue = turned(u, shift, R)
-        place = (tile * BLOCK_M, residue, shift, tokens)
+        place = (tile * BLOCK_M, residue, shift, ends)
         bounds = (items_ptr, 0, (before, behind))
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
         softmax = (scale_log2, place, bounds, zero)
@@ -277,7 +281,7 @@ def _narrow_kernel(
             begun += n
             # A weight may have overflowed: once more, with a maximum renewed in every step.
             kept = gl.where((kept > 0) & (gl.max(largest, 0) > LARGEST), 0, -1)
-        rows = (batch, head, n_heads, length, first_token)
+        rows = (batch, head, n_heads, length, base_row, first_place)
         finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 

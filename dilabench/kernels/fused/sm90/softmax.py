@@ -32,7 +32,7 @@ def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.cons
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     CAUSAL: gl.constexpr = form.value.CAUSAL
     RANGES: gl.constexpr = form.value.RANGES
-    first_row, residue, shift, tokens = place
+    first_row, residue, shift, ends = place
     key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     partner = class_of(entry, shift, R)
     if CAUSAL:
@@ -40,7 +40,7 @@ def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.cons
         last = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
         seen = key_row[None, :] <= last[:, None]
     else:
-        seen = (key_row < end_of(partner, tokens, R) - tile_of(entry) * BLOCK_N)[None, :]
+        seen = (key_row < end_of(partner, ends) - tile_of(entry) * BLOCK_N)[None, :]
     bounds_ptr, key_rows, window = bounds
     if form.value.WINDOWED:
         query_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + (first_row - tile_of(entry) * BLOCK_N)
@@ -74,7 +74,7 @@ def weigh(
     LAYOUT: gl.constexpr,
 ):
     """Weights, ``sums`` with them, and the decay of what was summed before. ``place``: first row, class and class shift
-    of the queries, and the tokens of their super-segment.
+    of the queries, and `end_of`'s ends.
 
     sums: running maximum, running sum, and the largest sum of weights of a step that does not RENEW the maximum but
     leaves it as it was, finite; its weights may exceed 1. For the maximum of a softmax is any number that keeps the
@@ -185,7 +185,8 @@ def _store_columns(
 @gluon.jit
 def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, LAYOUT: gl.constexpr):
     """Write out and lse of ROWS queries from the accumulators, the running maximum and the running sum. ``whose``:
-    batch item, head and number of heads, length, first token of the super-segment; ``place`` as in `weigh`.
+    batch item, head and number of heads, length, first row of the super-segment and the place of its first token in
+    that; ``place`` as in `weigh`.
     """
     DIM: gl.constexpr = form.value.DIM
     TAIL: gl.constexpr = form.value.TAIL
@@ -193,11 +194,11 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
     ROWS: gl.constexpr = form.value.ROWS
     MERGE: gl.constexpr = form.value.MERGE
     out_ptr, lse_ptr, mass_ptr = results
-    batch, head, n_heads, length, first_token = whose
-    first_row, residue, _, tokens = place
-    token = (first_token + residue).to(gl.int64) + first_row * R
+    batch, head, n_heads, length, base_row, first_place = whose
+    first_row, residue, _, ends = place
+    token = ((base_row + first_row).to(gl.int64)) * R + residue + first_place
     # Rows beyond the end of the segment are another's, or none.
-    end = end_of(residue, tokens, R) - first_row
+    end = end_of(residue, ends) - first_row
     lse_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     mine = 1.0
     if mass_ptr is not None:

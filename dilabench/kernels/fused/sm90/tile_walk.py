@@ -52,16 +52,29 @@ def bias_of(entry):
 
 
 @gluon.jit
-def segment_of(super_index, super_tokens, length):
-    """(first token, number of tokens) of a super-segment."""
-    first_token = super_index * super_tokens
-    return first_token, gl.minimum(super_tokens, length - first_token)
+def segment_of(super_index, sizes, R, SHIFTED: gl.constexpr):
+    """As `tile_walk.segment_of`: first row, place of the first token in it, and `end_of`'s ends of a super-segment."""
+    super_rows, super_tokens, whole_rows, longer_classes, length = sizes
+    first_row = super_index * super_rows
+    first_place = 0
+    rows = whole_rows - first_row
+    if SHIFTED:
+        first_token = super_index * super_tokens
+        first_row = first_token // R
+        first_place = first_token % R
+        tokens = gl.minimum(super_tokens, length - first_token)
+        rows = tokens // R
+        longer_classes = tokens % R
+    return first_row, first_place, (rows, longer_classes, super_rows)
 
 
 @gluon.jit
-def end_of(residue, tokens, R):
-    """Rows of a class in a super-segment of so many tokens."""
-    return (tokens - residue + R - 1) // R
+def end_of(residue, ends):
+    """Rows of a class in a super-segment; ``ends``: rows of all classes from its beginning on, how many classes have
+    one more, and rows of the longest ones.
+    """
+    rows, longer_classes, super_rows = ends
+    return gl.minimum(super_rows, rows + (residue < longer_classes).to(gl.int32))
 
 
 @gluon.jit
@@ -69,14 +82,6 @@ def window_rows(query_row, apart, window, R):
     """As `tile_walk.window_rows`."""
     before, behind = window
     return query_row + 1 - (before - apart + R) // R, query_row - 1 + (behind + apart + R) // R
-
-
-@gluon.jit
-def box_of(batch_rows, first_token, length, left_over, R):
-    """What `box_place` has to know of a super-segment: its first row, behind those of other batch items, and that of
-    the tokens of a row with which it begins; whole rows of the sequence, and tokens left over.
-    """
-    return batch_rows + first_token // R, first_token % R, length // R, left_over
 
 
 @gluon.jit
@@ -89,9 +94,10 @@ def shifted(residue, row, first_place, R):
 
 @gluon.jit
 def box_place(residue, row, box, R, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
-    """As `tile_walk.box_place`; ``box`` from `box_of`."""
-    first_row, first_place, whole_rows, left_over = box
-    row = row + first_row
+    """As `tile_walk.box_place`; ``box``: the place of the super-segment's first token in a row, whole rows of the
+    sequence, and tokens left over.
+    """
+    first_place, whole_rows, left_over = box
     if SHIFTED:
         residue, row = shifted(residue, row, first_place, R)
     moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
