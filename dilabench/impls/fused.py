@@ -44,7 +44,7 @@ def _padded(workload: Workload, context: BuildContext) -> Fused | FusedApart:
     # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
     merges = not pattern.has_grouped_heads and len(pattern.branches) > 1
     if workload.mode != "forward" and pattern.is_detached and merges:
-        return FusedApart(tuple(_whole(part, context, padded=True) for part in _single_branches(workload)))
+        return FusedApart(tuple(_whole(part, context) for part in _single_branches(workload)))
     return _whole(workload, context)
 
 
@@ -55,9 +55,8 @@ def _single_branches(workload: Workload) -> Iterator[Workload]:
         yield workload.model_copy(update={"pattern": pattern.model_copy(update=changes)})
 
 
-def _whole(workload: Workload, context: BuildContext, padded: bool = False) -> Fused:
-    # One sequence is read as it is, or is so short that a copy costs nothing.
-    plan = _plan(workload, padded or workload.batch_size == 1)
+def _whole(workload: Workload, context: BuildContext) -> Fused:
+    plan = _plan(workload)
     rest = range(len(DilatedPattern.of(workload).branches)) if plan is None else [index for index, _ in plan.leftover]
     if context.tiles and plan is None:
         raise ValueError(f"tiles {context.tiles!r}: no branch of this workload goes through the fused kernels")
@@ -66,7 +65,7 @@ def _whole(workload: Workload, context: BuildContext, padded: bool = False) -> F
     return Fused(plan, per_branch, workload.softmax_scale, zero_keys, read_tiles(context.tiles))
 
 
-def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
+def _plan(workload: Workload) -> ResiduePlan | None:
     pattern = DilatedPattern.of(workload)
     plan = residue_plan(
         pattern.segment_lengths,
@@ -77,7 +76,6 @@ def _plan(workload: Workload, padded: bool) -> ResiduePlan | None:
         workload.causal,
         pattern.offset,
         pattern.offset_by,
-        padded=padded,
         branch_of_head=pattern.branch_of_head(workload.num_heads),
         window=workload.window,
     )

@@ -53,6 +53,13 @@ CASES = {
         "causal": False,
         "window": (1040, 30),
     },
+    "rates without a common multiple, batch": {
+        "batch_size": 2,
+        "seq_len": 150,
+        "segment_lengths": (60, 75, 90, 150),
+        "dilation_rates": (5, 7, 11, 13),
+        "causal": False,
+    },
     "zero keys": {
         "seq_len": 192,
         "segment_lengths": (64, 128),

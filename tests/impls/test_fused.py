@@ -12,6 +12,7 @@ PER_BRANCH = {
     "window of branches that nest": False,
     "wide rates": True,
     "wide rates, window": True,
+    "rates without a common multiple, batch": True,
     "zero keys": False,
     "zero keys, ragged": False,
     "detached": False,

@@ -24,7 +24,7 @@ def test_logits_that_grow_along_the_keys(dim: int, causal: bool, dtype: torch.dt
     q, k, v = (torch.randn(1, TOKENS, HEADS, dim, generator=generator, device="cuda").to(dtype) for _ in range(3))
     grown = torch.arange(TOKENS, device="cuda") // 256 / (TOKENS // 256)
     q[..., 0], k[..., 0] = dim**0.5, (steepness * grown).to(dtype)[:, None]
-    plan = residue_plan((TOKENS,), (1,), TOKENS, HEADS, HEADS, causal, padded=True)
+    plan = residue_plan((TOKENS,), (1,), TOKENS, HEADS, HEADS, causal)
     out, lse = fused_forward(q, k, v, plan)
     exact_q, exact_k, exact_v = (x.double().transpose(1, 2) for x in (q, k, v))
     logits = exact_q @ exact_k.mT * dim**-0.5

@@ -106,9 +106,7 @@ def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal:
 def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None:
     n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = shape
     only = grouped[0] if grouped else None
-    plan = residue_plan(
-        segments, rates, n, heads, kv_heads, causal, offset, offset_by, tile=16, padded=True, branch_of_head=only
-    )
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, offset, offset_by, tile=16, branch_of_head=only)
     assert plan.complete
     assert sorted(i for group in plan.groups for i in group.branches) == sorted(set(only or range(len(rates))))
     for group in plan.groups:
@@ -125,7 +123,7 @@ def test_tables_of_windows(shape, window: tuple[int, int], causal: bool, by_key:
     n, heads, kv_heads, segments, rates, *offsets = shape
     if causal:
         window = window[0], -1
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *offsets, tile=16, padded=True, window=window)
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *offsets, tile=16, window=window)
     assert plan.complete
     t = np.arange(n)
     for group in plan.groups:
@@ -207,6 +205,13 @@ def test_a_rate_that_does_not_divide_its_segment_takes_a_group_of_its_own() -> N
         residue_plan((1024, 2048), (2, 6), 12290, 4, 4, False, cut=((0, 1),))
 
 
+def test_tensors_are_not_copied_to_a_length_that_all_rates_divide_whatever_these_are() -> None:
+    plan = residue_plan((500, 600, 700, 800), (5, 7, 11, 13), 2000, 4, 4, False)
+    assert [group.branches for group in plan.groups] == [(0,), (1,), (2,)]
+    assert plan.leftover == ((3, "lcm of the dilation rates of all groups is 5005, above 4096"),)
+    assert plan.modulus == 5 * 7 * 11
+
+
 def test_segments_that_do_not_nest_go_to_groups_of_their_own() -> None:
     plan = residue_plan((1024, 1536), (1, 2), 6144, 4, 4, False)
     assert plan.complete
@@ -233,7 +238,7 @@ def test_a_segment_that_only_longer_sequences_cut_is_planned(length: int) -> Non
 @pytest.mark.parametrize("n", [3000, 3001, 3333, 4097])
 def test_tables_stand_where_no_length_has_a_kernel_compiled_anew(n: int, by_key: bool) -> None:
     """Triton compiles once more for addresses that are no multiple of 16 bytes."""
-    for group in residue_plan((1024, 1000, 4096), (1, 2, 4), n, 3, 3, False, padded=True).groups:
+    for group in residue_plan((1024, 1000, 4096), (1, 2, 4), n, 3, 3, False).groups:
         tables = tile_tables(group, 128, 64, False, by_key, torch.device("cpu"))
         all_of_them = (tables.items, tables.lookup, tables.order, tables.entries, tables.heads)
         assert [x.data_ptr() % 16 for x in all_of_them] == [0] * 5

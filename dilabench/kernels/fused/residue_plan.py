@@ -38,6 +38,8 @@ from dilabench.kernels.fused.branch_group import (
 )
 from dilabench.kernels.fused.tile_lists import computed_pairs
 
+# Where a length is no multiple of all moduli, tensors may be copied to one that is: by less than so many tokens.
+MOST_ROWS_BEHIND = 4096
 # Tables beyond this many entries (4 bytes each) cost more than they save; segments this long belong to a dense kernel.
 MAX_TABLE_ENTRIES = 1 << 25
 
@@ -78,14 +80,13 @@ def residue_plan(
     offset_by: OffsetBy = "head",
     tile: int = 64,
     cut: tuple[tuple[int, ...], ...] | None = None,
-    padded: bool = False,
     branch_of_head: tuple[int, ...] | None = None,
     window: tuple[int, int] = (-1, -1),
 ) -> ResiduePlan:
     """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
-    (branch indices) instead. ``padded``: who calls the kernels pads for them, so that no branch is left out for that.
+    (branch indices) instead.
     ``branch_of_head``: the index of the only branch that each head takes part in; None where all take part in all. A
     branch without heads is in no group, and not left over either. ``window``: how many tokens before and behind it a
     query sees, -1 for all.
@@ -121,15 +122,17 @@ def residue_plan(
             leftover.append((i, fit))
         else:
             usable.append(i)
-    groups = _groups(tuple(usable), branches, sequence_length, causal, tile)
-    cut_short = [i for group in groups if sequence_length % group.modulus for i in group.branches]
-    most_keys = min(sequence_length, left + right + 1)
-    pairs_per_row = sum(min(segment_lengths[i], most_keys) / dilation_rates[i] ** 2 for i in cut_short)
-    if not padded and pairs_per_row < _PADDING_COST_PAIRS and sequence_length * num_heads > _CHEAP_ROWS:
-        groups = tuple(group for group in groups if not sequence_length % group.modulus)
-        why = f"sequence length {sequence_length} would be padded for few pairs"
-        leftover += [(i, why) for i in cut_short]
-    return ResiduePlan(groups, tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
+    kept: list[BranchGroup] = []
+    common = 1
+    for group in _groups(tuple(usable), branches, sequence_length, causal, tile):
+        multiple = math.lcm(common, group.modulus)
+        if multiple > MOST_ROWS_BEHIND:
+            why = f"lcm of the dilation rates of all groups is {multiple}, above {MOST_ROWS_BEHIND}"
+            leftover += [(i, why) for i in group.branches]
+        else:
+            kept.append(group)
+            common = multiple
+    return ResiduePlan(tuple(kept), tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
 
 
 class _Branches(NamedTuple):
@@ -160,10 +163,6 @@ def _groups(
     return groups
 
 
-# Where R does not divide N, q, k and v are copied to a length that it divides. A row costs about as much as these pairs
-# (768 bytes read and written at 4 TB/s, a pair of 256 FLOPs at 500 TFLOP/s); up to so many rows a launch costs more.
-_PADDING_COST_PAIRS = 375
-_CHEAP_ROWS = 1 << 17
 # A later group re-reads and re-writes the output rows it covers; one such row costs about as much as this many pairs.
 _MERGE_COST_PAIRS = 64
 
