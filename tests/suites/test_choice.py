@@ -70,9 +70,9 @@ UNNESTED = {"segment_lengths": (1024, 5792, 32768), "dilation_rates": (1, 2, 4),
         ({"head_dim": 96}, "strided"),
         ({"head_dim": 96, "segment_lengths": (1024, 4096, 32768)}, "fused"),
         ({"head_dim": 192}, "strided"),
-        ({"window": (1024, 1024)}, "strided"),
-        ({"heads": "grouped", "num_heads": 6}, "strided"),
-        ({"segment_lengths": (1000, 3000), "dilation_rates": (3, 7)}, "strided"),
+        ({"head_dim": 96, "window": (1024, 1024)}, "fused"),
+        ({"heads": "grouped", "num_heads": 6}, "fused"),
+        ({"segment_lengths": (1000, 3000), "dilation_rates": (3, 7)}, "fused"),
     ],
 )
 def test_fused_is_taken_where_its_kernels_are_faster(cache: Path, fields: dict[str, object], expected: str) -> None:

@@ -59,21 +59,13 @@ def _better_branch_by_branch(workload: Workload) -> str | None:
 
     The kernels of `fused` compute a pair once that several branches share. Where none do, what counts is the rate of
     its kernel beside a dense one's: for heads of 65 to 128 numbers 0.8 to 0.9 of cuDNN's, for 192, which are padded to
-    256, 0.7 of FlashAttention 2's (docs/results/h200-shapes.md).
+    256, 0.7 of FlashAttention 2's (docs/results/h200-shapes.md). A window leaves few pairs to compute, and the dense
+    kernels that know windows are slower (672 microseconds for 1,835, docs/results/choice.md).
     """
     pattern = DilatedPattern.of(workload)
-    if workload.window != UNBOUNDED:
-        return "a window goes branch by branch"
-    if pattern.has_grouped_heads:
-        return "grouped heads in one plan were not timed beside a dense kernel yet"
-    # Pairs of a branch per query, on average over residues.
-    pairs = {(w, r): min(w, workload.seq_len) / r**2 for w, r in pattern.branches}
-    apart = sum(cost for (w, r), cost in pairs.items() if w < workload.seq_len and w % r)
-    if 2 * apart > sum(pairs.values()):
-        return "most pairs lie in branches whose rate does not divide the segment"
     if 128 < workload.head_dim < 256:
         return f"a head dim of {workload.head_dim} is padded to 256"
-    if not 64 < workload.head_dim <= 128:
+    if not 64 < workload.head_dim <= 128 or workload.window != UNBOUNDED:
         return None
     if pattern.is_detached:
         return f"branches of a head dim of {workload.head_dim} share no pairs where merge weights are detached"

@@ -1,8 +1,9 @@
 """Suite `choice`: the regret of the library's choice, the time of what it took over that of the fastest other way."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
+from typing import Any
 
 from dilabench.compare.pairing import common_timings, pair
 from dilabench.compare.ranking import is_quotable, rank
@@ -35,6 +36,7 @@ class Regret:
     `low` and `high` are the ends of its interval; None where they did not take turns often enough for one. `disturbed`:
     a way of the shape took another time by itself than in turn, so that more than chance may be in the ratio.
     `awaited`: the ratio of what callers wait for, with launches that take longer than the GPU; None without any such.
+    `itself`: what is waited for the least is the way that was chosen, called without the library around it.
     """
 
     number: int
@@ -44,7 +46,8 @@ class Regret:
     low: float | None
     high: float | None
     disturbed: bool
-    awaited: float | None
+    awaited: float | None = None
+    itself: bool = False
 
     @property
     def is_much(self) -> bool:
@@ -91,8 +94,8 @@ def regrets(record: RunRecord, catalogue: Catalogue) -> Iterator[Regret]:
         ranking = rank(others, record.device)
         if chosen is not None and ranking is not None:
             disturbed = any(INTERFERENCE.among(row.outcome.notes) for row in rows if isinstance(row.outcome, Measured))
-            awaited = _awaited(chosen, [row for row in others if is_quotable(row)])
-            yield _regret(number, chosen, ranking.fastest, record.device, disturbed, awaited)
+            found = _regret(number, chosen, ranking.fastest, record.device, disturbed)
+            yield replace(found, **_awaited(chosen, [row for row in others if is_quotable(row)]))
 
 
 def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
@@ -105,12 +108,20 @@ def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
     return {number: rows for number, rows in sorted(shapes.items()) if not any(map(cut_short, rows))}
 
 
-def _awaited(chosen: Row, others: Sequence[Row]) -> float | None:
-    """How many times as long who calls the choice waits as who calls the way that is waited for the least."""
+def _awaited(chosen: Row, others: Sequence[Row]) -> dict[str, Any]:
+    """How many times as long who calls the choice waits as who calls the way that is waited for the least, and whether
+    that is what was chosen.
+    """
     if not any(_launching_ns(row) for row in (chosen, *others)):
-        return None
-    mine, *theirs = (max(_median_ns(row), _launching_ns(row)) for row in (chosen, *others))
-    return mine / min(theirs)
+        return {}
+    least = min(others, key=_awaited_ns)
+    case = least.case
+    way = f"{case.implementation}:{case.backend}" if case.backend else case.implementation
+    return {"awaited": _awaited_ns(chosen) / _awaited_ns(least), "itself": _taken(chosen).partition(" ")[0] == way}
+
+
+def _awaited_ns(row: Row) -> float:
+    return max(_median_ns(row), _launching_ns(row))
 
 
 def _launching_ns(row: Row) -> float:
@@ -119,7 +130,7 @@ def _launching_ns(row: Row) -> float:
     return next((note.observed or 0.0 for note in LAUNCH_BOUND.among(row.outcome.notes)), 0.0)
 
 
-def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool, awaited: float | None) -> Regret:
+def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) -> Regret:
     # Without common rounds, as where a run went on in the middle of a shape, there is no interval.
     ratio, low, high = _median_ns(chosen) / _median_ns(other), None, None
     timings = common_timings(other, chosen)
@@ -135,7 +146,6 @@ def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool, 
         low=low,
         high=high,
         disturbed=disturbed,
-        awaited=awaited,
     )
 
 
@@ -158,12 +168,14 @@ def _awaiting(found: Sequence[Regret]) -> Iterator[str]:
     bound = [one for one in found if one.awaited is not None]
     if bound:
         ratios = [one.ratio if one.awaited is None else one.awaited for one in found]
-        over = sum(ratio > MUCH for ratio in ratios)
+        over = [one for one, ratio in zip(found, ratios, strict=True) if ratio > MUCH]
+        itself = sum(one.itself for one in over)
+        front_end = f", in {itself} of these against the chosen way itself, called directly" if itself else ""
         yield (
             f"Launches are in none of these times. In {counted(len(bound), 'shape')} some way takes longer to launch "
             f"than to compute; by what a caller waits for, the longer of both, the choice took {fmean(ratios):.2f} "
             f"times as long in the mean, {median(ratios):.2f} in the median and {max(ratios):.2f} at worst, over "
-            f"{MUCH} in {over}."
+            f"{MUCH} in {len(over)}{front_end}."
         )
 
 
