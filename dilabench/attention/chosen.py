@@ -15,6 +15,7 @@ from dilabench.contracts import BuildContext
 from dilabench.metadata import CHOSEN
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.record import Note
+from dilabench.suites.choice import way_name
 from dilabench.workload.spec import Workload
 
 IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
@@ -45,6 +46,5 @@ def build(workload: Workload, context: BuildContext) -> Chosen:
         "scale": workload.scale,
         "cu_seqlens": workload.cu_seqlens,
     }
-    way = f"{choice.implementation}:{choice.backend}" if choice.backend else choice.implementation
     why = f"{choice.source}: {choice.told}" if choice.told else choice.source
-    return Chosen(options, (CHOSEN.note(f"{way} ({why})", observed=took_ns),))
+    return Chosen(options, (CHOSEN.note(f"{way_name(choice)} ({why})", observed=took_ns),))

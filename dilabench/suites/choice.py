@@ -87,6 +87,11 @@ class Choice:
     told: str = field(default="", compare=False)
 
 
+def way_name(of: Choice | Case) -> str:
+    """'strided:math', or 'fused', which takes no backend."""
+    return f"{of.implementation}:{of.backend}" if of.backend else of.implementation
+
+
 def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
     """The fastest known for the workload that can run here; measured on the nearest cell that is alike.
 

@@ -87,7 +87,5 @@ def _run(
         "SHARED": True,
         "PER_HEAD": sets > 1,
         "COUNTED": False,
-        "SHIFTED": False,
-        "WINDOWED": False,
     }
     return run(_backward_kernel, (n_items * n_blocks,), shared | own)

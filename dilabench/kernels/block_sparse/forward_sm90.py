@@ -101,8 +101,6 @@ def block_sparse_forward_sm90(
         "BLOCK_N": tiles.block_n,
         "CAUSAL": plan.causal,
         "RAGGED": False,
-        "SHIFTED": False,
-        "WINDOWED": False,
         "RANGES": len(bounds),
         "MERGE": False,
         "STAGES": tiles.num_stages,
@@ -115,9 +113,9 @@ def block_sparse_forward_sm90(
 
 
 def one_segment(rows: int) -> dict[str, int]:
-    """`size_arguments` of one segment of so many rows and one class."""
+    """`segment_arguments` of one segment of so many rows and one class."""
     long = dict.fromkeys(("super_rows", "super_tokens", "whole_rows", "length"), rows)
-    return long | dict.fromkeys(("longer_classes", "before", "behind"), 0)
+    return long | dict.fromkeys(("longer_classes", "before", "behind"), 0) | {"SHIFTED": False, "WINDOWED": False}
 
 
 def _device_lists(plan: Plan, tiles: TileConfig, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -470,8 +470,7 @@ def _run_query(
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
-    kind = (q.dtype, *q.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
-    kind = (*kind, group.is_shifted, group.is_windowed)
+    kind = (q.dtype, *q.shape[2:], causal, add, config, *group.compiled_for)
     return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
@@ -513,8 +512,7 @@ def _run_key(
         beside = {"launch_pdl": True} if overlaps else {}
         return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
-    kind = (dk.dtype, *dk.shape[2:], causal, add, group.heads_per_kv, len(group.kinds), config)
-    kind = (*kind, group.is_shifted, group.is_windowed)
+    kind = (dk.dtype, *dk.shape[2:], causal, add, config, *group.compiled_for)
     return launch(_key_kernel, arguments, group.length % group.modulus > 0, *kind)
 
 

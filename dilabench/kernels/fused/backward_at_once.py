@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, size_arguments
+from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, Launches, launch
@@ -106,7 +106,7 @@ def _run(
             "n_kinds": len(group.kinds),
             "n_items": n_items,
             "n_tiles": tables.lookup.shape[3],
-            **size_arguments(group),
+            **segment_arguments(group),
             "n_blocks": n_blocks,
             "item_major": int(2 * keys.numel() * keys.element_size() <= L2_RESIDENT_BYTES),
             "n_slots": 0,
@@ -116,12 +116,9 @@ def _run(
             "SHARED": False,
             "PER_HEAD": False,
             "COUNTED": True,
-            "SHIFTED": group.is_shifted,
-            "WINDOWED": group.is_windowed,
             "launch_pdl": follows,
         }
         return (n_items * n_blocks,), shared | own
 
-    kind = (q.dtype, *q.shape[2:], causal, add, follows, group.heads_per_kv, len(group.kinds), config)
-    kind = (*kind, group.is_shifted, group.is_windowed)
+    kind = (q.dtype, *q.shape[2:], causal, add, follows, config, *group.compiled_for)
     return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -88,11 +88,15 @@ class BranchGroup:
         """Whether a window hides pairs inside of segments."""
         return self.window is not None
 
-    def sure_and_most(self, side: int) -> tuple[int, int]:
-        """Rows on a side (0: before, 1: behind) in which a query sees all keys, and beyond which none; of a class that
-        may be another's where branches have different rates.
+    @property
+    def compiled_for(self) -> tuple[int, ...]:
+        """What kernels are compiled for of a group, so that other groups of the kind compile nothing."""
+        return self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed
+
+    def sure_and_most(self, tokens: int) -> tuple[int, int]:
+        """Rows on a side on which a query sees so many tokens: in which it sees all keys, and beyond which none; of a
+        class that may be another's where branches have different rates.
         """
-        tokens = FAR if self.window is None else self.window[side]
         apart = self.modulus - 1 if len(set(self.rates)) > 1 else 0
         return (tokens - apart) // self.modulus, (tokens + apart) // self.modulus
 

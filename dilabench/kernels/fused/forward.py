@@ -306,6 +306,5 @@ def _run_group(
 
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
-    heads = (group.heads_per_kv, len(group.kinds))
-    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, whole, group.is_shifted, group.is_windowed)
+    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, whole, *group.compiled_for)
     return launch(_forward_kernel, arguments, ragged, *kind)

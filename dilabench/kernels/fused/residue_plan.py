@@ -39,7 +39,7 @@ from dilabench.kernels.fused.branch_group import (
 from dilabench.kernels.fused.tile_lists import computed_pairs
 
 # Where a length is no multiple of all moduli, tensors may be copied to one that is: by less than so many tokens.
-MOST_ROWS_BEHIND = 4096
+MOST_TOKENS_BEHIND = 4096
 # Tables beyond this many entries (4 bytes each) cost more than they save; segments this long belong to a dense kernel.
 MAX_TABLE_ENTRIES = 1 << 25
 
@@ -86,10 +86,9 @@ def residue_plan(
     """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
-    (branch indices) instead.
-    ``branch_of_head``: the index of the only branch that each head takes part in; None where all take part in all. A
-    branch without heads is in no group, and not left over either. ``window``: how many tokens before and behind it a
-    query sees, -1 for all.
+    (branch indices) instead. ``branch_of_head``: the index of the only branch that each head takes part in; None where
+    all take part in all. A branch without heads is in no group, and not left over either. ``window``: how many tokens
+    before and behind it a query sees, -1 for all.
     Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
     """
     if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
@@ -126,8 +125,8 @@ def residue_plan(
     common = 1
     for group in _groups(tuple(usable), branches, sequence_length, causal, tile):
         multiple = math.lcm(common, group.modulus)
-        if multiple > MOST_ROWS_BEHIND:
-            why = f"lcm of the dilation rates of all groups is {multiple}, above {MOST_ROWS_BEHIND}"
+        if multiple > MOST_TOKENS_BEHIND:
+            why = f"lcm of the dilation rates of all groups is {multiple}, above {MOST_TOKENS_BEHIND}"
             leftover += [(i, why) for i in group.branches]
         else:
             kept.append(group)

@@ -191,7 +191,7 @@ def shared_arguments(
         "n_items": n_items,
         "n_heads": q.shape[2],
         "left_over": tokens_left(q, group.modulus),
-        **size_arguments(group),
+        **segment_arguments(group),
         "n_blocks": n_blocks,
         "item_major": int(2 * k.numel() * k.element_size() <= L2_RESIDENT_BYTES),
         "R": group.modulus,
@@ -201,8 +201,6 @@ def shared_arguments(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "SHIFTED": group.is_shifted,
-        "WINDOWED": group.is_windowed,
         "PRECISION": product_precision(q),
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
@@ -213,8 +211,10 @@ def shared_arguments(
     return (n_items * n_blocks,), arguments
 
 
-def size_arguments(group: BranchGroup) -> dict[str, int]:
-    """How long super-segments and the sequence are, and how many tokens before and behind it a query sees."""
+def segment_arguments(group: BranchGroup) -> dict[str, int]:
+    """How long super-segments and the sequence are and how they lie, and how many tokens before and behind it a query
+    sees.
+    """
     before, behind = group.window or (0, 0)
     return {
         "super_rows": group.super_rows,
@@ -224,6 +224,8 @@ def size_arguments(group: BranchGroup) -> dict[str, int]:
         "length": group.length,
         "before": before,
         "behind": behind,
+        "SHIFTED": group.is_shifted,
+        "WINDOWED": group.is_windowed,
     }
 
 

@@ -98,10 +98,11 @@ def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
         from_whole = begin
     # Causal queries before the end of the sequence see nothing beyond it anyway.
     to_whole = _within((start if causal and not by_key else sure) // other, from_whole, end)
-    if group.is_windowed:
+    if group.window is not None:
         # Keys see the queries behind them that see what is before.
-        sure_before, most_before = group.sure_and_most(1 if by_key else 0)
-        sure_behind, most_behind = group.sure_and_most(0 if by_key else 1)
+        before, behind = reversed(group.window) if by_key else group.window
+        sure_before, most_before = group.sure_and_most(before)
+        sure_behind, most_behind = group.sure_and_most(behind)
         begin = _within((start - most_before) // other, begin, end)
         end = _within(-(-(start + own + most_behind) // other), begin, end)
         from_whole = _within(-((sure_before - start - own + 1) // other), np.maximum(from_whole, begin), end)

@@ -18,6 +18,7 @@ from dilabench.report.rows import location, row_name
 from dilabench.request import shard_of
 from dilabench.stats.decisions.decide import judge
 from dilabench.stats.decisions.policy import Policy
+from dilabench.suites.choice import way_name
 from dilabench.suites.regret.cases import cut_short, shapes_asked
 from dilabench.units import format_seconds
 
@@ -115,9 +116,8 @@ def _awaited(chosen: Row, others: Sequence[Row]) -> dict[str, Any]:
     if not any(_launching_ns(row) for row in (chosen, *others)):
         return {}
     least = min(others, key=_awaited_ns)
-    case = least.case
-    way = f"{case.implementation}:{case.backend}" if case.backend else case.implementation
-    return {"awaited": _awaited_ns(chosen) / _awaited_ns(least), "itself": _taken(chosen).partition(" ")[0] == way}
+    itself = _taken(chosen).partition(" ")[0] == way_name(least.case)
+    return {"awaited": _awaited_ns(chosen) / _awaited_ns(least), "itself": itself}
 
 
 def _awaited_ns(row: Row) -> float:

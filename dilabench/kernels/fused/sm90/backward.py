@@ -44,12 +44,12 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
     class_of,
     end_of,
+    seen_queries,
     segment_of,
     shared_layout,
     shifted,
     tile_of,
     turned,
-    window_rows,
 )
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
@@ -292,13 +292,7 @@ def _consume(
                         p = gl.exp2(logits * scale_log2 - log2_lse[None, :])
                     if masked == 1:
                         key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-                        if WINDOWED:
-                            first_key, last = window_rows(query_row + query, partner - residue, window, R)
-                        if CAUSAL:
-                            last = query_row - (residue > partner).to(gl.int32) + query
-                        seen = key[:, None] <= last[None, :]
-                        if WINDOWED:
-                            seen = seen & (key[:, None] >= first_key[None, :])
+                        seen = seen_queries(query_row, query, partner, key, residue, window, R, CAUSAL, WINDOWED)
                         p = gl.where(seen, p, 0.0)
                     weights = p.to(q_smem.dtype)
                     delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMN_LAYOUT)

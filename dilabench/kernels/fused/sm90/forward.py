@@ -26,16 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, size_arguments, tokens_left
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments, tokens_left
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
-from dilabench.kernels.fused.sm90.tile_walk import (
-    box_place,
-    class_of,
-    segment_of,
-    shared_layout,
-    tile_of,
-    turned,
-)
+from dilabench.kernels.fused.sm90.tile_walk import box_place, class_of, segment_of, shared_layout, tile_of, turned
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
@@ -630,7 +623,7 @@ def run_group(
             "n_items": n_items,
             "n_heads": num_heads,
             "sequence_rows": length // group.modulus,
-            **size_arguments(group),
+            **segment_arguments(group),
             "left_over": tokens_left(q, group.modulus),
             "n_work": n_work,
             "heads_per_kv": num_heads // k.shape[2],
@@ -639,8 +632,6 @@ def run_group(
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "CAUSAL": causal,
-            "SHIFTED": group.is_shifted,
-            "WINDOWED": group.is_windowed,
             "RAGGED": ragged and not causal,
             "RANGES": 0,
             "MERGE": merge,
@@ -651,6 +642,5 @@ def run_group(
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    heads = (num_heads, group.heads_per_kv, len(group.kinds))
-    kind = (q.dtype, dim, *heads, causal, merge, mass is None, config, group.is_shifted, group.is_windowed)
+    kind = (q.dtype, dim, num_heads, causal, merge, mass is None, config, *group.compiled_for)
     return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -324,8 +324,7 @@ def run_group(
         }
         return grid, given | own
 
-    heads = (group.heads_per_kv, len(group.kinds))
-    kind = (q.dtype, *q.shape[2:], *heads, causal, merge, mass is None, config, group.is_shifted, group.is_windowed)
+    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
     return launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 

@@ -85,6 +85,21 @@ def window_rows(query_row, apart, window, R):
 
 
 @gluon.jit
+def seen_queries(query_row, rows, partner, key_row, residue, window, R, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr):
+    """As `tile_walk.seen_queries`, of the ``rows`` of a tile that begins with ``query_row``: added last, for the loop
+    around it takes other instructions otherwise.
+    """
+    if WINDOWED:
+        first_row, last_row = window_rows(query_row + rows, partner - residue, window, R)
+    if CAUSAL:
+        last_row = query_row - (residue > partner).to(gl.int32) + rows
+    seen = key_row[:, None] <= last_row[None, :]
+    if WINDOWED:
+        seen = seen & (key_row[:, None] >= first_row[None, :])
+    return seen
+
+
+@gluon.jit
 def shifted(residue, row, first_place, R):
     """(place among the tokens of a row, row) of a class and a row that count from another token of a row."""
     place = residue + first_place
