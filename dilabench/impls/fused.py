@@ -23,9 +23,9 @@ from dilabench.impls.union.strided_rows import kept_rows
 from dilabench.impls.union.union import Union, union_of
 from dilabench.kernels import dense_tiles
 from dilabench.kernels.fused.backward import fused_backward
+from dilabench.kernels.fused.float_parts import readable
 from dilabench.kernels.fused.forward import fused_forward
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.fused.row_layout import whole_classes
 from dilabench.kernels.tile_candidates import read_tiles
 from dilabench.kernels.tuning import Direction, TileConfig
 from dilabench.patterns.dilated import DilatedPattern
@@ -123,7 +123,7 @@ class Fused:
         return differentiable(self, self.number, q, k, v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, padded: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """out and lse, outside autograd. `padded`: the same three from `whole_classes`."""
+        """out and lse, outside autograd. `padded`: the same three from `readable`."""
         if self.plan is None:
             assert self.rest is not None
             out, lse, _ = self.rest.forward(q, k, v)
@@ -148,7 +148,7 @@ class Fused:
         padded: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the merged out and lse, added to `onto` where that is given. `padded`: q, k, v and dout from
-        `whole_classes`.
+        `readable`.
         """
         planned = onto
         if self.plan is not None:
@@ -233,5 +233,5 @@ class FusedApart:
     def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         """The tensors as all branches can read them, so that not each of them pads; None: as they are."""
         modulus = math.lcm(*(branch.plan.modulus for branch in self.branches if branch.plan is not None))
-        whole = tuple(whole_classes(x, modulus) for x in tensors)
+        whole = tuple(readable(x, modulus) for x in tensors)
         return None if all(a is b for a, b in zip(whole, tensors, strict=True)) else whole

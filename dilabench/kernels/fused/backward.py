@@ -19,15 +19,16 @@ from torch import Tensor
 
 from dilabench.kernels.fused.backward_at_once import AtOnce, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.float_parts import is_readable, readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
+    IN_PARTS,
     PER_LENGTH,
     check_operands,
     check_scale,
-    is_whole,
     launch_arguments,
     on_hopper,
-    whole_classes,
+    parts_of,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -52,9 +53,12 @@ from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
-from dilabench.kernels.tuning import TileConfig, tile_columns, tile_config
+from dilabench.kernels.tuning import TileConfig, sums_by_themselves, tile_columns, tile_config
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
+_IN_PARTS = tl.constexpr(IN_PARTS)
+# The launches by keys: one for both gradients, or one for each.
+_SUMS = {False: ("dk, dv",), True: ("dv", "dk")}
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -126,8 +130,8 @@ def _query_kernel(
     row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
     place, box_row = box_place(residue, row, first_place, whole_rows, left_over, R, BLOCK_M, RAGGED, SHIFTED)
-    q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
-    dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
+    dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
     stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
@@ -143,8 +147,8 @@ def _query_kernel(
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
         p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
@@ -160,8 +164,8 @@ def _query_kernel(
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
             )
-            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
-            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
@@ -226,6 +230,8 @@ def _key_kernel(
     WINDOWED: tl.constexpr,
     CUT: tl.constexpr,
     ADD: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -248,8 +254,8 @@ def _key_kernel(
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
     row = base_row + tile * BLOCK_N
     place, box_row = box_place(residue, row, first_place, whole_rows, left_over, R, BLOCK_N, CUT, SHIFTED)
-    k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
-    v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
+    k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL, PRECISION)
+    v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL, PRECISION)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
     dk_tail = zero_tail(BLOCK_N, TAIL)
@@ -280,20 +286,25 @@ def _key_kernel(
             place, box_row = box_place(
                 partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, cut, SHIFTED
             )
-            q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
+            q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
             stats = stats_at + (partner * class_stats + query_tile * 2)
             log2_lse = tl.load(stats) - bias
             logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
-            dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
+            dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
             delta = tl.load(stats + _STATS_BLOCK)
-            dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
-            dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
+            if DK:
+                dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
+            if DV:
+                dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
+            if DK:
+                ds = p * (dp - delta[None, :])
+                dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
         if CAUSAL or WINDOWED:
             # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
-            for _ in tl.range(0, n_masked, num_stages=1):
+            # But of parts: copies that wait for one another take more.
+            stages: tl.constexpr = STAGES if PRECISION == _IN_PARTS else 1
+            for _ in tl.range(0, n_masked, num_stages=stages):
                 entry = tl.load(entry_ptr)
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
@@ -301,27 +312,34 @@ def _key_kernel(
                 place, box_row = box_place(
                     partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, CUT, SHIFTED
                 )
-                q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
+                q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
-                dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
+                dout, dout_tail = load_tile(
+                    dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION
+                )
                 query_row = query_tile + tl.arange(0, BLOCK_M)
                 seen = seen_queries(query_row, partner, key_row, residue, (before, behind), R, CAUSAL, WINDOWED)
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
-                dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
-                dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
-                ds = p * (dp - delta[None, :])
-                dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
+                if DK:
+                    dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
+                if DV:
+                    dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
+                if DK:
+                    ds = p * (dp - delta[None, :])
+                    dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
 
     place = place_of(row, residue + first_place, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
-    store_tile(
-        dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
-    )
-    store_tile(dv, dv_tail, dv_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL)
+    if DK:
+        store_tile(
+            dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
+        )
+    if DV:
+        store_tile(dv, dv_tail, dv_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL)
     if OVERLAPS:
         # Whoever waits for this launch waits for the one that it ran beside.
         tl.extra.cuda.gdc_wait()
@@ -343,7 +361,7 @@ def fused_backward(
     padded: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
-    added to ``onto`` (contiguous) where that is given. ``padded``: q, k, v and dout from `whole_classes`.
+    added to ``onto`` (contiguous) where that is given. ``padded``: q, k, v and dout from `readable`.
 
     Exact also when ``plan.leftover`` is not empty: the caller adds those branches' gradients, computed from the same
     out and lse. The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
@@ -367,14 +385,14 @@ def fused_backward(
     known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), dout, out, lse)))
     scale, whole = known.once("checked", lambda: _checked((q, k, v), given, plan, scale))
     dq, dk, dv = onto or [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    operands = given if whole else {name: whole_classes(x, plan.modulus) for name, x in given.items()}
+    operands = given if whole else {name: readable(x, plan.modulus) for name, x in given.items()}
     at_once, sums = [], None
-    if tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
+    if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = known.once("at once", lambda: _at_once(plan, operands))
         sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, plan.modulus) if at_once else None
     if sums is None:
         at_once = []
-    passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, q, at_once, *tiles))
+    passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], dq, at_once, *tiles))
     if onto is None and not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     add = onto is not None
@@ -389,9 +407,10 @@ def fused_backward(
         if not known.repeat(("dq", *name), tensors):
             launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add)
             known.keep(("dq", *name), launched, tensors)
-        if not known.repeat(("dk, dv", *name), tensors):
-            launched = _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add)
-            known.keep(("dk, dv", *name), launched, tensors)
+        for sums_of in _SUMS[sums_by_themselves(q.shape[-1], parts_of(operands["q"], dq))]:
+            if not known.repeat((sums_of, *name), tensors):
+                launched = _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add, sums_of)
+                known.keep((sums_of, *name), launched, tensors)
         add = True
     return dq, dk, dv
 
@@ -410,7 +429,7 @@ def _checked(
 ) -> tuple[float, bool]:
     """The scale, and whether kernels can read all operands as they are."""
     check_operands(*operands, plan)
-    return check_scale(scale, operands[0].shape[-1]), all(is_whole(x, plan.modulus) for x in given.values())
+    return check_scale(scale, operands[0].shape[-1]), all(is_readable(x, plan.modulus) for x in given.values())
 
 
 def _at_once(plan: ResiduePlan, operands: dict[str, Tensor]) -> list[AtOnce]:
@@ -422,6 +441,7 @@ def _at_once(plan: ResiduePlan, operands: dict[str, Tensor]) -> list[AtOnce]:
 def _passes(
     plan: ResiduePlan,
     q: Tensor,
+    dq: Tensor,
     at_once: list[AtOnce],
     query_config: TileConfig | None,
     key_config: TileConfig | None,
@@ -431,9 +451,9 @@ def _passes(
     for group in plan.groups:
         if any(group is step.group for step in at_once):
             continue
-        fit = (group.largest_tile, q.element_size())
-        by_query = query_config or tile_config(dim, plan.causal, "backward_query", *fit)
-        by_key = key_config or tile_config(dim, plan.causal, "backward_key", *fit)
+        fit, parts = (group.largest_tile, q.element_size()), parts_of(q, dq)
+        by_query = query_config or tile_config(dim, plan.causal, "backward_query", *fit, parts=parts)
+        by_key = key_config or tile_config(dim, plan.causal, "backward_key", *fit, parts=parts)
         by_query, by_key = by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
         tile = max(by_query.block_m, by_key.block_m)
         stats_layout = StatsLayout.of(group.length, group.modulus, group.super_tokens, tile)
@@ -467,10 +487,10 @@ def _run_query(
     }
 
     def arguments(ragged: bool) -> Arguments:
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config, dq)
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
-    kind = (q.dtype, *q.shape[2:], causal, add, config, *group.compiled_for)
+    kind = (dq.dtype, *dq.shape[2:], causal, add, config, *group.compiled_for)
     return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
@@ -484,6 +504,7 @@ def _run_key(
     scale: float,
     config: TileConfig,
     add: bool,
+    sums_of: str,
 ) -> Launched:
     n_kv_heads = operands["k"].shape[2]
     tables = tile_tables(group, config.block_n, config.block_m, causal, True, dk.device)
@@ -502,17 +523,19 @@ def _run_key(
         "scale": scale,
         "GROUP": group.heads_per_kv,
         "ADD": add,
+        "DK": "dk" in sums_of,
+        "DV": "dv" in sums_of,
     }
 
     # It shares nothing that is written with the launch by queries, and begins while that ends.
     overlaps = on_hopper(dk.device)
 
     def arguments(cut: bool) -> Arguments:
-        grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
+        grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config, dk)
         beside = {"launch_pdl": True} if overlaps else {}
         return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
-    kind = (dk.dtype, *dk.shape[2:], causal, add, config, *group.compiled_for)
+    kind = (dk.dtype, *dk.shape[2:], causal, add, config, sums_of, *group.compiled_for)
     return launch(_key_kernel, arguments, group.length % group.modulus > 0, *kind)
 
 

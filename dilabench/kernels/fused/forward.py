@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.float_parts import is_readable, readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
-    is_whole,
     launch_arguments,
     on_hopper,
-    whole_classes,
+    parts_of,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -44,7 +44,14 @@ from dilabench.kernels.fused.tile_walk import (
 from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
 from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
-from dilabench.kernels.tuning import TileConfig, narrow_config, specialized_config, tile_columns, tile_config
+from dilabench.kernels.tuning import (
+    TileConfig,
+    narrow_config,
+    parts_forward_config,
+    specialized_config,
+    tile_columns,
+    tile_config,
+)
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -112,7 +119,7 @@ def _forward_kernel(
     place, row = box_place(
         residue, base_row + tile * BLOCK_M, first_place, whole_rows, left_over, R, BLOCK_M, RAGGED, SHIFTED
     )
-    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL, PRECISION)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
@@ -125,14 +132,14 @@ def _forward_kernel(
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
         p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
         decay = tl.math.exp2(top - new_top)
         total = total * decay + tl.sum(p, 1)
         acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
         acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
         top = new_top
 
@@ -146,7 +153,7 @@ def _forward_kernel(
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
             )
-            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
             window = (before, behind)
@@ -159,7 +166,7 @@ def _forward_kernel(
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
             acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
             acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
             top = new_top
 
@@ -212,7 +219,7 @@ def fused_forward(
     Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
-    (packed qkv included). ``padded``: q, k and v from `whole_classes`, for who calls several plans. Raises ValueError
+    (packed qkv included). ``padded``: q, k and v from `readable`, for who calls several plans. Raises ValueError
     on shapes that do not fit ``plan`` or a scale that is not positive.
     """
     given = padded or (q, k, v)
@@ -226,7 +233,7 @@ def fused_forward(
     else:
         out = q.new_zeros(q.shape)
         lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
-    q, k, v = given if whole else (whole_classes(x, plan.modulus) for x in given)
+    q, k, v = given if whole else (readable(x, plan.modulus) for x in given)
     if more := columns_to_add(q.shape[-1], q.dtype, q.device):
         # A program copies its queries once.
         k, v = with_columns(k, more), with_columns(v, more)
@@ -237,7 +244,7 @@ def fused_forward(
         if known.repeat(index, tensors):
             continue
         mass = None if index else tensors.get("mass")
-        run, tiles = (_run_group, config) if config else _kernel_for(q, group, plan.causal)
+        run, tiles = (_run_group, config) if config else _kernel_for(q, out, group, plan.causal)
         launched = run(q, k, v, out, lse, mass, group, plan.causal, scale, tiles, merge=index > 0)
         known.keep(index, launched, tensors)
     if log_mass is not None and not covered:
@@ -250,12 +257,22 @@ def _checked(
 ) -> tuple[float, bool]:
     """The scale, and whether kernels can read all that is given as it is."""
     check_operands(q, k, v, plan)
-    return check_scale(scale, q.shape[-1]), all(is_whole(x, plan.modulus) for x in given)
+    return check_scale(scale, q.shape[-1]), all(is_readable(x, plan.modulus) for x in given)
 
 
-def _kernel_for(q: Tensor, group: BranchGroup, causal: bool) -> tuple[Callable[..., Launched], TileConfig | None]:
+def _kernel_for(
+    q: Tensor, out: Tensor, group: BranchGroup, causal: bool
+) -> tuple[Callable[..., Launched], TileConfig | None]:
     """What runs a group: a Hopper kernel, with its tiles, where one can run and wins."""
-    if q.element_size() == 2 and on_hopper(q.device):
+    if (
+        parts_of(q, out) > 1
+        and on_hopper(q.device)
+        and (tiles := parts_forward_config(q.shape[-1], group.largest_tile))
+    ):
+        from dilabench.kernels.fused.sm90 import parts_forward
+
+        return parts_forward.run_group, tiles
+    if out.element_size() == 2 and on_hopper(q.device):
         # These modules need a Triton with Gluon's Hopper instructions.
         if tiles := specialized_config(q.shape[-1], group.largest_tile):
             from dilabench.kernels.fused.sm90 import forward
@@ -281,16 +298,16 @@ def _run_group(
     config: TileConfig | None,
     merge: bool,
 ) -> Launched:
-    size = q.element_size()
+    size, parts = q.element_size(), parts_of(q, out)
     dim = sum(tile_columns(q.shape[-1], size))
 
     def arguments(ragged: bool) -> Arguments:
-        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, cut=ragged)
+        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, ragged, parts)
         chosen = chosen.fitted(group.largest_tile)
         tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
         tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
         n_items = tables.items.shape[2]
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen)
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen, out)
         own = {
             "out_ptr": out,
             "lse_ptr": lse,
@@ -304,7 +321,7 @@ def _run_group(
         }
         return grid, shared | own
 
-    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
+    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size, parts=parts)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
-    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, whole, *group.compiled_for)
+    kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, whole, *group.compiled_for)
     return launch(_forward_kernel, arguments, ragged, *kind)
