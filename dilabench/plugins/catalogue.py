@@ -125,7 +125,7 @@ class Catalogue:
         """Why the case's backend cannot serve it here: what it lacks, and what the workload asks of a dense kernel."""
         assert case.backend is not None
         backend = self.backends.get(case.backend)
-        dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
+        dense = _of_a_kernel(case.workload)
         only: tuple[str, ...] = ()
         if case.implementation in self.implementations:
             implementation = self.implementations.get(case.implementation)
@@ -162,16 +162,25 @@ class Catalogue:
     def reasons_unasked(self, case: Case, machine: Machine) -> tuple[str, ...]:
         """Why an implementation is not taken unasked for a workload (`Implementation.preferred_for`)."""
         one = self.implementations.get(case.implementation)
-        return self._reasons_beyond(one.preferred_for, case, machine) or self.reasons_untried(case, machine)
+        return self._reasons_beyond(one, one.preferred_for, case, machine) or self.reasons_untried(case, machine)
 
     def reasons_untried(self, case: Case, machine: Machine) -> tuple[str, ...]:
-        """Why an implementation is not measured to choose one for a workload (`Implementation.tried_for`)."""
-        return self._reasons_beyond(self.implementations.get(case.implementation).tried_for, case, machine)
+        """Why an implementation, over the backend that is named, is not measured to choose one for a workload
+        (`tried_for` of both).
+        """
+        one = self.implementations.get(case.implementation)
+        reasons = self._reasons_beyond(one, one.tried_for, case, machine)
+        if case.backend is None:
+            return reasons
+        backend = self.backends.get(case.backend)
+        called = case.model_copy(update={"workload": _of_a_kernel(case.workload)})
+        return reasons or self._reasons_beyond(backend, backend.tried_for, called, machine)
 
-    def _reasons_beyond(self, limits: Capabilities | None, case: Case, machine: Machine) -> tuple[str, ...]:
+    def _reasons_beyond(
+        self, one: Implementation | Backend, limits: Capabilities | None, case: Case, machine: Machine
+    ) -> tuple[str, ...]:
         if limits is None:
             return ()
-        one = self.implementations.get(case.implementation)
         return self._reasons(one, limits, case.workload, machine.device, case.world_size)
 
     def _reasons(
@@ -191,6 +200,11 @@ class Catalogue:
         here = machine.device_class
         stated = [one for one in self.backends if here in one.priority]
         return tuple(one.name for one in sorted(stated, key=lambda one: -one.priority[here]))
+
+
+def _of_a_kernel(workload: Workload) -> Workload:
+    """What a dense kernel is asked for below the workload."""
+    return workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
 
 
 def load_target(target: str) -> Any:

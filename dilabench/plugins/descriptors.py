@@ -190,9 +190,9 @@ class Backend:
     `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch; where it has none, our
     own tiles take its place on CUDA and the row says so (note `own_tiles`), and a CPU calls sequences one by one.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
-    that names no priority there. `library`: it brings a library of its own, which gets a process of its own. `install`:
-    the command that installs it. `family`: the name that generations of one kernel share; the suite `backends` sets
-    them against each other.
+    that names no priority there. `tried_for`: as for an implementation. `library`: it brings a library of its own,
+    which gets a process of its own. `install`: the command that installs it. `family`: the name that generations of one
+    kernel share; the suite `backends` sets them against each other.
     """
 
     name: str
@@ -208,6 +208,7 @@ class Backend:
     aligns_ends: bool = False
     places_results: bool = False
     priority: Mapping[DeviceClass, int] = field(default_factory=dict)
+    tried_for: Capabilities | None = None
     library: bool = False
     install: str | None = None
     family: str | None = None

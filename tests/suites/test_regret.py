@@ -96,12 +96,21 @@ def test_on_a_gpu_the_ways_are_ours_and_over_what_may_be_chosen(monkeypatch):
     fixed = ("dtype=bfloat16", "head_dim=64", "heads=all", "window=-1,-1", "mode=both")
     request, planner = asked(*fixed, machine=GPU, nproc=2)
     ways = {(one.case.implementation, one.case.backend) for one in cases.expand(request, planner)}
-    preferred = set(CATALOGUE.preferred_backends(GPU))
+    preferred = set(CATALOGUE.preferred_backends(GPU)) - {"math"}
     assert ways == {
         ("library", None),
         ("fused", None),
         *((name, one) for name in ("gather", "strided") for one in preferred),
     }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backends", "there"), [("float32", (), False), ("float32", ("math",), True), ("float64", (), True)]
+)
+def test_plain_products_are_tried_on_a_gpu_by_name_or_where_no_kernel_serves(dtype, backends, there):
+    request, planner = asked(f"dtype={dtype}", "window=-1,-1", machine=GPU, backends=backends)
+    ways = {(one.case.implementation, one.case.backend) for one in cases.expand(request, planner)}
+    assert (("strided", "math") in ways) is there
 
 
 def test_what_is_known_to_be_far_slower_is_neither_tried_nor_taken(monkeypatch):

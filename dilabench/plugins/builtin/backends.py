@@ -1,5 +1,7 @@
 """The dense kernels that dilabench can call. Each module has `attend` and `attend_backward`, and some have `packed`."""
 
+from dataclasses import replace
+
 from dilabench.plugins.builtin.implementations import CUDA, DENSE, HALF
 from dilabench.plugins.descriptors import Backend, Capabilities
 from dilabench.workload.spec import Workload
@@ -10,6 +12,15 @@ def _window_looks_ahead(workload: Workload) -> str | None:
     ahead = workload.window[1] > 0 or (workload.window[1] < 0 <= workload.window[0] and not workload.causal)
     return f"window {workload.window} looks ahead; the kernel has only causal windows" if ahead else None
 
+
+def _slower_than_kernels(workload: Workload) -> str | None:
+    """The reason against plain products on a GPU, where a kernel can be measured: over 257 random shapes on an H200 and
+    two H100 they were never the fastest, nor within 1.1 times of it (docs/results/choice.md).
+    """
+    return None if workload.dtype == "float64" else f"plain products in {workload.dtype} are slower than any kernel"
+
+
+WHEREVER = Capabilities(patterns=DENSE, max_world_size=None)
 
 # FlashAttention on CUDA: half precision, head dim padded to a multiple of 8 inside.
 FLASH_ON_CUDA = Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, max_head_dim=256)
@@ -24,6 +35,7 @@ BACKENDS = (
         aligns_ends=True,
         places_results=True,
         priority={"cpu": 10, "older": 10, "sm80": 10, "sm90": 10},
+        tried_for=replace(WHEREVER, on_cuda=replace(WHEREVER, check=_slower_than_kernels)),
     ),
     Backend(
         "sdpa-flash",

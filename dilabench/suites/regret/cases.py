@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dilabench.errors import ConfigError, counted
 from dilabench.metadata import SHAPE
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import PlannedCase, Row, Skipped
+from dilabench.record import Case, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest, Shard
 from dilabench.suites.planner import Planner
 from dilabench.suites.regret.shapes import shape
@@ -69,12 +69,18 @@ def _cases_of(number: int, request: RunRequest, planner: Planner) -> tuple[Plann
     over = planner.asking(backends=request.backends or backends)
     named = planner.implementations(planner.on_one_device(asked.pattern))
     labels = SHAPE.entry(number)
+
+    def is_tried(case: Case) -> bool:
+        # A backend that is named is worth a try.
+        case = case.model_copy(update={"backend": None}) if request.backends else case
+        return not planner.catalogue.reasons_untried(case, planner.machine)
+
     cases = [
         *(
             planned
             for one in named
             for planned in over.plan(one, asked, labels)
-            if planned.skip is None and not planner.catalogue.reasons_untried(planned.case, planner.machine)
+            if planned.skip is None and is_tried(planned.case)
         ),
         # Not the first: the first calls of a process take long, and turns are cut to what a call seems to take.
         *(case for one in _choosing(planner, asked) for case in planner.plan(one, asked, labels)),
