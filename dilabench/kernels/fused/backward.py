@@ -385,7 +385,9 @@ def fused_backward(
     known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), dout, out, lse)))
     scale, whole = known.once("checked", lambda: _checked((q, k, v), given, plan, scale))
     dq, dk, dv = onto or [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    operands = given if whole else {name: readable(x, plan.modulus) for name, x in given.items()}
+    operands = given
+    if not whole:
+        operands = {name: readable(x, plan.modulus, known, f"parts of {name}") for name, x in given.items()}
     at_once, sums = [], None
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = known.once("at once", lambda: _at_once(plan, operands))

@@ -233,7 +233,9 @@ def fused_forward(
     else:
         out = q.new_zeros(q.shape)
         lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
-    q, k, v = given if whole else (readable(x, plan.modulus) for x in given)
+    q, k, v = given
+    if not whole:
+        q, k, v = (readable(x, plan.modulus, known, f"parts of {name}") for name, x in zip("qkv", given, strict=True))
     if more := columns_to_add(q.shape[-1], q.dtype, q.device):
         # A program copies its queries once.
         k, v = with_columns(k, more), with_columns(v, more)
