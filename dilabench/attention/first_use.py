@@ -18,7 +18,16 @@ import torch
 from dilabench.errors import DilabenchError
 from dilabench.plugins.boundary import guarded
 from dilabench.record import Case
-from dilabench.suites.choice import Choice, TunedCell, by_priority, choose_after, measured_near, remember, tune_path
+from dilabench.suites.choice import (
+    Choice,
+    TunedCell,
+    by_priority,
+    choose_after,
+    measured_near,
+    remember,
+    tune_path,
+    way_name,
+)
 from dilabench.suites.planner import Planner
 from dilabench.workload.spec import Workload
 
@@ -97,7 +106,7 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
         implementation=best.implementation,
         backend=best.backend,
         median_ns=round(cost.seen * 1e9),
-        runner_up=f"{second.implementation}:{second.backend}",
+        runner_up=way_name(second),
         runner_up_ns=round(next_cost.seen * 1e9),
         lead=min(min(other.gpu / cost.gpu, other.seen / cost.seen) for other, _ in others),
     )

@@ -7,7 +7,7 @@ from dilabench.machine import Machine
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.stats.samples.location import locate
 from dilabench.store.run_files import read_record
-from dilabench.suites.choice import TunedCell, remember
+from dilabench.suites.choice import TunedCell, remember, way_name
 
 
 def add_to_file(path: Path, run_folder: Path, machine: Machine) -> int:
@@ -35,7 +35,7 @@ def fastest(record: RunRecord) -> list[TunedCell]:
                 implementation=best.case.implementation,
                 backend=best.case.backend,
                 median_ns=_median_ns(best),
-                runner_up=f"{second.case.implementation}:{second.case.backend}" if second else None,
+                runner_up=way_name(second.case) if second else None,
                 runner_up_ns=_median_ns(second) if second else None,
             )
         )
