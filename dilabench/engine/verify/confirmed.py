@@ -3,7 +3,7 @@
 The second one is a built-in that computes the same by other means. It counts only once the oracle has confirmed its own
 sampled rows, of out, dq, dk and dv, in this process. Both round, each in its way, so that rows are compared as a whole:
 
-    |actual row - second row| / max(|second row|, median of the head)
+    |actual row - second row| / max(|second row|, median of the head's rows that are not 0, 1/64 of that of all heads)
         <= 4 · (plain + second) + 2 eps
 
 plain and second are the largest such errors, against the oracle on the sampled rows, of the plain same-dtype

@@ -57,6 +57,9 @@ from dilabench.workload.spec import Workload
 
 # A softmax.
 FLOOR_ULPS = 2.0
+# Of the median row of all heads, which a row counts as at least (`row_scale`). Heads that see 4096 times as many keys
+# have rows a sixty-fourth as long.
+LEAST_OF_ALL_HEADS = 1 / 64
 # A softmax whose exp2 is an approximation.
 OUT_FLOOR_ULPS = 4.0
 # exp2 and log2, two ulp each.
@@ -138,9 +141,16 @@ def row_errors(actual: Tensor, value: Tensor, scale: Tensor | None = None) -> Te
 
 
 def row_scale(value: Tensor) -> Tensor:
-    """|row| for each row of [b, R, H, D], at least the median of its head: a row may cancel by chance, not a head."""
+    """|row| for each row of [b, R, H, D], at least the median of its head: a row may cancel by chance, not a head.
+
+    Rows of zeros do not count, which in a head of a high rate are most of them: no branch covers them. Nor may a head
+    be all noise, as where a query sees one key and its gradient is 0 but for rounding: a share of the median of all
+    heads is the least.
+    """
     norm = torch.linalg.vector_norm(value, dim=-1)
-    return torch.maximum(norm, norm.median(1, keepdim=True).values).clamp_min_(torch.finfo(norm.dtype).tiny)
+    of_rows = norm.where(norm > 0, torch.nan)
+    least = torch.fmax(of_rows.nanmedian(1, keepdim=True).values, LEAST_OF_ALL_HEADS * of_rows.nanmedian())
+    return torch.maximum(norm, least.nan_to_num_(0.0)).clamp_min_(torch.finfo(norm.dtype).tiny)
 
 
 def ones_tolerance(workload: Workload, dtype: torch.dtype, plain: float) -> float:
