@@ -4,7 +4,7 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.metadata import ABOVE_PEAK_FLOPS, matmul_key
-from dilabench.record import Failed, RunHeader, Verification
+from dilabench.record import Failed, RunHeader, Skipped, Verification
 from dilabench.store.merging import merged
 from dilabench.store.run_files import RunFolder, read_record, refuse_other_rows
 
@@ -106,6 +106,8 @@ def test_a_record_that_its_own_lines_contradict_is_refused(tmp_path, make_row, m
     record = make_record([make_row(seq_len=32), make_row(seq_len=64)])
     folder = RunFolder.create(tmp_path, "quick", "aaaa")
     folder.start(RunHeader.model_validate(record.model_dump(include=RunHeader.model_fields.keys())))
+    # What had no time, and was planned no more by a dilabench that went on with the run.
+    folder.row(make_row(seq_len=128, outcome=Skipped(code="budget", why="no time")))
     for row in record.rows:
         folder.row(row)
     folder.finish(record)
