@@ -197,9 +197,23 @@ LOW_MEMORY = NoteKind("low_memory", "little memory is free", "bytes")
 SWAP = NoteKind("swap", "memory has been swapped out", "bytes")
 
 
+# What tensor cores multiply, whose rate bounds that of float32 where there are some.
+TENSOR_CORE_DTYPE = "bfloat16"
+
+
 def matmul_key(dtype: str) -> str:
     """The key, among a record's ceilings, of the FLOP/s of a matrix product in a dtype."""
     return f"matmul_{dtype}_flops_per_s"
+
+
+def peak_flops(ceilings: Mapping[str, float], dtype: str) -> float | None:
+    """What attention in a dtype can take of a device, by a record's ceilings; None where they do not tell.
+
+    Tensor cores take float32 apart: at the least into two numbers of half precision, whose products of two such are
+    three above float32's last bits (`kernels.fused.float_parts` takes six of three).
+    """
+    own, half = ceilings.get(matmul_key(dtype)), ceilings.get(matmul_key(TENSOR_CORE_DTYPE))
+    return own if dtype != "float32" or half is None else max(own or 0.0, half / 3)
 
 
 def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:

@@ -6,7 +6,7 @@ from statistics import median
 
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.warmup import lower_quartile
-from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, COPY_KEY, INTERFERENCE, NOTES, matmul_key
+from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, COPY_KEY, INTERFERENCE, NOTES, peak_flops
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot
 
@@ -41,7 +41,7 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
     # Ranks have a GPU each, and share one processor.
     seconds *= case.world_size if on_cuda else 1
     hint = "part of the work was not done, was cached, or ran elsewhere; do not quote this time"
-    limits = [(ABOVE_PEAK_FLOPS, least_flops(workload), ceilings.get(matmul_key(workload.dtype)))]
+    limits = [(ABOVE_PEAK_FLOPS, least_flops(workload), peak_flops(ceilings, workload.dtype))]
     if on_cuda:
         limits.append((ABOVE_PEAK_BANDWIDTH, float(least_bytes(workload)), ceilings.get(COPY_KEY)))
     for kind, work, ceiling in limits:

@@ -23,7 +23,7 @@ from dilabench.engine.worker.rank_group import start_worker
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
-from dilabench.metadata import UNCHECKED
+from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
@@ -147,6 +147,7 @@ class _Run:
                     remove_left_over()
                     self.driver.budget.start()
                     self.progress.device_held()
+                    self.ceilings = dict(header.ceilings)
                     header = self._described(header)
                     self.sink.start(header)
                     started = True
@@ -185,6 +186,7 @@ class _Run:
                 if one.skip is not None:
                     self._keep(Row(planned=one, outcome=one.skip))
             for group in self._groups():
+                self._know_peak(group)
                 self.progress.group_started(group[0].case.workload, group)
                 for row in self._rows_of(group):
                     self._keep(row)
@@ -228,6 +230,21 @@ class _Run:
         self.sink.row(row)
         self.progress.row_done(row)
 
+    def _know_peak(self, group: Sequence[PlannedCase]) -> None:
+        """Measure the ceilings of a dtype that comes up for the first time, as with a follow-up or a run that goes on.
+
+        Where no worker starts, the row of each case says so.
+        """
+        running = [one.case for one in group if one.skip is None]
+        if not running or matmul_key(running[0].workload.dtype) in self.ceilings:
+            return
+        try:
+            worker = self.driver.pool.resident(worker_key(running[0], self.driver.catalogue))
+            found = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=[running[0].workload.dtype]).ceilings
+        except WorkerFailure:
+            return
+        self.ceilings = {**found, **self.ceilings}
+
     def _ceilings_rose(self, row: Row) -> bool:
         """Measure the ceilings once more before a row is called impossible, in a process in which nothing ran before:
         other programs may have lowered them. What a second look has confirmed is not looked at again."""
@@ -259,7 +276,8 @@ class _Run:
             worker = self.driver.pool.resident(worker_key(waiting[0].case, self.driver.catalogue))
             environment = with_torch(header.environment, self.machine, worker.hello.torch)
             header = header.model_copy(update={"environment": environment})
-            self.ceilings = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+            found = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+            self.ceilings = {**self.ceilings, **found}
         except WorkerFailure:
             # Where no worker starts, the row of each case says so.
             return header

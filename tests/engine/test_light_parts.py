@@ -7,7 +7,7 @@ import pytest
 from dilabench.engine.budget import Budget, steady
 from dilabench.engine.device.clocks import NvmlClocks, throttle_reasons
 from dilabench.engine.lower_bounds import least_flops
-from dilabench.engine.plausibility import interference, suspicions, unproven_backend
+from dilabench.engine.plausibility import interference, suspicions, typical_seconds, unproven_backend
 from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
 from dilabench.engine.worker.protocol import case_spec, worker_key
@@ -155,6 +155,20 @@ def test_above_peak_is_flagged_and_below_is_not():
     assert codes(measured(one, at_peak / 1.3)) == ["above_peak_flops"]
     assert codes(measured(one, at_peak)) == []
     assert codes(measured(one, at_peak / 1.3), device="cpu") == []
+
+
+def test_float32_is_bounded_by_what_tensor_cores_could_make_of_it():
+    """Three products in half precision reach its bits: who takes it apart is faster than a product in float32."""
+    one = case(4096, pattern="dense")
+    row = measured(one, flops(one.workload) / 3e12)
+    ceilings = {matmul_key("float32"): 1e12, COPY_KEY: 1e13}
+    assert [note.code for note in suspicions(row, ceilings, "cuda")] == ["above_peak_flops"]
+    assert suspicions(row, ceilings | {matmul_key("bfloat16"): 9e12}, "cuda") == ()
+    assert len(suspicions(row, ceilings | {matmul_key("bfloat16"): 6e12}, "cuda")) == 1
+    half = measured(
+        one.model_copy(update={"workload": one.workload.replace(dtype="bfloat16")}), typical_seconds(row.outcome)
+    )
+    assert len(suspicions(half, {matmul_key("bfloat16"): 2e12, COPY_KEY: 1e13}, "cuda")) == 1
 
 
 def test_ranks_have_a_gpu_each_and_share_one_processor():

@@ -16,6 +16,7 @@ from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
+from dilabench.metadata import matmul_key
 from dilabench.record import Measured, Skipped
 from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows
 
@@ -253,6 +254,15 @@ def test_a_follow_up_adds_cases_until_it_is_content(engine, dense_case):
     record = engine(planned=[dense_case("honest", seq_len=128)], follow_up=halve)
     assert [row.case.workload.seq_len for row in record.rows] == [128, 64, 32, 16]
     assert asked == [1, 2, 3, 4]
+
+
+def test_a_dtype_that_comes_later_has_its_ceiling_measured_too(engine, dense_case):
+    def in_float64(rows):
+        return [] if len(rows) > 1 else [dense_case("honest", dtype="float64")]
+
+    record = engine("honest", planned=[dense_case("honest", dtype="float32")], follow_up=in_float64)
+    assert {row.case.workload.dtype for row in record.rows} == {"float32", "float64"}
+    assert {matmul_key("float32"), matmul_key("float64")} <= record.ceilings.keys()
 
 
 def test_an_unknown_timing_is_refused_before_anything_runs(engine):

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dilabench.metadata import COPY_KEY, matmul_key
+from dilabench.metadata import COPY_KEY, TENSOR_CORE_DTYPE, matmul_key
 
 if TYPE_CHECKING:
     import torch
@@ -19,13 +19,18 @@ SMALL_MATMUL = 4096
 
 
 def measure_ceilings(device: "torch.device", dtypes: Sequence[str]) -> dict[str, float]:
-    """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count)."""
+    """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count).
+
+    Beside float32 that of tensor cores, where there are some, which bounds it too (`metadata.peak_flops`).
+    """
     import torch
 
     from dilabench.engine.call.inputs import TORCH_DTYPE
 
     ceilings = {}
-    for dtype in dtypes:
+    has_tensor_cores = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    more = {TENSOR_CORE_DTYPE} if has_tensor_cores and "float32" in dtypes else set()
+    for dtype in sorted({*dtypes, *more}):
         size = MATMUL_SIZE[device.type]
         if device.type == "cuda" and dtype in {"float64", "float32"}:
             size = SMALL_MATMUL

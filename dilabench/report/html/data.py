@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dilabench.engine.lower_bounds import least_bytes, least_flops
-from dilabench.metadata import COPY_KEY, COUNTERS, matmul_key, note_text
+from dilabench.metadata import COPY_KEY, COUNTERS, note_text, peak_flops
 from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot
 from dilabench.report.findings import BarPlot, CurvePlot, Plot
 from dilabench.report.html.commands import quoted, row_command
@@ -186,9 +186,7 @@ def _ceilings(record: RunRecord) -> dict[str, Any]:
     """FLOP/s by dtype and bytes/s of a copy, as this device reached them in this run."""
     dtypes = {row.case.workload.dtype for row in record.rows}
     return {
-        "flops": {
-            one: record.ceilings[matmul_key(one)] for one in sorted(dtypes) if matmul_key(one) in record.ceilings
-        },
+        "flops": {one: peak for one in sorted(dtypes) if (peak := peak_flops(record.ceilings, one)) is not None},
         "bytes": record.ceilings.get(COPY_KEY),
     }
 
