@@ -104,9 +104,9 @@ _SPECIALIZED_BACKWARD: dict[int, TileConfig] = {
 _SMALLEST_SPECIALIZED_BACKWARD = 33
 
 
-# float32, (largest head dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal: milliseconds,
-# backward of both kernels with the best of the other. They spill outside of their first product; smaller tiles that do
-# not are slower.
+# float32 that is split where it is multiplied: of block-sparse kernels, and beyond `LARGEST_IN_PARTS`. (Largest head
+# dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal: milliseconds, backward of both kernels
+# with the best of the other. They spill outside of their first product; smaller tiles that do not are slower.
 _FLOAT32: dict[tuple[int, Direction], TileConfig] = {
     # Three programs resident: 0.56; without the limit 0.58, in three stages 0.70; 128x128 with 8 warps 0.60; FMA 2.79
     (64, "forward"): TileConfig(64, 64, 4, 2, max_registers=168),

@@ -9,7 +9,7 @@ and does the softmax of the former while the latter runs. Copies are begun by th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -21,22 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
+from dilabench.kernels.fused.row_layout import PER_LENGTH
+from dilabench.kernels.fused.sm90.one_warpgroup import run_tiles
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
     class_of,
     segment_of,
-    shared_layout,
     tile_of,
     turned,
 )
-from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launched, launch
+from dilabench.kernels.launches import Launched
 from dilabench.kernels.tuning import TileConfig, product_columns
 
 # What this kernel has no choice of.
@@ -299,36 +297,7 @@ def run_group(
     merge: bool,
 ) -> Launched:
     """As `forward.run_group`."""
-    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
-
-    def arguments(ragged: bool) -> Arguments:
-        grid, shared = shared_arguments(q, k, tables.items.shape[2], group, q.shape[2], causal, scale, config)
-        columns = shared["HEAD"]
-        given = {name: value for name, value in shared.items() if name not in _NOT_GIVEN}
-        own = {
-            "REST": product_columns(q.shape[-1])[1],
-            "q_desc": _tile_descriptor(q, group.modulus, config.block_m, columns),
-            "k_desc": _tile_descriptor(k, group.modulus, config.block_n, columns),
-            "v_desc": _tile_descriptor(v, group.modulus, config.block_n, columns),
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "mass_ptr": mass,
-            "items_ptr": tables.items,
-            "entries_ptr": tables.entries,
-            "heads_ptr": tables.heads,
-            "heads_per_kv": group.heads_per_kv,
-            "RAGGED": ragged and not causal,
-            "MERGE": merge,
-            "LARGEST": LARGEST_SUM[q.dtype],
-            "launch_pdl": merge,
-        }
-        return grid, given | own
-
-    kind = (q.dtype, *q.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
-    return launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), *kind)
-
-
-def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    shape, strides = class_box(x, modulus)
-    block: list[Any] = [1, 1, 1, rows, columns]
-    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
+    own = {"REST": product_columns(q.shape[-1])[1], "LARGEST": LARGEST_SUM[q.dtype]}
+    return run_tiles(
+        _narrow_kernel, q, k, v, out, lse, mass, group, causal, scale, config, merge, own, without=_NOT_GIVEN
+    )

@@ -10,7 +10,7 @@ of the former while the latter run, as in `narrow_forward`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,28 +22,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
+from dilabench.kernels.fused.row_layout import PER_LENGTH
+from dilabench.kernels.fused.sm90.one_warpgroup import run_tiles
 from dilabench.kernels.fused.sm90.softmax import finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
     class_of,
     segment_of,
-    shared_layout,
     tile_of,
     turned,
 )
-from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launched, launch
+from dilabench.kernels.launches import Launched
 from dilabench.kernels.tuning import PARTS, TileConfig, padded_dim, parts_products
 
 # What this kernel has no choice of.
 _NOT_GIVEN = frozenset(("PRECISION", "STAGES", "num_stages"))
 _PARTS = gl.constexpr(PARTS)
-# Of one number by another: those that reach the last bit of a float32.
+# Of `_begin_products`.
 _PRODUCTS = gl.constexpr(6)
 _TILE_BITS = gl.constexpr(TILE_BITS)
 
@@ -91,58 +89,55 @@ def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, form: gl
 
 
 @gluon.jit
-def _part(smem, index: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr, SOME: gl.constexpr, form: gl.constexpr):
-    """Some columns of a part of a tile."""
+def _parts(smem, ROWS: gl.constexpr, FIRST: gl.constexpr, SOME: gl.constexpr, form: gl.constexpr):
+    """Some columns of the parts of a tile."""
+    return (
+        _some_columns(smem.index(0), ROWS, FIRST, SOME, form),
+        _some_columns(smem.index(1), ROWS, FIRST, SOME, form),
+        _some_columns(smem.index(2), ROWS, FIRST, SOME, form),
+    )
+
+
+@gluon.jit
+def _some_columns(smem, ROWS: gl.constexpr, FIRST: gl.constexpr, SOME: gl.constexpr, form: gl.constexpr):
     COLUMNS: gl.constexpr = form.value.COLUMNS
-    tile = smem.index(index).reshape([ROWS, COLUMNS])
+    tile = smem.reshape([ROWS, COLUMNS])
     return tile.slice(FIRST, SOME, dim=1) if SOME < COLUMNS else tile
 
 
 @gluon.jit
-def _begin_products(q_smem, k_smem, sums, FIRST: gl.constexpr, SOME: gl.constexpr, form: gl.constexpr):
-    """q.k over some columns by parts, the smallest products first; added to what the columns before gave."""
-    ROWS: gl.constexpr = form.value.ROWS
-    BLOCK_N: gl.constexpr = form.value.BLOCK_N
-    q_first = _part(q_smem, 0, ROWS, FIRST, SOME, form)
-    q_second = _part(q_smem, 1, ROWS, FIRST, SOME, form)
-    q_third = _part(q_smem, 2, ROWS, FIRST, SOME, form)
-    k_first = _part(k_smem, 0, BLOCK_N, FIRST, SOME, form).permute((1, 0))
-    k_second = _part(k_smem, 1, BLOCK_N, FIRST, SOME, form).permute((1, 0))
-    k_third = _part(k_smem, 2, BLOCK_N, FIRST, SOME, form).permute((1, 0))
-    sums = warpgroup_mma(q_first, k_third, sums, use_acc=FIRST > 0, is_async=True)
-    sums = warpgroup_mma(q_third, k_first, sums, is_async=True)
-    sums = warpgroup_mma(q_second, k_second, sums, is_async=True)
-    sums = warpgroup_mma(q_first, k_second, sums, is_async=True)
-    sums = warpgroup_mma(q_second, k_first, sums, is_async=True)
-    return warpgroup_mma(q_first, k_first, sums, is_async=True)
+def _begin_products(a, b, sums, ADDS: gl.constexpr):
+    """The product of two tiles in parts, the smallest ones first; three of nine are below the last bit."""
+    sums = warpgroup_mma(a[0], b[2], sums, use_acc=ADDS, is_async=True)
+    sums = warpgroup_mma(a[2], b[0], sums, is_async=True)
+    sums = warpgroup_mma(a[1], b[1], sums, is_async=True)
+    sums = warpgroup_mma(a[0], b[1], sums, is_async=True)
+    sums = warpgroup_mma(a[1], b[0], sums, is_async=True)
+    return warpgroup_mma(a[0], b[0], sums, is_async=True)
 
 
 @gluon.jit
 def _begin_score(q_smem, k_smem, zero, form: gl.constexpr):
+    """q.k over the first columns, and added to it over the last."""
     HEAD: gl.constexpr = form.value.HEAD
     TAIL: gl.constexpr = form.value.TAIL
-    logits = _begin_products(q_smem, k_smem, zero, 0, HEAD, form)
+    q = _parts(q_smem, form.value.ROWS, 0, HEAD, form)
+    k = _parts(k_smem, form.value.BLOCK_N, 0, HEAD, form)
+    logits = _begin_products(q, (k[0].permute((1, 0)), k[1].permute((1, 0)), k[2].permute((1, 0))), zero, False)
     if TAIL:
-        logits = _begin_products(q_smem, k_smem, logits, HEAD, TAIL, form)
+        q = _parts(q_smem, form.value.ROWS, HEAD, TAIL, form)
+        k = _parts(k_smem, form.value.BLOCK_N, HEAD, TAIL, form)
+        k = (k[0].permute((1, 0)), k[1].permute((1, 0)), k[2].permute((1, 0)))
+        logits = _begin_products(q, k, logits, True)
     return logits
 
 
 @gluon.jit
 def _begin_sum(weights, v_smem, zero, FIRST: gl.constexpr, SOME: gl.constexpr, form: gl.constexpr):
-    """p.v of one tile over some columns by parts, the smallest products first. By itself: tensor cores cut off what
-    they add up instead of rounding it, which over the tiles of a long list would cost the last bits of a float32.
+    """p.v of one tile over some columns. By itself: tensor cores cut off what they add up instead of rounding it, which
+    over the tiles of a long list would cost the last bits of a float32.
     """
-    BLOCK_N: gl.constexpr = form.value.BLOCK_N
-    first, second, third = weights
-    v_first = _part(v_smem, 0, BLOCK_N, FIRST, SOME, form)
-    v_second = _part(v_smem, 1, BLOCK_N, FIRST, SOME, form)
-    v_third = _part(v_smem, 2, BLOCK_N, FIRST, SOME, form)
-    added = warpgroup_mma(first, v_third, zero, use_acc=False, is_async=True)
-    added = warpgroup_mma(third, v_first, added, is_async=True)
-    added = warpgroup_mma(second, v_second, added, is_async=True)
-    added = warpgroup_mma(first, v_second, added, is_async=True)
-    added = warpgroup_mma(second, v_first, added, is_async=True)
-    return warpgroup_mma(first, v_first, added, is_async=True)
+    return _begin_products(weights, _parts(v_smem, form.value.BLOCK_N, FIRST, SOME, form), zero, False)
 
 
 @gluon.jit
@@ -340,40 +335,8 @@ def run_group(
     merge: bool,
 ) -> Launched:
     """As `forward.run_group`; q, k, v from `float_parts.parts`."""
-    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
-
-    def arguments(ragged: bool) -> Arguments:
-        n_items = tables.items.shape[2]
-        grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config, PARTS)
-        columns = padded_dim(q.shape[-1])
-        head, tail = parts_products(q.shape[-1])
-        given = {name: value for name, value in shared.items() if name not in _NOT_GIVEN}
-        own = {
-            "HEAD_DIM": out.shape[-1],
-            "COLUMNS": columns,
-            "HEAD": head,
-            "TAIL": tail,
-            "q_desc": _tile_descriptor(q, group.modulus, config.block_m, columns),
-            "k_desc": _tile_descriptor(k, group.modulus, config.block_n, columns),
-            "v_desc": _tile_descriptor(v, group.modulus, config.block_n, columns),
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "mass_ptr": mass,
-            "items_ptr": tables.items,
-            "entries_ptr": tables.entries,
-            "heads_ptr": tables.heads,
-            "heads_per_kv": group.heads_per_kv,
-            "RAGGED": ragged and not causal,
-            "MERGE": merge,
-            "launch_pdl": merge,
-        }
-        return grid, given | own
-
-    kind = (*out.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
-    return launch(_parts_kernel, arguments, group.cuts_tiles(config.longest), *kind)
-
-
-def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    shape, strides = class_box(x, modulus)
-    block: list[Any] = [1, 1, 1, rows, columns]
-    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
+    head, tail = parts_products(q.shape[-1])
+    own = {"COLUMNS": padded_dim(q.shape[-1]), "HEAD": head, "TAIL": tail}
+    return run_tiles(
+        _parts_kernel, q, k, v, out, lse, mass, group, causal, scale, config, merge, own, without=_NOT_GIVEN
+    )

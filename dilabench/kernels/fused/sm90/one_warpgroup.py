@@ -1,0 +1,69 @@
+"""What the Hopper forward kernels of one warpgroup are launched with: descriptors of tiles and tables of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.row_layout import class_box, parts_of, shared_arguments
+from dilabench.kernels.fused.sm90.tile_walk import shared_layout
+from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.launches import Arguments, Launched, launch
+from dilabench.kernels.tuning import TileConfig, padded_dim
+
+
+def run_tiles(
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mass: Tensor | None,
+    group: BranchGroup,
+    causal: bool,
+    scale: float,
+    config: TileConfig,
+    merge: bool,
+    own: dict[str, Any],
+    without: Collection[str],
+) -> Launched:
+    """Run a kernel as `forward.run_group` does, with arguments of its ``own`` and ``without`` some of all kernels."""
+    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
+    columns, rows = padded_dim(q.shape[-1]), {"q": config.block_m, "k": config.block_n, "v": config.block_n}
+
+    def arguments(ragged: bool) -> Arguments:
+        n_items, parts = tables.items.shape[2], parts_of(q, out)
+        grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config, parts)
+        given = {name: value for name, value in shared.items() if name not in without}
+        tiles = {
+            f"{name}_desc": _tile_descriptor(x, group.modulus, rows[name], columns)
+            for name, x in (("q", q), ("k", k), ("v", v))
+        }
+        more = {
+            "HEAD_DIM": out.shape[-1],
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "mass_ptr": mass,
+            "items_ptr": tables.items,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            "heads_per_kv": group.heads_per_kv,
+            "RAGGED": ragged and not causal,
+            "MERGE": merge,
+            "launch_pdl": merge,
+        }
+        return grid, given | tiles | more | own
+
+    kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
+    return launch(kernel, arguments, group.cuts_tiles(config.longest), *kind)
+
+
+def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
+    shape, strides = class_box(x, modulus)
+    block: list[Any] = [1, 1, 1, rows, columns]
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
