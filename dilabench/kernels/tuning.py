@@ -122,12 +122,13 @@ _FLOAT32: dict[tuple[int, Direction], TileConfig] = {
 
 
 # float32 in parts (`fused.float_parts`), by the largest head dim; wider heads would not leave a program registers. On
-# one H100, 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal, in milliseconds: forward 1.06 (D64) and 2.42 (D128), in
-# `_PARTS_FORWARD` 0.65 and 1.25; split where they are multiplied 0.93 and 1.93. Backward D64 2.55, tiles of 64x64 by
-# queries 2.67, dK and dV apart 3.11; D128 8.57, 64x16 by queries 10.5, 16x64 by keys 10.3; split where they are
+# one H100, 2x8192, H8, w 2048 4096 8192, r 1 2 4, causal, in milliseconds: forward 1.06 (D64, 64x64) and 2.42 (D128),
+# in `_PARTS_FORWARD` 0.65 and 1.25; split where they are multiplied 0.93 and 1.93. Backward D64 2.55, tiles of 64x64
+# by queries 2.67, dK and dV apart 3.11; D128 8.57, 64x16 by queries 10.5, 16x64 by keys 10.3; split where they are
 # multiplied 3.21 and 12.1. D96, 3x21755, H8 over 1, w 2010 8298, r 3 4: 12.3, 64x32 by queries 12.7.
 _IN_PARTS: dict[tuple[int, Direction], TileConfig] = {
-    (64, "forward"): TileConfig(64, 64, 4, 2),
+    # Of 64x64, the shared memory of GPUs before Hopper could not hold two stages.
+    (64, "forward"): TileConfig(64, 32, 4, 2),
     (96, "forward"): TileConfig(64, 32, 4, 2),
     (128, "forward"): TileConfig(64, 32, 4, 2),
     (64, "backward_query"): TileConfig(64, 32, 4, 2),

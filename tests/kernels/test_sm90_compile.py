@@ -182,57 +182,6 @@ def fused(
     return compiled(kernel, constants, tiles, config)
 
 
-@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("dim", "direction", "sums_of"),
-    [
-        (64, "forward", ""),
-        (64, "backward_query", ""),
-        (64, "backward_key", "dk, dv"),
-        pytest.param(96, "backward_query", "", marks=pytest.mark.slow),
-        (128, "backward_key", "dk"),
-        pytest.param(128, "backward_key", "dv", marks=pytest.mark.slow),
-        pytest.param(128, "backward_query", "", marks=pytest.mark.slow),
-        pytest.param(128, "forward", "", marks=pytest.mark.slow),
-    ],
-)
-def test_float32_in_parts(dim: int, causal: bool, direction: str, sums_of: str) -> None:
-    """Tiles go from memory into products as they are, never through registers; few values are parked."""
-    config = in_parts_config(dim, direction)
-    kernel, report = fused(dim, causal, direction, config, True, False, precision=IN_PARTS, sums_of=sums_of)
-    assert kernel.asm["ptx"].count("wgmma.mma_async") >= 6
-    assert "mma.sync" not in kernel.asm["ptx"]
-    spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
-    assert spilled <= (56 if dim == 128 and causal else 0), report
-    assert "serialized" not in report
-    assert kernel.metadata.shared <= 227 * 1024
-
-
-def in_parts(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig):
-    """The Hopper kernel for operands in parts."""
-    columns, (head, tail) = padded_dim(dim), parts_products(dim)
-    constants = {"HEAD_DIM": dim, "COLUMNS": columns, "HEAD": head, "TAIL": tail}
-    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal, "RAGGED": cut, "MERGE": merge}
-    constants |= {"SHIFTED": False, "WINDOWED": False} | ({"mass_ptr": None} if merge else {})
-    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
-    tiles = {f"{x}_desc": [1, 1, 1, rows[x], columns] for x in "qkv"}
-    options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return gluon_compiled(sm90_parts_forward._parts_kernel, constants, tiles, options)
-
-
-@pytest.mark.parametrize(("causal", "cut"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dim", [64, pytest.param(96, marks=pytest.mark.slow), 128])
-def test_forward_in_parts(dim: int, causal: bool, cut: bool) -> None:
-    config = parts_forward_config(dim, 128)
-    assert config is not None
-    built, report = in_parts(dim, causal, cut, True, config)
-    assert "wgmma.mma_async" in built.asm["ptx"]
-    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= (8 if dim == 128 else 0), report
-    assert "serialized" not in report
-    # Two programs on a multiprocessor.
-    assert 2 * (built.metadata.shared + 1024) <= 228 * 1024
-
-
 def block_sparse(dim: int, causal: bool, direction: str, config: TileConfig):
     """A block-sparse kernel, whose tiles are those of one head of one batch item."""
     kernel = BLOCK_KERNELS[direction]
@@ -683,3 +632,53 @@ def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, caus
     parked = HARD_PARKED.get((direction, dim, causal), 0)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked, report
     assert "serialized" not in report, report
+
+
+@pytest.mark.parametrize(
+    ("dim", "causal", "direction", "sums_of"),
+    [
+        (64, False, "backward_query", ""),
+        (64, True, "backward_key", "dk, dv"),
+        (128, True, "backward_key", "dk"),
+        pytest.param(64, False, "forward", "", marks=pytest.mark.slow),
+        pytest.param(96, True, "backward_query", "", marks=pytest.mark.slow),
+        pytest.param(128, False, "backward_key", "dv", marks=pytest.mark.slow),
+    ],
+)
+def test_float32_in_parts(dim: int, causal: bool, direction: str, sums_of: str) -> None:
+    """Tiles go from memory into products as they are, never through registers; few values are parked."""
+    config = in_parts_config(dim, direction)
+    kernel, report = fused(dim, causal, direction, config, True, False, precision=IN_PARTS, sums_of=sums_of)
+    assert kernel.asm["ptx"].count("wgmma.mma_async") >= 6
+    assert "mma.sync" not in kernel.asm["ptx"]
+    spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
+    assert spilled <= (56 if dim == 128 and causal else 0), report
+    assert "serialized" not in report
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+def in_parts(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig):
+    """The Hopper kernel for operands in parts."""
+    columns, (head, tail) = padded_dim(dim), parts_products(dim)
+    constants = {"HEAD_DIM": dim, "COLUMNS": columns, "HEAD": head, "TAIL": tail}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal, "RAGGED": cut, "MERGE": merge}
+    constants |= {"SHIFTED": False, "WINDOWED": False} | ({"mass_ptr": None} if merge else {})
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
+    tiles = {f"{x}_desc": [1, 1, 1, rows[x], columns] for x in "qkv"}
+    options = {"num_warps": 4, "maxnreg": config.max_registers}
+    return gluon_compiled(sm90_parts_forward._parts_kernel, constants, tiles, options)
+
+
+@pytest.mark.parametrize(
+    ("dim", "causal", "cut"),
+    [(64, True, False), (128, False, True), pytest.param(96, True, False, marks=pytest.mark.slow)],
+)
+def test_forward_in_parts(dim: int, causal: bool, cut: bool) -> None:
+    config = parts_forward_config(dim, 128)
+    assert config is not None
+    built, report = in_parts(dim, causal, cut, True, config)
+    assert "wgmma.mma_async" in built.asm["ptx"]
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= (8 if dim == 128 else 0), report
+    assert "serialized" not in report
+    # Two programs on a multiprocessor.
+    assert 2 * (built.metadata.shared + 1024) <= 228 * 1024
