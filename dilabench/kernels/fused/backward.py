@@ -57,8 +57,6 @@ from dilabench.kernels.tuning import TileConfig, sums_by_themselves, tile_column
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 _IN_PARTS = tl.constexpr(IN_PARTS)
-# The launches by keys: one for both gradients, or one for each.
-_SUMS = {False: ("dk, dv",), True: ("dv", "dk")}
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -398,6 +396,7 @@ def fused_backward(
     if onto is None and not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     add = onto is not None
+    by_keys = ("dv", "dk") if sums_by_themselves(q.shape[-1], parts_of(operands["q"], dq)) else ("dk, dv",)
     delta = torch.empty_like(lse) if len(plan.groups) > 1 else None
     if sums is not None:
         run_at_once(at_once, operands, out, lse, (dq, dk, dv), sums, plan.causal, scale, add, delta, known)
@@ -409,7 +408,7 @@ def fused_backward(
         if not known.repeat(("dq", *name), tensors):
             launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add)
             known.keep(("dq", *name), launched, tensors)
-        for sums_of in _SUMS[sums_by_themselves(q.shape[-1], parts_of(operands["q"], dq))]:
+        for sums_of in by_keys:
             if not known.repeat((sums_of, *name), tensors):
                 launched = _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add, sums_of)
                 known.keep((sums_of, *name), launched, tensors)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -271,9 +272,9 @@ def _kernel_for(
         and on_hopper(q.device)
         and (tiles := parts_forward_config(q.shape[-1], group.largest_tile))
     ):
-        from dilabench.kernels.fused.sm90 import parts_forward
+        from dilabench.kernels.fused.sm90 import one_warpgroup, parts_forward
 
-        return parts_forward.run_group, tiles
+        return partial(one_warpgroup.run_group, parts_forward.kernel_for(q)), tiles
     if out.element_size() == 2 and on_hopper(q.device):
         # These modules need a Triton with Gluon's Hopper instructions.
         if tiles := specialized_config(q.shape[-1], group.largest_tile):
@@ -281,9 +282,9 @@ def _kernel_for(
 
             return forward.run_group, tiles
         if tiles := narrow_config(q.shape[-1], causal, group.largest_tile):
-            from dilabench.kernels.fused.sm90 import narrow_forward
+            from dilabench.kernels.fused.sm90 import narrow_forward, one_warpgroup
 
-            return narrow_forward.run_group, tiles
+            return partial(one_warpgroup.run_group, narrow_forward.kernel_for(q)), tiles
     return _run_group, None
 
 

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
+from dilabench.kernels.fused.branch_group import TILE_BITS
 from dilabench.kernels.fused.row_layout import PER_LENGTH
-from dilabench.kernels.fused.sm90.one_warpgroup import run_tiles
+from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
@@ -34,8 +34,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     tile_of,
     turned,
 )
-from dilabench.kernels.launches import Launched
-from dilabench.kernels.tuning import TileConfig, product_columns
+from dilabench.kernels.tuning import product_columns
 
 # What this kernel has no choice of.
 _NOT_GIVEN = frozenset(("TAIL", "PRECISION", "STAGES", "num_stages"))
@@ -283,21 +282,7 @@ def _narrow_kernel(
         finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 
-def run_group(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mass: Tensor | None,
-    group: BranchGroup,
-    causal: bool,
-    scale: float,
-    config: TileConfig,
-    merge: bool,
-) -> Launched:
-    """As `forward.run_group`."""
+def kernel_for(q: Tensor) -> Kernel:
+    """The kernel for queries [B, N, H, D]."""
     own = {"REST": product_columns(q.shape[-1])[1], "LARGEST": LARGEST_SUM[q.dtype]}
-    return run_tiles(
-        _narrow_kernel, q, k, v, out, lse, mass, group, causal, scale, config, merge, own, without=_NOT_GIVEN
-    )
+    return Kernel(_narrow_kernel, own, _NOT_GIVEN)

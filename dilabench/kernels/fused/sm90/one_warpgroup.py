@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,8 +15,16 @@ from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
 
-def run_tiles(
-    kernel: Any,
+class Kernel(NamedTuple):
+    """A kernel with the arguments that it has alone, and the names of those that all others have and it has not."""
+
+    function: Any
+    own: dict[str, Any]
+    without: frozenset[str]
+
+
+def run_group(
+    kernel: Kernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -29,17 +36,15 @@ def run_tiles(
     scale: float,
     config: TileConfig,
     merge: bool,
-    own: dict[str, Any],
-    without: Collection[str],
 ) -> Launched:
-    """Run a kernel as `forward.run_group` does, with arguments of its ``own`` and ``without`` some of all kernels."""
+    """As `forward.run_group`; q, k and v in parts (`float_parts.parts`) where the kernel takes such."""
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     columns, rows = padded_dim(q.shape[-1]), {"q": config.block_m, "k": config.block_n, "v": config.block_n}
 
     def arguments(ragged: bool) -> Arguments:
         n_items, parts = tables.items.shape[2], parts_of(q, out)
         grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config, parts)
-        given = {name: value for name, value in shared.items() if name not in without}
+        given = {name: value for name, value in shared.items() if name not in kernel.without}
         tiles = {
             f"{name}_desc": _tile_descriptor(x, group.modulus, rows[name], columns)
             for name, x in (("q", q), ("k", k), ("v", v))
@@ -57,10 +62,10 @@ def run_tiles(
             "MERGE": merge,
             "launch_pdl": merge,
         }
-        return grid, given | tiles | more | own
+        return grid, given | tiles | more | kernel.own
 
     kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
-    return launch(kernel, arguments, group.cuts_tiles(config.longest), *kind)
+    return launch(kernel.function, arguments, group.cuts_tiles(config.longest), *kind)
 
 
 def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:

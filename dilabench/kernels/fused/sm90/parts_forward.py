@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
+from dilabench.kernels.fused.branch_group import TILE_BITS
 from dilabench.kernels.fused.row_layout import PER_LENGTH
-from dilabench.kernels.fused.sm90.one_warpgroup import run_tiles
+from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
 from dilabench.kernels.fused.sm90.softmax import finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
@@ -35,8 +35,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     tile_of,
     turned,
 )
-from dilabench.kernels.launches import Launched
-from dilabench.kernels.tuning import PARTS, TileConfig, padded_dim, parts_products
+from dilabench.kernels.tuning import PARTS, padded_dim, parts_products
 
 # What this kernel has no choice of.
 _NOT_GIVEN = frozenset(("PRECISION", "STAGES", "num_stages"))
@@ -321,22 +320,8 @@ def _parts_kernel(
         finish(acc, tail, sums[0], sums[1], (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 
-def run_group(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mass: Tensor | None,
-    group: BranchGroup,
-    causal: bool,
-    scale: float,
-    config: TileConfig,
-    merge: bool,
-) -> Launched:
-    """As `forward.run_group`; q, k, v from `float_parts.parts`."""
+def kernel_for(q: Tensor) -> Kernel:
+    """The kernel for queries in parts, [3B, N, H, D]."""
     head, tail = parts_products(q.shape[-1])
     own = {"COLUMNS": padded_dim(q.shape[-1]), "HEAD": head, "TAIL": tail}
-    return run_tiles(
-        _parts_kernel, q, k, v, out, lse, mass, group, causal, scale, config, merge, own, without=_NOT_GIVEN
-    )
+    return Kernel(_parts_kernel, own, _NOT_GIVEN)
