@@ -15,7 +15,7 @@ from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import choose_method
 from dilabench.engine.plausibility import suspicions
 from dilabench.engine.progress import Progress, Silent
-from dilabench.engine.worker.client import WorkerFailure, WorkerPool
+from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.launcher import Launcher, ThisMachine
 from dilabench.engine.worker.process import warm_server
 from dilabench.engine.worker.protocol import WorkerSettings, worker_key
@@ -240,10 +240,9 @@ class _Run:
             return
         try:
             worker = self.driver.pool.resident(worker_key(running[0], self.driver.catalogue))
-            found = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=[running[0].workload.dtype]).ceilings
+            self.ceilings = {**_measured_ceilings(worker, [running[0].workload.dtype]), **self.ceilings}
         except WorkerFailure:
             return
-        self.ceilings = {**found, **self.ceilings}
 
     def _ceilings_rose(self, row: Row) -> bool:
         """Measure the ceilings once more before a row is called impossible, in a process in which nothing ran before:
@@ -253,8 +252,7 @@ class _Run:
         key, _, _ = worker_key(row.case, self.driver.catalogue).partition("@")
         try:
             with self.driver.pool.fresh(key) as worker:
-                dtypes = [row.case.workload.dtype]
-                again = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+                again = _measured_ceilings(worker, [row.case.workload.dtype])
         except WorkerFailure:
             return False
         before, self.ceilings = self.ceilings, {**self.ceilings, **_higher(self.ceilings, again)}
@@ -276,13 +274,18 @@ class _Run:
             worker = self.driver.pool.resident(worker_key(waiting[0].case, self.driver.catalogue))
             environment = with_torch(header.environment, self.machine, worker.hello.torch)
             header = header.model_copy(update={"environment": environment})
-            found = worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
-            self.ceilings = {**self.ceilings, **found}
+            self.ceilings = {**self.ceilings, **_measured_ceilings(worker, dtypes)}
         except WorkerFailure:
             # Where no worker starts, the row of each case says so.
             return header
         return header.model_copy(update={"ceilings": self.ceilings})
 
 
+def _measured_ceilings(worker: Worker, dtypes: Sequence[str]) -> Mapping[str, float]:
+    """What a worker's device can do at best in these dtypes. Raises WorkerFailure."""
+    return worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+
+
 def _higher(known: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in again.items() if value > known.get(key, value)}
+    """What is above what was known, or was not: a run that goes on may know less than is measured today."""
+    return {key: value for key, value in again.items() if value > known.get(key, 0.0)}

@@ -290,3 +290,8 @@ def test_a_time_is_called_impossible_only_by_ceilings_that_a_second_look_confirm
     record = engine("honest", planned=[dense_case("honest"), dense_case("honest", seq_len=65)])
     assert [note.code for row in record.rows for note in row.outcome.notes].count("above_peak_flops") == 2
     assert len(measured) == 1, "a confirmed ceiling is not measured for every row"
+
+
+def test_a_ceiling_that_was_not_known_counts_as_risen():
+    """As that of tensor cores, which bounds float32 too, in a run that went on from a record without it."""
+    assert runner._higher({"a": 2.0, "b": 2.0}, {"a": 1.0, "b": 3.0, "c": 1.0}) == {"b": 3.0, "c": 1.0}
