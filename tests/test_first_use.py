@@ -77,12 +77,15 @@ def test_near_lengths_are_not_measured_again_and_others_are(measured: Measured) 
         assert measured.calls == before + 3
 
 
-@pytest.mark.parametrize(("gpu", "host", "reached", "beyond"), [(2.0, 0.5, 2048, 4096), (0.8, 4.0, 512, 1024)])
+@pytest.mark.parametrize(
+    ("gpu", "host", "reached", "beyond", "told"),
+    [(2.0, 0.5, 2048, 4096, "2 s"), (0.8, 4.0, 512, 1024, "4 s to launch")],
+)
 def test_a_clear_lead_is_believed_for_longer_but_not_one_of_the_host(
-    measured: Measured, gpu: float, host: float, reached: int, beyond: int
+    measured: Measured, gpu: float, host: float, reached: int, beyond: int, told: str
 ) -> None:
     measured.others = first_use.Cost(gpu, host)
-    choose(measured)
+    assert choose(measured).told == f"1 s, strided:sdpa-flash {told}"
     before = measured.calls
     assert choose(measured, seq_len=reached).source == "tuned"
     assert measured.calls == before

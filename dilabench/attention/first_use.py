@@ -58,6 +58,11 @@ class Cost(NamedTuple):
         """What a call takes that follows others: the host runs ahead as long as it is the faster."""
         return max(self.gpu, self.host)
 
+    @property
+    def is_of_host(self) -> bool:
+        """Whether launching is what takes the longer."""
+        return self.host > self.gpu
+
 
 def fastest(planner: Planner, workload: Workload, device: torch.device, build: Build) -> Choice:
     """What is known of the workload, else what measuring shows; by the rules where nothing can be measured.
@@ -106,8 +111,10 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
         implementation=best.implementation,
         backend=best.backend,
         median_ns=round(cost.seen * 1e9),
+        launching=cost.is_of_host,
         runner_up=way_name(second),
         runner_up_ns=round(next_cost.seen * 1e9),
+        runner_up_launching=next_cost.is_of_host,
         lead=min(min(other.gpu / cost.gpu, other.seen / cost.seen) for other, _ in others),
     )
 

@@ -82,9 +82,14 @@ def nothing_looks_on(*tensors: Tensor) -> bool:
 def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse as `differentiable` gives them, without a compiler."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _Function.apply(computation, q, k, v)
-    else:
-        out, lse, *_ = computation.forward(q, k, v)
+        return with_gradient(computation, q, k, v)
+    out, lse, *_ = computation.forward(q, k, v)
+    return out, lse
+
+
+def with_gradient(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """As `eager` where one of them requires a gradient."""
+    out, lse = _Function.apply(computation, q, k, v)
     return out, lse
 
 

@@ -8,12 +8,14 @@ differs are the addresses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
 
 from dilabench.kernels.direct_launch import DirectLaunch
 
@@ -35,6 +37,7 @@ class Launched(NamedTuple):
 
 def run(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> Launched:
     """Launch a kernel by its keyword arguments."""
+    settle_key(kernel)
     return Launched(kernel, kernel[grid](**arguments), grid, arguments)
 
 
@@ -47,11 +50,31 @@ def launch(kernel: Any, arguments: Callable[[bool], Arguments], ragged: bool, *k
     At the first call of a ``kind`` (all else that it is compiled for) both forms are compiled, so that no later length
     compiles anything.
     """
-    if (kernel, *kind) not in _compiled:
-        _compiled.add((kernel, *kind))
+    if (id(kernel), *kind) not in _compiled:
+        _compiled.add((id(kernel), *kind))
+        settle_key(kernel)
         grid, other = arguments(not ragged)
         kernel.warmup(grid=grid, **other)
     return run(kernel, *arguments(ragged))
+
+
+_settled: set[int] = set()
+
+
+def settle_key(function: Any) -> None:
+    """Have Triton name a function in its cache on disk as it does in every other process.
+
+    Triton 3.6 puts the constants of a function that this one calls into the name of this one only if it named that one
+    before, for the sake of another: what ran earlier decided whether a kernel was found on disk or compiled again. So
+    those that are called are named first. Nothing to do under the interpreter.
+    """
+    if id(function) in _settled or not isinstance(function, JITFunction):
+        return
+    _settled.add(id(function))
+    for name in function.fn.__code__.co_names:
+        settle_key(function.fn.__globals__.get(name))
+    # Found once and kept.
+    _ = function.cache_key
 
 
 class Launches:
@@ -139,6 +162,16 @@ class _TritonLaunch:
 
     def run(self, values: list[Any]) -> None:
         self._runner(*values)
+
+
+def stride_unit(*tensors: Tensor) -> int:
+    """The most elements, 16 bytes at most, that divide every step of the tensors but that of the last dimension.
+
+    Strides are given to kernels in such units: the compiler knows what it can read at a time, and compiles nothing anew
+    for others.
+    """
+    steps = (x.stride(axis) for x in tensors for axis in range(x.dim() - 1) if x.shape[axis] > 1)
+    return math.gcd(COPY_BYTES // max(x.element_size() for x in tensors), *steps)
 
 
 def layout(x: Tensor) -> tuple[Hashable, ...]:

@@ -12,18 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launches import Launches, layout, run
+from dilabench.kernels.launches import Launches, layout, run, stride_unit
 
-# These change with the length of a sequence, which must compile nothing; the others let 16 bytes be read at a time.
-_PER_LENGTH = (
-    *(f"{side}_{axis}" for side in ("lse", "part_lse") for axis in "sgal"),
+# No number is compiled in.
+_NUMBERS = (
+    *(f"{side}_{axis}" for side in ("out", "lse", "part", "part_lse") for axis in "sgal"),
     *(f"n_{axis}" for axis in "gla"),
 )
 # Rows of lse begin at any position, whose address is a multiple of 16 bytes for some lengths only.
 _ANYWHERE = ("lse_ptr", "part_lse_ptr")
 
 
-@triton.jit(do_not_specialize=_PER_LENGTH, do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def _merge_rows_kernel(
     out_ptr,
     lse_ptr,
@@ -48,6 +48,7 @@ def _merge_rows_kernel(
     n_g,
     n_l,
     n_a,
+    UNIT: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -78,8 +79,10 @@ def _merge_rows_kernel(
 
     # A side that holds nothing is not read: its memory may be uninitialised.
     inside = columns[None, :] < DIM
-    out_at = out_ptr + s * out_s + g * out_g + a * out_a + rows[:, None] * out_l + columns[None, :]
-    part_at = part_ptr + s * part_s + g * part_g + a * part_a + rows[:, None] * part_l + columns[None, :]
+    out_row = (s * out_s + g * out_g + a * out_a + rows[:, None] * out_l) * UNIT
+    part_row = (s * part_s + g * part_g + a * part_a + rows[:, None] * part_l) * UNIT
+    out_at = out_ptr + out_row + columns[None, :]
+    part_at = part_ptr + part_row + columns[None, :]
     out = tl.load(out_at, mask=inside & (mine > 0.0)[:, None], other=0.0).to(tl.float32)
     part = tl.load(part_at, mask=inside & (theirs > 0.0)[:, None], other=0.0).to(tl.float32)
     merged = out * (mine * share)[:, None] + part * (theirs * share)[:, None]
@@ -148,13 +151,24 @@ def _merge_rows_triton_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse
         raise ValueError(
             f"{programs} row blocks pass the 2^31 - 1 of one launch: merge in slices of the first dimension"
         )
-    sides = {"out": ("sgla", out), "lse": ("sgal", lse), "part": ("sgla", branch_out), "part_lse": ("sgal", branch_lse)}
+    unit = stride_unit(out, branch_out)
+    sides = {
+        "out": ("sgla", out, unit),
+        "lse": ("sgal", lse, 1),
+        "part": ("sgla", branch_out, unit),
+        "part_lse": ("sgal", branch_lse, 1),
+    }
     arguments = {
-        **{f"{name}_ptr": x for name, (_, x) in sides.items()},
-        **{f"{name}_{axis}": x.stride(i) for name, (axes, x) in sides.items() for i, axis in enumerate(axes)},
+        **{f"{name}_ptr": x for name, (_, x, _) in sides.items()},
+        **{
+            f"{name}_{axis}": x.stride(i) // size
+            for name, (axes, x, size) in sides.items()
+            for i, axis in enumerate(axes)
+        },
         "n_g": n_g,
         "n_l": n_l,
         "n_a": n_a,
+        "UNIT": unit,
         "DIM": dim,
         "ROWS": rows,
         "COLUMNS": columns,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launches import Launches, run
+from dilabench.kernels.launches import Launches, run, stride_unit
 
 # Rows of a block, all of which are there: sixteen bytes and more are read at once.
 STATS_BLOCK = 16
@@ -70,7 +70,10 @@ def _places(row, BLOCK: tl.constexpr):
     return (row // BLOCK) * (2 * BLOCK) + row % BLOCK
 
 
-@triton.jit(do_not_specialize=["length", "segments", "segment_tokens", "stats_rows", "R"])
+_STRIDES = tuple(f"{name}_{axis}" for name in ("out", "dout") for axis in "bnh")
+
+
+@triton.jit(do_not_specialize=(*_STRIDES, "length", "n_heads", "R", "segments", "segment_tokens", "stats_rows"))
 def _row_sums_kernel(
     out_ptr,
     dout_ptr,
@@ -89,6 +92,7 @@ def _row_sums_kernel(
     segments,
     segment_tokens,
     stats_rows,
+    UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,8 +114,10 @@ def _row_sums_kernel(
     else:
         columns = tl.arange(0, DIM)[None, :]
         there = valid[:, None] & (columns < HEAD_DIM)
-        out = tl.load(out_ptr + batch * out_b + head * out_h + at[:, None] * out_n + columns, there, 0.0)
-        dout = tl.load(dout_ptr + batch * dout_b + head * dout_h + at[:, None] * dout_n + columns, there, 0.0)
+        out_at = (batch * out_b + head * out_h + at[:, None] * out_n) * UNIT
+        dout_at = (batch * dout_b + head * dout_h + at[:, None] * dout_n) * UNIT
+        out = tl.load(out_ptr + out_at + columns, there, 0.0)
+        dout = tl.load(dout_ptr + dout_at + columns, there, 0.0)
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
         if delta_ptr is not None:
             tl.store(delta_ptr + row_at, delta, valid)
@@ -150,19 +156,19 @@ def row_sums(
         tensors["delta"] = delta
     if known is not None and known.repeat(name, tensors):
         return stats
-    columns = triton.next_power_of_2(dim)
+    columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
     rows = max(1, 4096 // columns)
     arguments = {
         "delta_ptr": None,
         **{f"{name}_ptr": x for name, x in tensors.items()},
-        **dict(zip(("out_b", "out_n", "out_h"), out.stride(), strict=False)),
-        **dict(zip(("dout_b", "dout_n", "dout_h"), dout.stride(), strict=False)),
+        **dict(zip(_STRIDES, (step // unit for x in (out, dout) for step in x.stride()[:3]), strict=True)),
         "length": length,
         "n_heads": num_heads,
         "R": layout.modulus,
         "segments": layout.segments,
         "segment_tokens": layout.segment_tokens,
         "stats_rows": layout.rows,
+        "UNIT": unit,
         "HEAD_DIM": dim,
         "DIM": columns,
         "ROWS": rows,

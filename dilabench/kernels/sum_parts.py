@@ -47,7 +47,7 @@ def _load_lse(ptr, batch, rows, head, count, n_heads):
     return tl.load(places, mask=(rows >= 0) & (rows < count), other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_heads"])
 def _sum_kernel(
     total_ptr,
     total_strides,
@@ -75,7 +75,7 @@ def _sum_kernel(
     tl.store(places, total.to(total_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_heads"])
 def _softmax_kernel(
     out_ptr,
     lse_ptr,

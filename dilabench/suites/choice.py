@@ -41,28 +41,35 @@ class TunedCell(Model):
     """The fastest verified row of one workload, and how far ahead of the next it was.
 
     `lead`: times as long as it all other ways took, of the GPU and to who waits for them, where both are known.
+    `launching`, `runner_up_launching`: whether the time is that of the host that launches a call, the GPU's being less.
     """
 
     workload: Workload
     implementation: str
     backend: str | None = None
     median_ns: int
+    launching: bool = False
     runner_up: str | None = None
     runner_up_ns: int | None = None
+    runner_up_launching: bool = False
     lead: float = 1.0
 
     @property
     def told(self) -> str:
         """What a call took, and one of the next best way, for who asks why."""
-        own = format_seconds(self.median_ns * 1e-9)
+        own = _took(self.median_ns, self.launching)
         if self.runner_up is None or self.runner_up_ns is None:
             return own
-        return f"{own}, {self.runner_up} {format_seconds(self.runner_up_ns * 1e-9)}"
+        return f"{own}, {self.runner_up} {_took(self.runner_up_ns, self.runner_up_launching)}"
 
     @property
     def reach(self) -> float:
         """For how many doublings of tokens, or halvings, it is believed of the same configuration."""
         return NEAR_DOUBLINGS + DOUBLINGS_PER_LEAD * math.log2(max(1.0, self.lead))
+
+
+def _took(ns: int, launching: bool) -> str:
+    return format_seconds(ns * 1e-9) + (" to launch" if launching else "")
 
 
 class TuneFile(Model):

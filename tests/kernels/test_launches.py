@@ -1,5 +1,10 @@
 """Launches that repeat: the tensors are exchanged, all else stays."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.attention import dilated_attention
 from dilabench.kernels import direct_launch
 from dilabench.kernels import launches as module
-from dilabench.kernels.launches import Launched, Launches, layout, run
+from dilabench.kernels.launches import Launched, Launches, layout, run, stride_unit
 
 
 class Compiled:
@@ -126,6 +131,34 @@ def test_layouts_differ_by_what_kernels_are_compiled_for() -> None:
     assert layout(x) == layout(torch.ones(64, 64))
     others = (x.T, x[1:], x[:, 1:], x.double(), x.to("meta"))
     assert all(layout(x) != layout(other) for other in others)
+
+
+def test_a_kernel_has_one_name_on_disk_whatever_ran_before_it() -> None:
+    def names(seed: int) -> dict[str, str]:
+        program = [sys.executable, str(Path(__file__).with_name("named_kernels.py")), str(seed)]
+        compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        said = subprocess.run(program, capture_output=True, text=True, check=True, env=compiling).stdout
+        found: dict[str, str] = json.loads(said)
+        return found
+
+    first, second = names(1), names(2)
+    assert len(first) > 50
+    assert [name for name in first if second[name] != first[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "unit"),
+    [
+        ([torch.zeros(2, 3, 4, 24, dtype=torch.float16)] * 2, 8),
+        ([torch.zeros(2, 3, 4, 20)], 4),
+        ([torch.zeros(2, 3, 4, 20, dtype=torch.float16), torch.zeros(2, 3, 4, 16, dtype=torch.float16)], 4),
+        ([torch.zeros(3, 4, 5)], 1),
+        ([torch.zeros(1, 1, 5)], 4),
+        ([torch.zeros(8).expand(3, 8)], 4),
+    ],
+)
+def test_strides_are_counted_in_the_largest_unit_that_divides_all(tensors: list[Tensor], unit: int) -> None:
+    assert stride_unit(*tensors) == unit
 
 
 @pytest.mark.gpu

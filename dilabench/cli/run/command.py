@@ -135,7 +135,6 @@ def run(
     )
     if budget is not None:
         settings["budget_s"] = read_budget(budget)
-    as_file = output if output.suffix == ".json" else None
     asked = Asked(
         suite=suite,
         configs=config or [],
@@ -145,13 +144,23 @@ def run(
         github_summary=github_summary,
         resume=None if resume is None else folder_of_run(resume, output_base(output)),
         sessions=sessions,
-        # A record may be copied to a file besides, and -o say where a run is that --resume names by its id.
-        folder=output if resume and Path(resume).exists() and output not in (shared.DEFAULT_FOLDER, as_file) else None,
+        folder=_elsewhere(resume, output),
     )
     reporters = names(formats) or ["json" if as_json else TABLE]
     shown = {"details": details, "columns": shared.column_names(columns)}
     look = _Look(dry_run=dry_run, plan=plan, as_json=as_json)
     raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, look, keep, shown, nodes)))
+
+
+def _elsewhere(resume: str | None, output: Path) -> Path | None:
+    """Where the rest of a run that goes on should lie instead, if anywhere. Its own place is none, nor is a file that
+    the record is copied to besides; of a run by its id, -o says where that is.
+    """
+    if resume is None or not (run := Path(resume)).exists():
+        return None
+    places = (run, run.parent) if run.is_dir() else (run.parent, run.parent.parent)
+    known = output == shared.DEFAULT_FOLDER or output.suffix == ".json"
+    return None if known or output.resolve() in [place.resolve() for place in places] else output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
