@@ -85,7 +85,7 @@ def test_a_clear_lead_is_believed_for_longer_but_not_one_of_the_host(
     measured: Measured, gpu: float, host: float, reached: int, beyond: int, told: str
 ) -> None:
     measured.others = first_use.Cost(gpu, host)
-    assert choose(measured).told == f"1 s, strided:sdpa-flash {told}"
+    assert choose(measured).told == f"1 s, strided:tiled {told}"
     before = measured.calls
     assert choose(measured, seq_len=reached).source == "tuned"
     assert measured.calls == before

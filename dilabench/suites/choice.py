@@ -148,7 +148,9 @@ def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
     near = [
         (doublings, cell)
         for cell in (file.cells if file else ())
-        if (doublings := abs(math.log2(cell.workload.tokens / workload.tokens))) <= cell.reach
+        # Told apart by it at once: a file may hold hundreds.
+        if cell.workload.head_dim == workload.head_dim
+        and (doublings := abs(math.log2(cell.workload.tokens / workload.tokens))) <= cell.reach
         and _kind(cell.workload) == _kind(workload)
         and _configuration(cell.workload) == asked
     ]

@@ -24,4 +24,4 @@ order = [*functions]
 drawn.shuffle(order)
 for name in order:
     settle_key(functions[name])
-print(json.dumps({name: functions[name].cache_key for name in sorted(order)}))
+json.dump({name: functions[name].cache_key for name in sorted(order)}, sys.stdout)

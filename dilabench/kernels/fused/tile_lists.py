@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +73,11 @@ def partners_of(rates: tuple[int, ...], kinds: tuple[tuple[int, ...], ...], modu
 
 
 def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> Runs:
-    rows = np.array([group.super_rows if group.full_supers else 0, group.tail_rows])[:, None]
+    rows_of_variant = (group.super_rows if group.full_supers else 0, group.tail_rows)
+    rows = np.array(rows_of_variant)[:, None]
     # Rows that all classes have: a tile that passes them is masked.
     sure = np.array([group.super_tokens, group.tail_tokens])[:, None] // group.modulus
-    start = np.arange(-(-int(rows.max()) // own)) * own
+    start = np.arange(0, max(rows_of_variant), own)
     ranges: list[tuple[Integers, Integers]] = []
     inner = (start, start)
     for segment in group.segment_rows:
@@ -150,7 +152,8 @@ def heaviest_first(lookup: Integers) -> Integers:
     n_items = max(1, int((work > 0).sum(axis=(2, 3)).max()))
     items = np.zeros((*lookup.shape[:2], n_items, 5), dtype=np.int64)
     items[..., 0] = -1
-    for variant, kind in np.ndindex(*lookup.shape[:2]):
+    variants, kinds = lookup.shape[:2]
+    for variant, kind in product(range(variants), range(kinds)):
         lists, lengths = lookup[variant, kind], work[variant, kind].T.ravel()
         (some,) = lengths.nonzero()
         order = some[np.argsort(-lengths[some], kind="stable")]

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -167,7 +169,7 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
     else:
         rows_of_variant = (group.super_rows if group.full_supers else 0, group.tail_rows)
         order = every_tile(lookup, [-(-rows // own) for rows in rows_of_variant])
-    heads = np.stack([group.head_kind, group.head_shift], 1)
+    heads = _heads(group.head_kind, group.head_shift)
     tags = (shared << (TILE_BITS + CLASS_BITS)) | (partners.classes[..., None] << TILE_BITS)
     entries = _Entries.of(runs, kept, tags)
     if entries.are_few:
@@ -178,6 +180,11 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
     return TileTables(
         items=there[0], lookup=there[1], order=there[2], entries=entries.there(*there[4:]), heads=there[3]
     )
+
+
+@lru_cache(maxsize=256)
+def _heads(kinds: tuple[int, ...], shifts: tuple[int, ...]) -> Integers:
+    return np.stack([kinds, shifts], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +255,15 @@ def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
     """int32 tensors of these arrays, in one copy, each at a multiple of 16 bytes: kernels are compiled anew for
     others.
     """
-    sizes = [x.size + -x.size % _ALIGNED for x in arrays]
-    ends = np.cumsum(sizes).tolist()
-    packed = np.zeros(ends[-1], np.int32)
-    begins = [0, *ends[:-1]]
+    *begins, total = accumulate((x.size + -x.size % _ALIGNED for x in arrays), initial=0)
+    packed = np.zeros(total, np.int32)
     for x, begin in zip(arrays, begins, strict=True):
         packed[begin : begin + x.size] = x.ravel()
     there = torch.from_numpy(packed).to(device)
-    return [there[begin : begin + x.size].view(x.shape) for x, begin in zip(arrays, begins, strict=True)]
+    # In a third of the time that slices and views take.
+    return [there.as_strided(x.shape, _steps(x.shape), begin) for x, begin in zip(arrays, begins, strict=True)]
+
+
+def _steps(shape: tuple[int, ...]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    return [*accumulate(shape[:0:-1], mul, initial=1)][::-1]
