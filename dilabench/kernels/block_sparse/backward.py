@@ -26,7 +26,7 @@ from dilabench.kernels.block_sparse.forward import (
 )
 from dilabench.kernels.block_sparse.key_items import KeyItems, add_slots, slot_places
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import NUMBERS
+from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
@@ -36,7 +36,7 @@ _LOG2E = 1.4426950408889634
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _block_query_kernel(
     q_desc,
     k_desc,
@@ -158,7 +158,7 @@ def _query_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _block_key_kernel(
     q_desc,
     k_desc,

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import NUMBERS, check_head_dim, product_precision
+from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, product_precision
 from dilabench.kernels.launches import COPY_BYTES, run
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
@@ -47,7 +47,7 @@ def visible_pairs(
     return seen
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _block_forward_kernel(
     q_desc,
     k_desc,

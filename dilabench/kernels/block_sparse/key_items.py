@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import Int32Array
-from dilabench.kernels.fused.row_layout import NUMBERS
+from dilabench.kernels.fused.row_layout import PER_LENGTH
 
 # Programs that run at once on a GPU of 132 multiprocessors, twice over, so that the last ones to end are short.
 _PROGRAMS = 528
@@ -83,7 +83,7 @@ def slot_places(slots_ptr, head, slot, n_slots, ROWS: tl.constexpr, DIM: tl.cons
     return slots_ptr + (head.to(tl.int64) * n_slots + slot) * (2 * ROWS * DIM) + tile
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _add_slots_kernel(
     slots_ptr,
     shared_ptr,

@@ -20,8 +20,8 @@ from dilabench.kernels.block_sparse.lists import Visibility
 # Words of 32 query blocks that a program of the lists by key looks at together: with more, or with more than a warp,
 # its sums over them take longer (0.16 against 0.20 to 0.28 ms for 7 x 1713 lists of 64, H200).
 _WORDS = 4
-# As NUMBERS of the other kernels.
-_NUMBERS = ("blocks", "width", "words", "tiles", "rows", "left", "right")
+# As PER_LENGTH of the other kernels: what changes with a sequence or a selection compiles nothing.
+_PER_LENGTH = ("blocks", "width", "words", "tiles", "rows", "left", "right")
 
 
 class Selection(NamedTuple):
@@ -60,7 +60,7 @@ def _store_span(spans_ptr, first, n_whole, n_partly):
     tl.store(span_ptr + 2, n_partly)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_PER_LENGTH)
 def _by_query_kernel(
     indices_ptr,
     spans_ptr,
@@ -98,7 +98,7 @@ def _by_query_kernel(
     tl.store(order_ptr + tl.program_id(0), tl.where(right >= 0, tiles - 1 - tile, tile))
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_PER_LENGTH)
 def _mark_kernel(indices_ptr, bits_ptr, blocks, width, words, WIDTH: tl.constexpr):
     """Bit i of the words of (head, key block): block i of queries selected it."""
     head, query = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -119,7 +119,7 @@ def _marked(bits_ptr, start, words, WORDS: tl.constexpr, QUERY_TILES: tl.constex
     return block * QUERY_TILES + inside, (((bits >> (block % 32)) & 1) != 0) & (inside < QUERY_TILES)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_PER_LENGTH)
 def _by_key_kernel(
     bits_ptr,
     spans_ptr,

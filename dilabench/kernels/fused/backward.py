@@ -23,7 +23,7 @@ from dilabench.kernels.fused.float_parts import is_readable, readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     IN_PARTS,
-    NUMBERS,
+    PER_LENGTH,
     check_operands,
     check_scale,
     launch_arguments,
@@ -59,7 +59,7 @@ _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 _IN_PARTS = tl.constexpr(IN_PARTS)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _query_kernel(
     q_desc,
     k_desc,
@@ -179,7 +179,7 @@ def _query_kernel(
     store_tile(dq * scale, dq_tail * scale, dq_ptr, rows, 1.0, n_heads, R, ADD, BLOCK_M, HEAD_DIM, HEAD, TAIL)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _key_kernel(
     q_desc,
     k_desc,
@@ -491,7 +491,7 @@ def _run_query(
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config, dq)
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
-    kind = (dq.dtype, dq.shape[-1], causal, add, config, *group.compiled_for)
+    kind = (dq.dtype, *dq.shape[2:], causal, add, config, *group.compiled_for)
     return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
 
 
@@ -536,7 +536,7 @@ def _run_key(
         beside = {"launch_pdl": True} if overlaps else {}
         return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
-    kind = (dk.dtype, dk.shape[-1], causal, add, config, sums_of, *group.compiled_for)
+    kind = (dk.dtype, *dk.shape[2:], causal, add, config, sums_of, *group.compiled_for)
     return launch(_key_kernel, arguments, group.length % group.modulus > 0, *kind)
 
 

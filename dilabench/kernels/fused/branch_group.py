@@ -91,7 +91,7 @@ class BranchGroup:
     @property
     def compiled_for(self) -> tuple[int, ...]:
         """What kernels are compiled for of a group, so that other groups of the kind compile nothing."""
-        return self.heads_per_kv, self.is_shifted, self.is_windowed
+        return self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed
 
     def sure_and_most(self, tokens: int) -> tuple[int, int]:
         """Rows on a side on which a query sees so many tokens: in which it sees all keys, and beyond which none; of a

@@ -16,7 +16,7 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.float_parts import is_readable, readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
-    NUMBERS,
+    PER_LENGTH,
     check_operands,
     check_scale,
     launch_arguments,
@@ -55,7 +55,7 @@ from dilabench.kernels.tuning import (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PER_LENGTH)
 def _forward_kernel(
     q_desc,
     k_desc,
@@ -326,5 +326,5 @@ def _run_group(
 
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size, parts=parts)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
-    kind = (out.dtype, out.shape[-1], causal, merge, mass is None, whole, *group.compiled_for)
+    kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, whole, *group.compiled_for)
     return launch(_forward_kernel, arguments, ragged, *kind)

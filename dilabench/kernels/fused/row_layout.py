@@ -20,16 +20,11 @@ LARGEST_HEAD_DIM = 256
 # The kernels' `PRECISION` of float32 operands that come in parts (`float_parts`).
 IN_PARTS = "parts"
 
-# No number that a kernel is given is compiled in: Triton would make a kernel anew for each set of those that are 1 or
-# that 16 divides, of which most are the same.
-NUMBERS = (
+# What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
+# integers that are 1 or that 16 divides.
+PER_LENGTH = (
     "n_supers",
     "full_supers",
-    "n_kinds",
-    "n_heads",
-    "n_kv_heads",
-    "heads_per_kv",
-    "heads_per_mask",
     "n_items",
     "n_tiles",
     "n_blocks",
@@ -45,8 +40,6 @@ NUMBERS = (
     "super_tokens",
     "before",
     "behind",
-    "left",
-    "right",
     "stats_blocks",
     "stats_rows",
     "first_kv_head",
@@ -54,7 +47,6 @@ NUMBERS = (
     "item_major",
     "rows",
     "key_rows",
-    *(f"{name}_{step}" for name in ("q", "k", "v", "dout") for step in ("token", "head")),
     "R",
 )
 

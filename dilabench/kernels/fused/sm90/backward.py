@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dilabench.kernels.fused.row_layout import NUMBERS, class_box, class_view, tokens_left
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view, tokens_left
 from dilabench.kernels.fused.sm90.backward_steps import (
     BUFFERS,
     add_queries,
@@ -346,7 +346,7 @@ def _consume(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=PER_LENGTH)
 def _backward_kernel(
     q_desc,
     k_desc,

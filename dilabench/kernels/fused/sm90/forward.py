@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import NUMBERS, class_view, segment_arguments, tokens_left
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments, tokens_left
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import box_place, class_of, segment_of, shared_layout, tile_of, turned
 from dilabench.kernels.fused.tile_tables import tile_tables
@@ -412,7 +412,7 @@ def _consume(
         _consume_item(half, work, 0, 0, 0, True, given, form)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=PER_LENGTH)
 def _forward_kernel(
     q_desc,
     k_desc,
@@ -642,5 +642,5 @@ def run_group(
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    kind = (q.dtype, dim, causal, merge, mass is None, config, *group.compiled_for)
+    kind = (q.dtype, dim, num_heads, causal, merge, mass is None, config, *group.compiled_for)
     return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import TILE_BITS
-from dilabench.kernels.fused.row_layout import NUMBERS
+from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
@@ -148,7 +148,7 @@ def _step(
     return acc, sums, weights, ahead, later
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=PER_LENGTH)
 def _narrow_kernel(
     q_desc,
     k_desc,

@@ -64,7 +64,7 @@ def run_group(
         }
         return grid, given | tiles | more | kernel.own
 
-    kind = (out.dtype, out.shape[-1], causal, merge, mass is None, config, *group.compiled_for)
+    kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
     return launch(kernel.function, arguments, group.cuts_tiles(config.longest), *kind)
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import TILE_BITS
-from dilabench.kernels.fused.row_layout import NUMBERS
+from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
 from dilabench.kernels.fused.sm90.softmax import finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
@@ -199,7 +199,7 @@ def _step(
     return acc, tail, decay, sums, _split(p, P_LAYOUT), ahead, later
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=PER_LENGTH)
 def _parts_kernel(
     q_desc,
     k_desc,
