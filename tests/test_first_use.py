@@ -77,6 +77,14 @@ def test_near_lengths_are_not_measured_again_and_others_are(measured: Measured) 
         assert measured.calls == before + 3
 
 
+def test_the_file_is_read_once_for_lengths_that_it_tells_of(measured: Measured) -> None:
+    choose(measured)
+    assert choose(measured, seq_len=300).source == "tuned"
+    tune_path(planner_of("cpu").machine).unlink()
+    assert (choose(measured, seq_len=301).source, measured.calls) == ("tuned", 3)
+    assert choose(measured, seq_len=4096).source == "first use", "too far for what is known"
+
+
 @pytest.mark.parametrize(
     ("gpu", "host", "reached", "beyond", "told"),
     [(2.0, 0.5, 2048, 4096, "2 s"), (0.8, 4.0, 512, 1024, "4 s to launch")],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +22,14 @@ _STREAM, _FACTS, _ENTER, _EXIT = 3, 10, 11, 12
 
 
 class DirectLaunch:
-    """Launches of a compiled kernel on one grid. before: what its function takes before the kernel's arguments."""
+    """Launches of a compiled kernel."""
 
-    def __init__(self, compiled: Any, grid: tuple[int, ...]) -> None:
+    def __init__(self, compiled: Any) -> None:
         launcher = compiled.run
         self._triton: Any = inspect.getmodule(type(launcher))
-        self._compiled, self._grid = compiled, grid
+        self._compiled = compiled
         switches = launcher.launch_cooperative_grid, launcher.launch_pdl
-        self.before = (*grid, 0, compiled.function, *switches, None, None, compiled.packed_metadata, None, None, None)
+        self._fixed = (0, compiled.function, *switches, None, None, compiled.packed_metadata, None, None, None)
         # Above the function there is nothing where a kernel takes no descriptors.
         above = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
         self._launch = above.get("launcher", launcher.launch)
@@ -36,7 +37,8 @@ class DirectLaunch:
         self._encodings = dict(zip(places, above.get("tensordesc_meta", ()), strict=True))
 
     @classmethod
-    def of(cls, compiled: Any, grid: tuple[int, ...]) -> DirectLaunch | None:
+    @lru_cache(maxsize=1024)
+    def of(cls, compiled: Any) -> DirectLaunch | None:
         """None where Triton launches in a way that this module does not know: another version, another maker of GPUs,
         or memory that each launch allocates.
         """
@@ -44,7 +46,21 @@ class DirectLaunch:
         known = getattr(inspect.getmodule(type(launcher)), "_BASE_ARGS_FORMAT", None) == _TAKES
         if not known or launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
-        return cls(compiled, grid)
+        return cls(compiled)
+
+    def before(self, grid: tuple[int, ...]) -> tuple[Any, ...]:
+        """What the function takes before the kernel's arguments."""
+        return *grid, *self._fixed
+
+    def launch(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Launch on arguments as Triton takes them."""
+        values = [*self.before(grid)]
+        for place, argument in enumerate(arguments):
+            if place in self._encodings:
+                values += self._triton.make_tensordesc_arg(argument, self._encodings[place])
+            else:
+                values.append(argument)
+        self.run(values)
 
     def described(self, place: int, descriptor: Any) -> tuple[Callable[[Tensor], Any] | None, Sequence[Any]]:
         """What the function takes for a tensor in place of that of this descriptor, the kernel's argument of this
@@ -66,6 +82,6 @@ class DirectLaunch:
         active, hooks = driver.active, knobs.runtime
         values[_STREAM] = stream = active.get_current_stream(active.get_current_device())
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            values[_FACTS] = self._compiled.launch_metadata(self._grid, stream)
+            values[_FACTS] = self._compiled.launch_metadata(tuple(values[:_STREAM]), stream)
             values[_ENTER], values[_EXIT] = hooks.launch_enter_hook, hooks.launch_exit_hook
         self._launch(*values)

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
+from dilabench.kernels.compiled_forms import CompiledForms
 from dilabench.kernels.direct_launch import DirectLaunch
 
 # Bulk copies step in units of so many bytes, and Triton specialises on addresses that are a multiple of them.
@@ -38,9 +39,19 @@ class Launched(NamedTuple):
 def run(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> Launched:
     """Launch a kernel by its keyword arguments."""
     settle_key(kernel)
-    return Launched(kernel, kernel[grid](**arguments), grid, arguments)
+    forms = _forms.get(id(kernel))
+    if forms is None:
+        forms = _forms[id(kernel)] = CompiledForms(kernel) if isinstance(kernel, JITFunction) else None
+    compiled = forms.launch(grid, arguments) if forms else None
+    if compiled is None:
+        compiled = kernel[grid](**arguments)
+        if forms and isinstance(compiled, CompiledKernel):
+            forms.keep(arguments, compiled)
+    return Launched(kernel, compiled, grid, arguments)
 
 
+# By the identity of kernels, which are there for good: to hash one, Triton would name it.
+_forms: dict[int, CompiledForms | None] = {}
 _compiled: set[tuple[Any, ...]] = set()
 
 
@@ -115,9 +126,9 @@ class _Repeated:
 
     def __init__(self, launched: Launched, tensors: Mapping[str, Tensor]) -> None:
         grid = (*launched.grid, 1, 1)[:3]
-        way = DirectLaunch.of(launched.compiled, grid) or _TritonLaunch(launched.compiled, grid)
+        way = DirectLaunch.of(launched.compiled) or _TritonLaunch(launched.compiled, grid)
         self._run = way.run
-        self._values: list[Any] = [*way.before]
+        self._values: list[Any] = [*way.before(grid)]
         self._exchanged: list[tuple[int, str, Callable[[Tensor], Any] | None]] = []
         for place, argument in enumerate(launched.kernel.arg_names):
             value = launched.arguments[argument]
@@ -142,10 +153,12 @@ class _Repeated:
 class _TritonLaunch:
     """Launches of a compiled kernel on one grid as Triton makes them. As `DirectLaunch`, for every Triton."""
 
-    before = ()
-
     def __init__(self, compiled: Any, grid: tuple[int, ...]) -> None:
         self._runner = compiled[grid]
+
+    def before(self, _grid: tuple[int, ...]) -> tuple[()]:
+        """Nothing."""
+        return ()
 
     def described(self, _place: int, descriptor: Any) -> tuple[Callable[[Tensor], Any], tuple[()]]:
         """The same view of another tensor, by a descriptor of Triton or Gluon, without the checks that the first

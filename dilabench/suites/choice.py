@@ -62,6 +62,11 @@ class TunedCell(Model):
             return own
         return f"{own}, {self.runner_up} {_took(self.runner_up_ns, self.runner_up_launching)}"
 
+    def doublings_to(self, workload: Workload) -> float | None:
+        """How many doublings of tokens, or halvings, lie between, where that is no more than its `reach`."""
+        doublings = abs(math.log2(self.workload.tokens / workload.tokens))
+        return doublings if doublings <= self.reach else None
+
     @property
     def reach(self) -> float:
         """For how many doublings of tokens, or halvings, it is believed of the same configuration."""
@@ -150,7 +155,7 @@ def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
         for cell in (file.cells if file else ())
         # Told apart by it at once: a file may hold hundreds.
         if cell.workload.head_dim == workload.head_dim
-        and (doublings := abs(math.log2(cell.workload.tokens / workload.tokens))) <= cell.reach
+        and (doublings := cell.doublings_to(workload)) is not None
         and _kind(cell.workload) == _kind(workload)
         and _configuration(cell.workload) == asked
     ]

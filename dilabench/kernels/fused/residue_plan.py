@@ -111,19 +111,18 @@ def residue_plan(
             (i, "not in a given group") for i in range(len(dilation_rates)) if all(i not in part for part in cut)
         )
         return ResiduePlan(groups, rest, sequence_length, num_heads, num_kv_heads, causal)
+    by_rate = sorted(range(len(dilation_rates)), key=lambda i: (dilation_rates[i], segment_lengths[i]))
+    taken = tuple(i for i in by_rate if heads.taking_part((i,)))
     leftover: list[tuple[int, str]] = []
-    usable: list[int] = []
-    for i in sorted(range(len(dilation_rates)), key=lambda i: (dilation_rates[i], segment_lengths[i])):
-        if not heads.taking_part((i,)):
-            continue
-        fit = _fit((i,), branches, sequence_length, SMALLEST_TILE)
-        if isinstance(fit, str):
-            leftover.append((i, fit))
-        else:
-            usable.append(i)
+    groups = _groups(taken, branches, sequence_length, causal, tile)
+    if not groups:
+        alone = {i: _fit((i,), branches, sequence_length, SMALLEST_TILE) for i in taken}
+        leftover = [(i, why) for i, why in alone.items() if isinstance(why, str)]
+        usable = tuple(i for i, fit in alone.items() if not isinstance(fit, str))
+        groups = _groups(usable, branches, sequence_length, causal, tile)
     kept: list[BranchGroup] = []
     common = 1
-    for group in _groups(tuple(usable), branches, sequence_length, causal, tile):
+    for group in groups:
         multiple = math.lcm(common, group.modulus)
         if multiple > MOST_TOKENS_BEHIND:
             why = f"lcm of the dilation rates of all groups is {multiple}, above {MOST_TOKENS_BEHIND}"
@@ -146,9 +145,10 @@ class _Branches(NamedTuple):
 def _groups(
     usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
 ) -> tuple[BranchGroup, ...]:
-    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length."""
+    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length. None
+    where a branch fits no group.
+    """
     rounded = 1 << (sequence_length - 1).bit_length()
-    groups: tuple[BranchGroup, ...] = ()
     for length in (rounded, sequence_length):
         # A segment that holds all of this length may be cut in a longer one, and then not fit.
         alone = (_fit((i,), branches, length, SMALLEST_TILE) for i in usable)
@@ -158,8 +158,8 @@ def _groups(
         found = [_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts]
         groups = tuple(fit for fit in found if not isinstance(fit, str))
         if len(groups) == len(parts):
-            break
-    return groups
+            return groups
+    return ()
 
 
 # A later group re-reads and re-writes the output rows it covers; one such row costs about as much as this many pairs.
