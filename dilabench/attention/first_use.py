@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,10 +143,22 @@ def ranked(found: Sequence[tuple[Cost, Case]]) -> list[tuple[Cost, Case]]:
     return sorted(found, key=lambda pair: pair[0].gpu if pair[0].seen <= AS_GOOD * least else pair[0].seen + least)
 
 
-def ways(planner: Planner, workload: Workload) -> Iterator[Case]:
-    """Every implementation with a priority and worth a try, over every backend with one, that can serve it here."""
+def ways(planner: Planner, workload: Workload) -> list[Case]:
+    """Every implementation with a priority and worth a try, over every backend with one, that can serve it here; where
+    that is one way alone, the plain method, too.
+    """
+    found = [*_served(planner, workload, by_priority(planner.catalogue, workload))]
+    if len(found) < 2:
+        methods = planner.catalogue.implementations
+        plain = (one.name for one in methods if one.role == "plain" and one.takes == "heads")
+        found += _served(planner, workload, plain)
+    return found
+
+
+def _served(planner: Planner, workload: Workload, names: Iterable[str]) -> Iterator[Case]:
+    """By the implementations of these names, over each backend."""
     catalogue, machine = planner.catalogue, planner.machine
-    for name in by_priority(catalogue, workload):
+    for name in names:
         over = catalogue.preferred_backends(machine) if catalogue.implementations.get(name).uses_backend else (None,)
         for backend in over:
             case = Case(implementation=name, backend=backend, workload=workload)
