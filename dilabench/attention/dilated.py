@@ -111,7 +111,7 @@ def dilated_attention(
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
-    # As `_Options`, in a tuple that takes a tenth of the time to make.
+    # As `_Options`, which takes several times as long to make.
     options = (
         tuple(segment_lengths),
         tuple(dilation_rates),

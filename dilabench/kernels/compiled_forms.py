@@ -1,7 +1,7 @@
 """Compiled kernels found again by what a launch is given, as Triton finds them, in a fraction of the time.
 
-A layout of tensors that was not met before has no launch to repeat, yet the kernel is compiled: numbers that change
-with a length are not. Triton binds and looks at the arguments for 250 microseconds on a slow host.
+Tensors of a layout that was not met before have no launch to repeat, yet their kernel is there: numbers that change
+with a length are not compiled in. Triton would bind all arguments and look at each of them again.
 """
 
 from __future__ import annotations
@@ -34,34 +34,32 @@ class CompiledForms:
             for one in kernel.params
             if not one.is_constexpr and not one.do_not_specialize
         )
-        self._known: dict[tuple[Any, ...], DirectLaunch] = {}
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._known: dict[tuple[Any, ...], tuple[DirectLaunch, Any]] = {}
 
     def launch(self, grid: tuple[int], arguments: dict[str, Any]) -> Any:
         """Launch the form for these arguments, which it gives, if it is known; else None."""
         if not self._known:
             # Nor is anything asked of tensors that are there for their shapes only.
             return None
-        form = self.form(arguments)
-        known = self._known.get(form)
+        known = self._known.get(self.form(arguments))
         if known is None:
             return None
-        known.launch((*grid, 1, 1)[:3], [arguments[name] for name in self._names])
-        return self._compiled[form]
+        direct, compiled = known
+        direct.launch((*grid, 1, 1)[:3], [arguments[name] for name in self._names])
+        return compiled
 
     def keep(self, arguments: dict[str, Any], compiled: Any) -> None:
         """Remember what Triton launched for these arguments."""
         if (direct := DirectLaunch.of(compiled)) is not None:
-            form = self.form(arguments)
-            self._known[form], self._compiled[form] = direct, compiled
+            self._known[self.form(arguments)] = direct, compiled
 
     def form(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
         """Everything that Triton compiles for: equal where it would take the same compiled kernel."""
-        found = [driver.active.get_current_device(), self._constants(arguments)]
         lengths = self._lengths(arguments)
         # Of these only the size counts, which is that of nearly all.
-        if lengths and not _LEAST_INT32 <= min(lengths) <= max(lengths) <= _MOST_INT32:
-            found.append(tuple(_LEAST_INT32 <= number <= _MOST_INT32 for number in lengths))
+        small = not lengths or _LEAST_INT32 <= min(lengths) <= max(lengths) <= _MOST_INT32
+        sizes = None if small else tuple(_LEAST_INT32 <= number <= _MOST_INT32 for number in lengths)
+        found = [driver.active.get_current_device(), self._constants(arguments), sizes]
         for name, anywhere in self._others:
             value = arguments[name]
             if isinstance(value, Tensor):

@@ -39,9 +39,7 @@ class Launched(NamedTuple):
 def run(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> Launched:
     """Launch a kernel by its keyword arguments."""
     settle_key(kernel)
-    forms = _forms.get(id(kernel))
-    if forms is None:
-        forms = _forms[id(kernel)] = CompiledForms(kernel) if isinstance(kernel, JITFunction) else None
+    forms = _forms_of(kernel)
     compiled = forms.launch(grid, arguments) if forms else None
     if compiled is None:
         compiled = kernel[grid](**arguments)
@@ -50,8 +48,17 @@ def run(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> Launched:
     return Launched(kernel, compiled, grid, arguments)
 
 
-# By the identity of kernels, which are there for good: to hash one, Triton would name it.
-_forms: dict[int, CompiledForms | None] = {}
+# By the identity of kernels, here and below: to hash one, Triton would name it.
+_forms: dict[int, CompiledForms] = {}
+
+
+def _forms_of(kernel: Any) -> CompiledForms | None:
+    """None under the interpreter."""
+    if id(kernel) not in _forms and isinstance(kernel, JITFunction):
+        _forms[id(kernel)] = CompiledForms(kernel)
+    return _forms.get(id(kernel))
+
+
 _compiled: set[tuple[Any, ...]] = set()
 
 
@@ -69,7 +76,8 @@ def launch(kernel: Any, arguments: Callable[[bool], Arguments], ragged: bool, *k
     return run(kernel, *arguments(ragged))
 
 
-_settled: set[int] = set()
+# What it holds on to leaves its identity to nobody else.
+_settled: dict[int, Any] = {}
 
 
 def settle_key(function: Any) -> None:
@@ -81,7 +89,7 @@ def settle_key(function: Any) -> None:
     """
     if id(function) in _settled or not isinstance(function, JITFunction):
         return
-    _settled.add(id(function))
+    _settled[id(function)] = function
     for name in function.fn.__code__.co_names:
         settle_key(function.fn.__globals__.get(name))
     # Found once and kept.

@@ -145,7 +145,7 @@ class _Branches(NamedTuple):
 def _groups(
     usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
 ) -> tuple[BranchGroup, ...]:
-    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length. None
+    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length. Empty
     where a branch fits no group.
     """
     rounded = 1 << (sequence_length - 1).bit_length()
