@@ -189,7 +189,7 @@ class Asked:
                 run=self.settings,
             )
             return request, None
-        elsewhere = given(config=self.configs, set=self.assignments, output=self.folder)
+        elsewhere = given(**{"--config": self.configs, "--set": self.assignments, f"-o {self.folder}": self.folder})
         fixed = {**self.workload, **self.settings, **elsewhere}
         request, header = recorded_request(self.resume, self.suite, fixed.keys() - {"budget_s"})
         return request.model_copy(
