@@ -24,6 +24,7 @@ from dilabench.suites.choice import (
     TunedCell,
     by_priority,
     choose_after,
+    configuration,
     measured_near,
     remember,
     tune_path,
@@ -70,7 +71,7 @@ def fastest(planner: Planner, workload: Workload, device: torch.device, build: B
 
     Raises ConfigError when nothing can compute it on this machine.
     """
-    kind = _kind(workload, device)
+    kind = cache_folder(), device, configuration(workload)
     if (known := _known.get(kind)) and known[0].doublings_to(workload) is not None:
         return known[1]
     near = measured_near(planner.machine, workload)
@@ -91,13 +92,6 @@ def fastest(planner: Planner, workload: Workload, device: torch.device, build: B
 
 # What this process took of what was measured: for the next length, the file is not read again.
 _known: dict[Hashable, tuple[TunedCell, Choice]] = {}
-
-
-def _kind(workload: Workload, device: torch.device) -> Hashable:
-    """All but its length."""
-    heads = workload.num_heads, workload.num_kv_heads, workload.head_dim
-    masks = workload.pattern, workload.causal, workload.window, workload.softmax_scale
-    return cache_folder(), device, heads, workload.dtype, masks, workload.mode, workload.layout
 
 
 def measure(planner: Planner, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:

@@ -38,7 +38,6 @@ class Launched(NamedTuple):
 
 def run(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> Launched:
     """Launch a kernel by its keyword arguments."""
-    settle_key(kernel)
     forms = _forms_of(kernel)
     compiled = forms.launch(grid, arguments) if forms else None
     if compiled is None:
@@ -55,6 +54,7 @@ _forms: dict[int, CompiledForms] = {}
 def _forms_of(kernel: Any) -> CompiledForms | None:
     """None under the interpreter."""
     if id(kernel) not in _forms and isinstance(kernel, JITFunction):
+        settle_key(kernel)
         _forms[id(kernel)] = CompiledForms(kernel)
     return _forms.get(id(kernel))
 

@@ -9,7 +9,7 @@ import hashlib
 import importlib.metadata
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -149,23 +149,23 @@ def _expected(catalogue: Catalogue, machine: Machine, usable: Sequence[Case]) ->
 
 def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
     """What this machine measured of the same configuration at nearly this length (`TunedCell.reach`), the nearest."""
-    file, asked = read_tune_file(tune_path(machine)), _configuration(workload)
+    file, asked = read_tune_file(tune_path(machine)), configuration(workload)
     near = [
         (doublings, cell)
         for cell in (file.cells if file else ())
         # Told apart by it at once: a file may hold hundreds.
         if cell.workload.head_dim == workload.head_dim
         and (doublings := cell.doublings_to(workload)) is not None
-        and _kind(cell.workload) == _kind(workload)
-        and _configuration(cell.workload) == asked
+        and configuration(cell.workload) == asked
     ]
     return min(near, key=lambda pair: pair[0])[1] if near else None
 
 
-def _configuration(workload: Workload) -> Workload:
-    """Without what makes it longer or shorter, its scale by number; the mode is told apart by `_kind`."""
-    of_length = {"seq_len": 1, "batch_size": 1, "mode": "forward", "cu_seqlens": None}
-    return workload.model_copy(update={**of_length, "scale": workload.softmax_scale})
+def configuration(workload: Workload) -> Hashable:
+    """All but what makes it longer or shorter; its scale by number, of its mode whether that is forward alone."""
+    of_length = dict.fromkeys(("seq_len", "batch_size", "cu_seqlens"))
+    told = {"scale": workload.softmax_scale, "mode": workload.mode == "forward"}
+    return tuple({**dict(workload), **of_length, **told}.values())
 
 
 def _case(cell: TunedCell, workload: Workload, ranks: int) -> Case:
