@@ -7,7 +7,6 @@ With detached merge weights every branch is a kernel by itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -232,6 +231,6 @@ class FusedApart:
 
     def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         """The tensors as all branches can read them, so that not each of them pads; None: as they are."""
-        modulus = math.lcm(*(branch.plan.modulus for branch in self.branches if branch.plan is not None))
-        whole = tuple(readable(x, modulus) for x in tensors)
+        groups = [group for branch in self.branches if branch.plan is not None for group in branch.plan.groups]
+        whole = tuple(readable(x, groups) for x in tensors)
         return None if all(a is b for a, b in zip(whole, tensors, strict=True)) else whole

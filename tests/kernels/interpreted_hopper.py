@@ -27,7 +27,6 @@ from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.fused import backward, backward_at_once, forward, row_layout
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.launches import launches
 from dilabench.kernels.tuning import TileConfig
 
 with gluon_on_cpu.in_its_place():
@@ -43,10 +42,15 @@ DILATED = {
     "odd length": (1, 107, 4, 2, 32, (32, 64), (1, 1), ((0, 1),)),
     "tokens left over": (1, 107, 3, 1, 32, (64, 400), (1, 2), ((0, 1),)),
     "rates beside segments, left over": (1, 171, 4, 2, 32, (70, 95), (4, 3), None),
-    "rates beside segments, boxes": (2, 171, 2, 1, 48, (130,), (4,), None),
+    "rates beside segments, boxes, left over": (2, 277, 2, 1, 48, (130,), (4,), None),
+    "rates beside segments, boxes, padded": (2, 171, 2, 1, 48, (130,), (4,), None),
+    "batch, padded": (2, 107, 2, 1, 32, (150,), (4,), None),
+    "batch, left over": (2, 107, 2, 1, 32, (64, 400), (1, 2), ((0, 1),)),
+    "batch, rates beside segments, left over": (2, 171, 2, 1, 32, (70, 95), (4, 3), None),
+    "batch, window, left over": (2, 171, 2, 1, 80, (70, 95), (4, 3), None),
     "window": (1, 192, 4, 2, 32, (64, 192), (1, 2), ((0, 1),)),
     "window, left over": (1, 171, 2, 1, 80, (70, 95), (4, 3), None),
-    "window, causal, boxes": (2, 171, 2, 1, 48, (130, 171), (4, 1), None),
+    "window, causal, boxes, padded": (2, 171, 2, 1, 48, (130, 171), (4, 1), None),
     "growing logits": (1, 256, 2, 1, 32, (128, 256), (1, 2), ((0,), (1,))),
     "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
     "columns of zeros": (2, 128, 2, 1, 48, (64, 128), (1, 2), ((0,), (1,))),
@@ -64,6 +68,7 @@ NARROW = {
     "narrow, window, left over": (1, 171, 2, 1, 16, (70, 130), (4, 3), None),
     "narrow, summed apart": (1, 160, 2, 1, 48, (32, 160), (1, 2), ((0,), (1,))),
     "narrow, columns added, tokens left over": (1, 107, 2, 1, 40, (64, 400), (1, 2), ((0, 1),)),
+    "narrow, batch, left over": (2, 107, 1, 1, 16, (64, 400), (1, 2), ((0, 1),)),
     "narrow, grouped heads, tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
 }
 # The only branch of each head.
@@ -72,7 +77,8 @@ BRANCH_OF_HEAD = {DILATED["grouped heads"]: (0, 0, 1, 1), NARROW["narrow, groupe
 WINDOWS = {
     DILATED["window"]: (40, 7),
     DILATED["window, left over"]: (20, 50),
-    DILATED["window, causal, boxes"]: (61, 3),
+    DILATED["window, causal, boxes, padded"]: (61, 3),
+    DILATED["batch, window, left over"]: (20, 50),
     NARROW["narrow, window"]: (70, 20),
     NARROW["narrow, window, left over"]: (9, 45),
 }
@@ -115,17 +121,9 @@ def dilated_errors(
     plan: ResiduePlan, operands: tuple[Tensor, ...], right: tuple[Tensor, Tensor], want: tuple[Tensor, ...]
 ) -> dict[str, float]:
     q, k, v, dout = operands
-    batch, n = q.shape[:2]
     out, lse = forward.fused_forward(q, k, v, plan)
     got = backward.fused_backward(dout, q, k, v, out, lse, plan)
     found = forward_errors((out, lse), right) | errors(got, want)
-    if n % plan.modulus and batch == 1:
-        launches.cache_clear()
-        with mock.patch.object(row_layout, "_LONGEST_TILE", FORWARD.longest):
-            unpadded = forward.fused_forward(q, k, v, plan)
-            found |= forward_errors(unpadded, right, "unpadded ")
-            found |= errors(backward.fused_backward(dout, q, k, v, *unpadded, plan), want, "unpadded ")
-        launches.cache_clear()
     base = tuple(torch.ones_like(x) for x in (q, k, v))
     more = backward.fused_backward(dout, q, k, v, out, lse, plan, onto=base)
     return found | errors((x.double() - 1 for x in more), want, "added ")

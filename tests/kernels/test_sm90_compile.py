@@ -287,7 +287,16 @@ def test_block_sparse_configurations(
         assert not re.search(r"\b(STL|LDL)\b", over_visible_tiles), "a spill inside the main loop"
 
 
-def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int, merge: bool, hard: bool = False):
+def specialised(
+    dim: int,
+    causal: bool,
+    cut: bool,
+    null_mass: bool,
+    ranges: int,
+    merge: bool,
+    hard: bool = False,
+    batched: bool = False,
+):
     """The Hopper kernel as its launchers ask for it."""
     config = specialized_config(dim, 128)
     assert config is not None
@@ -298,6 +307,7 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
         "RAGGED": cut,
         "RANGES": ranges,
         "MERGE": merge,
+        "BATCHED": batched,
         "SHIFTED": hard,
         "WINDOWED": hard,
     }
@@ -530,7 +540,13 @@ BACKWARD_PARKED = {48: 0, 64: 8, 96: 24, 128: 12}
 
 
 def specialised_backward(
-    dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool, hard: bool = False
+    dim: int,
+    causal: bool,
+    ragged: bool,
+    heads_per_kv: int | None,
+    shared: bool,
+    hard: bool = False,
+    batched: bool = False,
 ):
     """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``)."""
     config = specialized_backward_config(dim, 128, 1 << 20, 1 << 40, "blocks" if shared else "branches")
@@ -542,6 +558,7 @@ def specialised_backward(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
+        "BATCHED": batched,
         "SHIFTED": hard,
         "WINDOWED": hard,
         "RAGGED": ragged,

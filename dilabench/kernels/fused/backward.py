@@ -26,6 +26,7 @@ from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     check_operands,
     check_scale,
+    common_modulus,
     launch_arguments,
     on_hopper,
     parts_of,
@@ -385,11 +386,12 @@ def fused_backward(
     dq, dk, dv = onto or [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     operands = given
     if not whole:
-        operands = {name: readable(x, plan.modulus, known, f"parts of {name}") for name, x in given.items()}
+        operands = {name: readable(x, plan.groups, known, f"parts of {name}") for name, x in given.items()}
     at_once, sums = [], None
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = known.once("at once", lambda: _at_once(plan, operands))
-        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, plan.modulus) if at_once else None
+    if at_once:
+        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
     if sums is None:
         at_once = []
     passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], dq, at_once, *tiles))
@@ -430,7 +432,7 @@ def _checked(
 ) -> tuple[float, bool]:
     """The scale, and whether kernels can read all operands as they are."""
     check_operands(*operands, plan)
-    return check_scale(scale, operands[0].shape[-1]), all(is_readable(x, plan.modulus) for x in given.values())
+    return check_scale(scale, operands[0].shape[-1]), all(is_readable(x, plan.groups) for x in given.values())
 
 
 def _at_once(plan: ResiduePlan, operands: dict[str, Tensor]) -> list[AtOnce]:

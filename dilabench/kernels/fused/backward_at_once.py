@@ -120,5 +120,5 @@ def _run(
         }
         return (n_items * n_blocks,), shared | own
 
-    kind = (q.dtype, *q.shape[2:], causal, add, follows, config, *group.compiled_for)
+    kind = (q.dtype, *q.shape[2:], q.shape[0] > 1, causal, add, follows, config, *group.compiled_for)
     return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

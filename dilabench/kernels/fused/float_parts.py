@@ -10,12 +10,15 @@ it meets, and goes through registers and back into shared memory for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.row_layout import is_row_addressable, is_whole, whole_classes
+from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.row_layout import common_modulus, is_row_addressable, is_whole, whole_classes
 from dilabench.kernels.launches import Launches, run
 from dilabench.kernels.tuning import LARGEST_IN_PARTS, PARTS
 
@@ -33,14 +36,14 @@ def come_in_parts(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cuda" and x.shape[-1] <= LARGEST_IN_PARTS
 
 
-def is_readable(x: Tensor, modulus: int) -> bool:
+def is_readable(x: Tensor, groups: Sequence[BranchGroup]) -> bool:
     """Whether kernels read ``x [B, N, H, D]``, or its parts, as it is; `readable` makes of another one that they do."""
-    return is_whole(x, modulus) and not come_in_parts(x)
+    return is_whole(x, groups) and not come_in_parts(x)
 
 
-def readable(x: Tensor, modulus: int, known: Launches | None = None, name: object = None) -> Tensor:
+def readable(x: Tensor, groups: Sequence[BranchGroup], known: Launches | None = None, name: object = None) -> Tensor:
     """``x [B, N, H, D]`` as kernels read it: its `parts` where it comes in such, else `whole_classes`."""
-    return parts(x, modulus, known, name) if come_in_parts(x) else whole_classes(x, modulus)
+    return parts(x, common_modulus(groups), known, name) if come_in_parts(x) else whole_classes(x, groups)
 
 
 def parts(x: Tensor, modulus: int, known: Launches | None = None, name: object = None) -> Tensor:

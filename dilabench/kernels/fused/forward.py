@@ -236,7 +236,7 @@ def fused_forward(
         lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
     q, k, v = given
     if not whole:
-        q, k, v = (readable(x, plan.modulus, known, f"parts of {name}") for name, x in zip("qkv", given, strict=True))
+        q, k, v = (readable(x, plan.groups, known, f"parts of {name}") for name, x in zip("qkv", given, strict=True))
     if more := columns_to_add(q.shape[-1], q.dtype, q.device):
         # A program copies its queries once.
         k, v = with_columns(k, more), with_columns(v, more)
@@ -260,7 +260,7 @@ def _checked(
 ) -> tuple[float, bool]:
     """The scale, and whether kernels can read all that is given as it is."""
     check_operands(q, k, v, plan)
-    return check_scale(scale, q.shape[-1]), all(is_readable(x, plan.modulus) for x in given)
+    return check_scale(scale, q.shape[-1]), all(is_readable(x, plan.groups) for x in given)
 
 
 def _kernel_for(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,11 +61,6 @@ class ResiduePlan:
     @property
     def complete(self) -> bool:
         return not self.leftover
-
-    @cached_property
-    def modulus(self) -> int:
-        """What a length must be a multiple of for the rows of every group to be whole."""
-        return math.lcm(*(group.modulus for group in self.groups))
 
 
 @lru_cache(maxsize=256)

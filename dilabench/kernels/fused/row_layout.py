@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +34,9 @@ PER_LENGTH = (
     "n_slots",
     "n_shared",
     "length",
-    "sequence_rows",
+    "batch_tokens",
+    "box_rows",
+    "sums_rows",
     "whole_rows",
     "longer_classes",
     "left_over",
@@ -60,36 +64,32 @@ def is_row_addressable(x: Tensor) -> bool:
     return regular and token % aligned == 0 and head % aligned == 0 and x.data_ptr() % COPY_BYTES == 0
 
 
-def is_whole(x: Tensor, modulus: int) -> bool:
+def is_whole(x: Tensor, groups: Sequence[BranchGroup]) -> bool:
     """Whether kernels read ``x [B, N, H, D]`` as it is; `whole_classes` makes of another one that they do."""
-    return is_row_addressable(x) and _fits_a_box(x, modulus)
+    return is_row_addressable(x) and all(_fits_a_box(x, group) for group in groups)
 
 
-def whole_classes(x: Tensor, modulus: int) -> Tensor:
+def whole_classes(x: Tensor, groups: Sequence[BranchGroup]) -> Tensor:
     """``x [B, N, H, D]`` so that `is_whole`: itself, else a copy, with zeros behind where R does not divide N."""
-    if not _fits_a_box(x, modulus):
-        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % modulus))
+    if not all(_fits_a_box(x, group) for group in groups):
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % common_modulus(groups)))
     return x if is_row_addressable(x) else x.contiguous()
 
 
-# Rows of the largest tile.
-_LONGEST_TILE = 256
+def common_modulus(groups: Iterable[BranchGroup]) -> int:
+    """What a length must be a multiple of for the rows of every group to be whole."""
+    return math.lcm(*(group.modulus for group in groups))
 
 
-def _fits_a_box(x: Tensor, modulus: int) -> bool:
+def _fits_a_box(x: Tensor, group: BranchGroup) -> bool:
     """Whether descriptors, which are boxes, show all tokens of ``x [B, N, H, D]``.
 
     Where R does not divide N, one over N / R rows would reach beyond the tensor. So the box is one of whole rows, but
     wider than R tokens by those that are left over: a tile with the last row of a class that has one in it is found a
     row before, R tokens to the right (`tile_walk.box_place`), unless it is the first.
     """
-    batch, length = x.shape[0], x.shape[1]
-    return length % modulus == 0 or (batch == 1 and length // modulus >= _LONGEST_TILE)
-
-
-def tokens_left(x: Tensor, modulus: int) -> int:
-    """How many tokens of ``x [B, N, H, D]`` stand behind its whole rows."""
-    return x.shape[1] % modulus
+    rows, left_over = divmod(x.shape[1], group.modulus)
+    return left_over == 0 or rows >= group.largest_tile
 
 
 @lru_cache(maxsize=16)
@@ -119,13 +119,27 @@ def _float32_products(device: torch.device) -> str:
 
 
 def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
-    """(shape, strides) of ``x [B, N, H, D]`` as [B * (N / R), columns] in whole rows: head h of class c starts at
-    column ``c * stride(1) + h * stride(2)``; behind R tokens stand as many as are left over (`_fits_a_box`).
+    """(shape, strides) of ``x [B, N, H, D]`` as [B * N / R, columns] in whole rows, those of all batch elements one
+    after another: head h of the token at place c of a row starts at column ``c * stride(1) + h * stride(2)``; behind R
+    tokens stand as many as are left over (`_fits_a_box`).
     """
     batch, length, heads, dim = x.shape
-    token, head = x.stride(1), x.stride(2)
-    columns = (modulus + tokens_left(x, modulus) - 1) * token + (heads - 1) * head + dim
-    return [batch * length // modulus, columns], [modulus * token, 1]
+    rows, left_over = divmod(batch * length, modulus)
+    columns = (modulus + left_over - 1) * x.stride(1) + (heads - 1) * x.stride(2) + dim
+    return [rows, columns], [modulus * x.stride(1), 1]
+
+
+def view_arguments(x: Tensor, modulus: int) -> dict[str, int]:
+    """Where tiles of ``x [B, N, H, D]`` stand in its `class_view`. BATCHED: those of several batch elements."""
+    batch, length = x.shape[:2]
+    rows, left_over = divmod(batch * length, modulus)
+    return {"batch_tokens": length, "box_rows": rows, "left_over": left_over, "BATCHED": batch > 1}
+
+
+def box_arguments(x: Tensor, modulus: int) -> dict[str, int]:
+    """As `view_arguments` for `class_box`, where each batch element is by itself."""
+    rows, left_over = divmod(x.shape[1], modulus)
+    return {"batch_tokens": 0, "box_rows": rows, "left_over": left_over, "BATCHED": False}
 
 
 def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
@@ -136,7 +150,7 @@ def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     """
     batch, length, heads, dim = x.shape
     token, head = x.stride(1), x.stride(2)
-    shape = [batch, modulus + tokens_left(x, modulus), heads, length // modulus, dim]
+    shape = [batch, modulus + length % modulus, heads, length // modulus, dim]
     return shape, [length * token, token, head, modulus * token, 1]
 
 
@@ -199,7 +213,7 @@ def shared_arguments(
         "n_kinds": len(group.kinds),
         "n_items": n_items,
         "n_heads": q.shape[2],
-        "left_over": tokens_left(q, group.modulus),
+        "left_over": q.shape[1] % group.modulus,
         **segment_arguments(group),
         "n_blocks": n_blocks,
         "item_major": int(2 * k.numel() * k.element_size() <= L2_RESIDENT_BYTES),

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view, tokens_left
+from dilabench.kernels.fused.row_layout import PER_LENGTH, box_arguments, class_box, class_view, view_arguments
 from dilabench.kernels.fused.sm90.backward_steps import (
     BUFFERS,
     add_queries,
@@ -40,6 +40,7 @@ from dilabench.kernels.fused.sm90.backward_steps import (
     sums_of,
 )
 from dilabench.kernels.fused.sm90.tile_walk import (
+    among_all,
     bias_of,
     box_place,
     class_of,
@@ -79,6 +80,7 @@ class _Form(NamedTuple):
     SHARED: bool
     PER_HEAD: bool
     COUNTED: bool
+    BATCHED: bool
     SHIFTED: bool
     WINDOWED: bool
 
@@ -151,19 +153,22 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
-    SHIFTED: gl.constexpr = form.value.SHIFTED
+    BATCHED: gl.constexpr = form.value.BATCHED
+    MOVED: gl.constexpr = form.value.SHIFTED or BATCHED
     q_desc, k_desc, v_desc, dout_desc, stats_desc = descriptors
     q_steps, k_steps, v_steps, dout_steps = steps
     q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
     key_full, query_full, query_empty, _, _ = barriers
-    sizes, stats_rows, left_over, _ = rows
+    sizes, stats_rows, view, _ = rows
+    batch_tokens, box_rows, left_over = view
     n_heads, _, heads_per_kv, _, _ = heads
     n_supers = grid[0]
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
-    base_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
+    base_row, first_place, _ends = segment_of(super_index, sizes, R, form.value.SHIFTED)
     if tile >= 0:
-        box = (first_place, sizes[2], left_over)
-        place, key_row = box_place(residue, base_row + tile * BLOCK_N, box, R, BLOCK_N, SHIFTED)
+        base_row, first_place = among_all(batch, base_row, first_place, batch_tokens, R, BATCHED)
+        box = (first_place, box_rows, left_over)
+        place, key_row = box_place(residue, base_row + tile * BLOCK_N, box, R, BLOCK_N, MOVED)
         mbarrier.expect(key_full, 2 * BLOCK_N * HEAD * 2)
         at = corner(batch, place, kv_head, key_row, 0, k_steps, form)
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
@@ -182,7 +187,7 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
                 phase = (step // STAGES) & 1
                 partner = class_of(entry, shift, R)
                 query_row = tile_of(entry) * BLOCK_M
-                place, row = box_place(partner, base_row + query_row, box, R, BLOCK_M, SHIFTED)
+                place, row = box_place(partner, base_row + query_row, box, R, BLOCK_M, MOVED)
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
                 mbarrier.expect(full, 2 * BLOCK_M * (HEAD * 2 + 4))
@@ -220,7 +225,7 @@ def _consume(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
+    sums, sums_rows, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
     sizes, _, _, window = rows
@@ -245,7 +250,8 @@ def _consume(
         mbarrier.arrive(ds_full.index(0), count=1)
         mbarrier.arrive(query_empty.index(0), count=1)
         step = 1
-        before = (batch, 0, 0, base_row)
+        sums_row = batch * sums_rows + base_row
+        before = (batch, 0, 0, sums_row)
         mbarrier.wait(key_full, 0)
         if HELD:
             SCORE_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
@@ -314,7 +320,7 @@ def _consume(
                     dv, dk = sums_of(next_dv, next_dk, form)
                     gl.thread_barrier()
                     mbarrier.arrive(query_empty.index(stage), count=1)
-                    query_row += base_row
+                    query_row += sums_row
                     if form.value.SHIFTED:
                         partner, query_row = shifted(partner, query_row, first_place, R)
                     before = (batch, partner, head - first_kv_head * heads_per_kv, query_row)
@@ -378,8 +384,9 @@ def _backward_kernel(
     n_tiles,
     n_heads,
     n_kv_heads,
-    sequence_rows,
-    key_rows,
+    batch_tokens,
+    box_rows,
+    sums_rows,
     super_rows,
     super_tokens,
     whole_rows,
@@ -410,6 +417,7 @@ def _backward_kernel(
     SHARED: gl.constexpr,
     PER_HEAD: gl.constexpr,
     COUNTED: gl.constexpr,
+    BATCHED: gl.constexpr,
     SHIFTED: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
@@ -444,16 +452,11 @@ def _backward_kernel(
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
     sizes = (super_rows, super_tokens, whole_rows, longer_classes, length)
-    rows = (sizes, stats_rows, left_over, (before, behind))
+    rows = (sizes, stats_rows, (batch_tokens, box_rows, left_over), (before, behind))
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
-    steps = (
-        (sequence_rows, q_token, q_head),
-        (key_rows, k_token, k_head),
-        (key_rows, v_token, v_head),
-        (sequence_rows, dout_token, dout_head),
-    )
-    sums_steps = (sequence_rows, some_kv_heads * heads_per_kv * DIM, DIM)
-    results = ((sums_desc, sums_steps), dk_ptr, dv_ptr, slots_ptr, length, n_slots)
+    steps = ((q_token, q_head), (k_token, k_head), (v_token, v_head), (dout_token, dout_head))
+    sums = (sums_desc, (some_kv_heads * heads_per_kv * DIM, DIM))
+    results = (sums, 0 if BOX else sums_rows, dk_ptr, dv_ptr, slots_ptr, length, n_slots)
     SUMS: gl.constexpr = HEAD if HELD else FIRST
     MORE: gl.constexpr = 0 if HELD else REST
     form: gl.constexpr = _form(
@@ -473,6 +476,7 @@ def _backward_kernel(
         SHARED,
         PER_HEAD,
         COUNTED,
+        BATCHED,
         SHIFTED,
         WINDOWED,
     )
@@ -489,8 +493,8 @@ def _backward_kernel(
 
 def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
     """What a launch is given of tensors by their names: q, k, v and dout as `class_view` or `class_box` shows them,
-    stats, dk, dv, and sums [B, N, H', D], to which that many heads, the first those of ``first_kv_head``, add their
-    shares of dq / scale.
+    with where tiles are found in those, stats, dk, dv, and sums [B, N', H', D], to which that many heads, the first
+    those of ``first_kv_head``, add their shares of dq / scale.
     """
     q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
     dim, head, (first, rest) = q.shape[-1], padded_dim(q.shape[-1]), product_columns(q.shape[-1])
@@ -503,7 +507,9 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
         arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, [size, head])
         arguments |= {f"{name}_token": x.stride(1), f"{name}_head": x.stride(2)}
     share = [config.block_m // 2, head] if held else [config.block_m, head // 2]
+    view = view_arguments if _lies_flat(q) else box_arguments
     return arguments | {
+        **view(q, modulus),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "sums_desc": _tile_descriptor(sums, modulus, share),
@@ -514,10 +520,8 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
         "n_kv_heads": keys.shape[2],
         "heads_per_kv": q.shape[2] // keys.shape[2],
         "first_kv_head": first_kv_head,
-        "sequence_rows": q.shape[1] // modulus,
-        "key_rows": keys.shape[1] // modulus,
+        "sums_rows": sums.shape[1] // modulus,
         "some_kv_heads": sums.shape[2] * keys.shape[2] // q.shape[2],
-        "left_over": tokens_left(q, modulus),
         "stats_rows": stats.shape[4] * stats.shape[6],
         "R": modulus,
         "STAGES": config.num_stages,
@@ -526,10 +530,14 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
 
 
 def _tile_descriptor(x: Tensor, modulus: int, tile: list[int]) -> TensorDescriptor:
-    """As `corner` finds tiles: boxes only where columns of zeros are needed."""
-    if x.shape[-1] == padded_dim(x.shape[-1]):
+    if _lies_flat(x):
         return _descriptor(x, *class_view(x, modulus), tile)
     return _descriptor(x, *class_box(x, modulus), [1, 1, 1, *tile])
+
+
+def _lies_flat(x: Tensor) -> bool:
+    """Whether tiles are found by `class_view`, as `corner` finds them: boxes only where columns of zeros are needed."""
+    return x.shape[-1] == padded_dim(x.shape[-1])
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:

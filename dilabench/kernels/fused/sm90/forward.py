@@ -26,9 +26,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments, tokens_left
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments, view_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
-from dilabench.kernels.fused.sm90.tile_walk import box_place, class_of, segment_of, shared_layout, tile_of, turned
+from dilabench.kernels.fused.sm90.tile_walk import (
+    among_all,
+    box_place,
+    class_of,
+    segment_of,
+    shared_layout,
+    tile_of,
+    turned,
+)
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
@@ -41,8 +49,8 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 class _Form(NamedTuple):
     """What is compiled in. HEAD: columns of DIM but for the last ones, TAIL, tiles of their own; ROWS: the queries of a
-    consumer, half of a tile; RANGES of rows that hide each key; TAKE_TURNS: the consumers issue their products one
-    after the other.
+    consumer, half of a tile; BATCHED: there are several batch elements; RANGES of rows that hide each key; TAKE_TURNS:
+    the consumers issue their products one after the other.
     """
 
     DIM: int
@@ -53,6 +61,7 @@ class _Form(NamedTuple):
     BLOCK_N: int
     STAGES: int
     CAUSAL: bool
+    BATCHED: bool
     SHIFTED: bool
     WINDOWED: bool
     RAGGED: bool
@@ -100,19 +109,21 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     STAGES: gl.constexpr = form.value.STAGES
     HEAD: gl.constexpr = form.value.HEAD
     ROWS: gl.constexpr = form.value.ROWS
-    SHIFTED: gl.constexpr = form.value.SHIFTED
+    BATCHED: gl.constexpr = form.value.BATCHED
+    MOVED: gl.constexpr = form.value.SHIFTED or BATCHED
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
     items_ptr, entries_ptr, heads_ptr, _ = tables
-    sequence_rows, sizes, _, left_over, _ = geometry[5:]
+    view, sizes = geometry[5:7]
+    batch_tokens, box_rows, left_over = view
     q_smem, k_smem, v_smem, q_tail, k_tail, v_tail = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
-    first_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
+    base_row, first_place, _ends = segment_of(super_index, sizes, R, form.value.SHIFTED)
     if n > 0:
-        base_row = batch * sequence_rows + first_row
-        box = (first_place, sizes[2], left_over)
+        base_row, first_place = among_all(batch, base_row, first_place, batch_tokens, R, BATCHED)
+        box = (first_place, box_rows, left_over)
         residue = turned(gl.load(item_ptr), shift, R)
         row = base_row + gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
@@ -122,7 +133,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM * 2)
         for half in gl.static_range(2):
-            place, half_row = box_place(residue, row + half * ROWS, box, R, ROWS, SHIFTED)
+            place, half_row = box_place(residue, row + half * ROWS, box, R, ROWS, MOVED)
             column = place * q_token + head * q_head
             tma.async_copy_global_to_shared(q_desc, [half_row, column], q_full.index(0), q_smem.index(half))
             if TAIL:
@@ -132,7 +143,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
             partner = class_of(entry, shift, R)
-            place, key_row = box_place(partner, base_row + tile_of(entry) * BLOCK_N, box, R, BLOCK_N, SHIFTED)
+            place, key_row = box_place(partner, base_row + tile_of(entry) * BLOCK_N, box, R, BLOCK_N, MOVED)
             following = gl.load(first + gl.minimum(j + 1, n - 1))
             column = place * k_token + k_column
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -331,7 +342,7 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
     results, tables, geometry, tiles, barriers, scale_log2, R = given
     items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
     n_heads = geometry[4]
-    _, sizes, key_rows, _, window = geometry[5:]
+    sizes, key_rows, window = geometry[6:]
     bounds = (bounds_ptr, key_rows, window)
     item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n_full = gl.load(item_ptr + 3)
@@ -439,7 +450,8 @@ def _forward_kernel(
     n_kinds,
     n_items,
     n_heads,
-    sequence_rows,
+    batch_tokens,
+    box_rows,
     super_rows,
     super_tokens,
     whole_rows,
@@ -457,6 +469,7 @@ def _forward_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr,
+    BATCHED: gl.constexpr,
     SHIFTED: gl.constexpr,
     WINDOWED: gl.constexpr,
     RAGGED: gl.constexpr,
@@ -508,10 +521,9 @@ def _forward_kernel(
         n_kinds,
         n_items,
         n_heads,
-        sequence_rows,
+        (batch_tokens, box_rows, left_over),
         (super_rows, super_tokens, whole_rows, longer_classes, length),
         key_rows,
-        left_over,
         (before, behind),
     )
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
@@ -527,6 +539,7 @@ def _forward_kernel(
         BLOCK_N,
         STAGES,
         CAUSAL,
+        BATCHED,
         SHIFTED,
         WINDOWED,
         RAGGED,
@@ -558,7 +571,7 @@ def stays(dim: int, causal: bool, more: bool) -> bool:
 
 
 def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileConfig) -> dict[str, Any]:
-    """The descriptors of a launch, and what is compiled in by the head dim.
+    """The descriptors of a launch with where tiles are found in them, and what is compiled in by the head dim.
 
     Below 128 columns the softmax takes as long as the products: there taking turns gains 5 to 10 %, and so does leaving
     the running maximum in most steps.
@@ -568,6 +581,7 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
     narrow = dim < 128
     largest = LARGEST_SUM[q.dtype] if narrow else 0.0
     arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest}
+    arguments |= view_arguments(q, modulus)
     for name, x, rows in (("q", q, config.block_m // 2), ("k", k, config.block_n), ("v", v, config.block_n)):
         arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, rows, head)
         arguments[f"{name}_tail_desc"] = _tile_descriptor(x, modulus, rows, tail) if tail else None
@@ -597,7 +611,7 @@ def run_group(
 
     Rows that the group does not cover are left as they are.
     """
-    batch, length, num_heads, dim = q.shape
+    batch, _, num_heads, dim = q.shape
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     n_items = tables.items.shape[2]
     n_work = n_items * batch * num_heads * group.n_supers
@@ -622,9 +636,7 @@ def run_group(
             "n_kinds": len(group.kinds),
             "n_items": n_items,
             "n_heads": num_heads,
-            "sequence_rows": length // group.modulus,
             **segment_arguments(group),
-            "left_over": tokens_left(q, group.modulus),
             "n_work": n_work,
             "heads_per_kv": num_heads // k.shape[2],
             "key_rows": 0,
@@ -642,5 +654,5 @@ def run_group(
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    kind = (q.dtype, dim, num_heads, causal, merge, mass is None, config, *group.compiled_for)
+    kind = (q.dtype, dim, num_heads, batch > 1, causal, merge, mass is None, config, *group.compiled_for)
     return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)

@@ -69,6 +69,16 @@ def segment_of(super_index, sizes, R, SHIFTED: gl.constexpr):
 
 
 @gluon.jit
+def among_all(batch, row, first_place, batch_tokens, R, BATCHED: gl.constexpr):
+    """Row and place of a token among those of all batch elements, as `row_layout.class_view` shows them."""
+    if BATCHED:
+        token = batch * batch_tokens + row * R + first_place
+        row = token // R
+        first_place = token % R
+    return row, first_place
+
+
+@gluon.jit
 def end_of(residue, ends):
     """Rows of a class in a super-segment; ``ends``: rows of all classes from its beginning on, how many classes have
     one more, and rows of the longest ones.
@@ -109,8 +119,8 @@ def shifted(residue, row, first_place, R):
 
 @gluon.jit
 def box_place(residue, row, box, R, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
-    """As `tile_walk.box_place`; ``box``: the place of the super-segment's first token in a row, whole rows of the
-    sequence, and tokens left over.
+    """As `tile_walk.box_place`; ``box``: the place of the super-segment's first token in a row, whole rows of the box,
+    and tokens left over.
     """
     first_place, whole_rows, left_over = box
     if SHIFTED:
