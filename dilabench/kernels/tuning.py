@@ -236,6 +236,27 @@ def specialized_config(head_dim: int, largest_tile: int) -> TileConfig | None:
     return config if config and config.longest <= largest_tile else None
 
 
+# Where lists have few steps, programs of the warp-specialised forward, alone on a multiprocessor, wait more than they
+# compute, and smaller ones of the plain kernel win: by the head dim, up to how many keys of a query in the mean where
+# it sees whole segments, where they are causal and where a window cuts them, and the tiles. Microseconds of both on one
+# H100, 2x16384, H8, bf16, rate 1. D80: window 128 152 to 93, 512 200 to 157, segments of 512 155 to 148, causal ones of
+# 1024 192 to 162. D96: window 128 161 to 111, 384 on both sides 273 to 243, segments of 256 128 to 121, causal ones of
+# 512 157 to 130. D128: window 128 on both sides 211 to 163, causal segments of 256 122 to 115, whole ones 107 and 138.
+_FEW_KEYS: dict[int, tuple[float, float, float, TileConfig]] = {
+    80: (512, 1024, 1024, TileConfig(64, 64, 4, 2)),
+    96: (256, 512, 800, TileConfig(64, 64, 4, 2)),
+    128: (0, 128, 300, TileConfig(64, 32, 4, 2)),
+}
+
+
+def few_keys_config(head_dim: int, keys: float, causal: bool, windowed: bool) -> TileConfig | None:
+    """Configuration of the plain forward where it beats the warp-specialised one, else None. ``keys`` of a query, in
+    the mean.
+    """
+    whole, half, cut, config = _FEW_KEYS.get(head_dim, (0, 0, 0, None))
+    return config if keys <= (cut if windowed else half if causal else whole) else None
+
+
 # A program has a multiprocessor for itself: with fewer of them, or with shorter lists of query tiles in the mean, two
 # passes of smaller tiles are faster. Of branches the long lists go first and cover the short ones: at D128 16 to 40
 # steps 1.27 times as fast at once, 2.6 and 24 steps 1.02 times; at D96 16 to 40 steps 1.14 times, at D48 12 to 21 steps

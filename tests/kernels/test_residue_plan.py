@@ -213,6 +213,43 @@ def test_tensors_are_not_copied_to_a_length_that_all_rates_divide_whatever_these
     assert common_modulus(plan.groups) == 5 * 7 * 11
 
 
+@pytest.mark.parametrize(
+    ("segments", "rates", "causal", "window", "branch_of_head"),
+    [
+        ((64, 256), (1, 2), False, (-1, -1), None),
+        ((64, 256), (2, 4), False, (-1, -1), None),
+        ((256,), (1,), False, (40, 9), None),
+        ((256,), (2,), True, (40, 0), None),
+        ((128, 256), (1, 2), True, (-1, -1), (0, 1, 1, 1)),
+    ],
+)
+def test_keys_of_a_query_are_those_that_its_branches_show_it(
+    segments: tuple[int, ...],
+    rates: tuple[int, ...],
+    causal: bool,
+    window: tuple[int, int],
+    branch_of_head: tuple[int, ...] | None,
+) -> None:
+    n, heads = 1024, 4
+    more = {"cut": (tuple(range(len(segments))),), "branch_of_head": branch_of_head, "window": window}
+    (group,) = residue_plan(segments, rates, n, heads, heads, causal, **more).groups
+    left, right = (n if side < 0 else side for side in window)
+    at = np.arange(n)
+    apart = at[None] - at[:, None]
+    seen = (apart <= (0 if causal else right)) & (apart >= -left)
+    pairs = queries = 0
+    for head in range(heads):
+        shown = np.zeros((n, n), int)
+        for branch, (segment, rate) in enumerate(zip(segments, rates, strict=True)):
+            if branch_of_head is None or branch_of_head[head] == branch:
+                mine = at % segment % rate == head % rate
+                shown += mine[:, None] & mine[None] & (at[:, None] // segment == at[None] // segment) & seen
+        pairs += shown.sum()
+        queries += (shown.sum(1) > 0).sum()
+    # At the ends of segments a window shows fewer keys, and of causal ones a query sees itself, too.
+    assert group.keys_of_a_query(causal) == pytest.approx(pairs / queries, rel=0.12)
+
+
 def test_segments_that_do_not_nest_go_to_groups_of_their_own() -> None:
     plan = residue_plan((1024, 1536), (1, 2), 6144, 4, 4, False)
     assert plan.complete

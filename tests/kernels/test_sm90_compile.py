@@ -40,6 +40,7 @@ from dilabench.kernels.fused.sm90 import parts_forward as sm90_parts_forward
 from dilabench.kernels.launches import Launches
 from dilabench.kernels.tuning import (
     TileConfig,
+    few_keys_config,
     in_parts_config,
     narrow_config,
     padded_dim,
@@ -265,6 +266,17 @@ def test_shipped_configurations(
         "a spill inside the loop over whole tiles"
     )
     assert parked or not any(re.search(r"\bSTL\b", body) for body in loops), "a spill inside a loop"
+
+
+@pytest.mark.parametrize("dim", [80, 96, 128])
+def test_the_forward_of_few_keys(dim: int) -> None:
+    config = few_keys_config(dim, keys=200, causal=True, windowed=True)
+    assert config is not None
+    kernel, report = fused(dim, True, "forward", config, False, cut=True, hard=True)
+    assert "0 bytes spill stores" in report
+    # Programs wait for what they copy, so several share a multiprocessor.
+    assert 65536 // (128 * int(re.search(r"Used (\d+) registers", report)[1])) >= 3
+    assert 3 * (kernel.metadata.shared + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("causal", [False, True])

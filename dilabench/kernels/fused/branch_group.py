@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,6 +156,20 @@ class BranchGroup:
         filled = max(SMALLEST_TILE, 1 << (min(self.super_rows, self.sequence_rows) - 1).bit_length())
         inner = self.segment_rows[0]
         return min(filled, LARGEST_TILE if inner == self.super_rows else inner & -inner)
+
+    def keys_of_a_query(self, causal: bool) -> float:
+        """How many keys a query sees in the mean, of queries that see any, in whole segments: those that several
+        branches show count for each of them. A branch of segments w and rate r shows w / r keys to each r-th query.
+        """
+        before, behind = self.window or (FAR, FAR)
+        seen = before + 1 + (0 if causal else behind)
+        queries = pairs = 0.0
+        for kind, heads in Counter(self.head_kind).items():
+            branches = zip(self.rates, self.segment_rows, self.kinds[kind], strict=True)
+            parts = [(rate, rows * self.modulus) for rate, rows, residue in branches if residue != NO_RESIDUE]
+            queries += heads / min((rate for rate, _ in parts), default=math.inf)
+            pairs += heads * sum(min(tokens / (2 if causal else 1), seen) / rate**2 for rate, tokens in parts)
+        return pairs / queries
 
     def cuts_tiles(self, tile: int) -> bool:
         """Whether a segment or the sequence ends inside a tile of this many rows."""

@@ -47,6 +47,7 @@ from dilabench.kernels.launches import Arguments, Launched, launch, launches, la
 from dilabench.kernels.merge import merge_null_mass_
 from dilabench.kernels.tuning import (
     TileConfig,
+    few_keys_config,
     narrow_config,
     parts_forward_config,
     specialized_config,
@@ -278,6 +279,9 @@ def _kernel_for(
     if out.element_size() == 2 and on_hopper(q.device):
         # These modules need a Triton with Gluon's Hopper instructions.
         if tiles := specialized_config(q.shape[-1], group.largest_tile):
+            keys = group.keys_of_a_query(causal)
+            if smaller := few_keys_config(q.shape[-1], keys, causal, group.is_windowed):
+                return _run_group, smaller
             from dilabench.kernels.fused.sm90 import forward
 
             return forward.run_group, tiles
