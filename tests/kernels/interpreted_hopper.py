@@ -192,6 +192,7 @@ if __name__ == "__main__":
         # Fewer than there is work for, so that programs that stay walk over several tiles.
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
         mock.patch.multiple(tuning, _LEAST_PROGRAMS=1, _SMALLEST_SPECIALIZED=32, _SPECIALIZED={128: FORWARD}),
+        mock.patch.dict(tuning._FEW_KEYS, clear=True),
         mock.patch.dict(tuning._LEAST_STEPS, {(dim, of): 0 for dim in (64, 128) for of in ("branches", "blocks")}),
         mock.patch.object(tuning, "_NARROW", dict.fromkeys(both, TileConfig(16, 32, 4, 2))),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
