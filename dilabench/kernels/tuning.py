@@ -249,12 +249,14 @@ _FEW_KEYS: dict[int, tuple[float, float, float, TileConfig]] = {
 }
 
 
-def few_keys_config(head_dim: int, keys: float, causal: bool, windowed: bool) -> TileConfig | None:
-    """Configuration of the plain forward where it beats the warp-specialised one, else None. ``keys`` of a query, in
-    the mean.
+def few_keys_config(head_dim: int, causal: bool, windowed: bool) -> tuple[float, TileConfig] | None:
+    """Up to how many keys of a query, in the mean, the plain forward beats the warp-specialised one, and its
+    configuration; None where it never does.
     """
-    whole, half, cut, config = _FEW_KEYS.get(head_dim, (0, 0, 0, None))
-    return config if keys <= (cut if windowed else half if causal else whole) else None
+    if head_dim not in _FEW_KEYS:
+        return None
+    whole, half, cut, config = _FEW_KEYS[head_dim]
+    return cut if windowed else half if causal else whole, config
 
 
 # A program has a multiprocessor for itself: with fewer of them, or with shorter lists of query tiles in the mean, two

@@ -68,6 +68,7 @@ NARROW = {
     "narrow, window, left over": (1, 171, 2, 1, 16, (70, 130), (4, 3), None),
     "narrow, summed apart": (1, 160, 2, 1, 48, (32, 160), (1, 2), ((0,), (1,))),
     "narrow, columns added, tokens left over": (1, 107, 2, 1, 40, (64, 400), (1, 2), ((0, 1),)),
+    "narrow, padded": (1, 107, 1, 1, 16, (150,), (4,), None),
     "narrow, batch, left over": (2, 107, 1, 1, 16, (64, 400), (1, 2), ((0, 1),)),
     "narrow, grouped heads, tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
 }

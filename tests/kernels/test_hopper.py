@@ -44,6 +44,7 @@ NARROW = {
     "narrow, window, left over": (2, 0),
     "narrow, summed apart": (2, 4),
     "narrow, columns added, tokens left over": (1, 2),
+    "narrow, padded": (1, 0),
     "narrow, batch, left over": (1, 0),
     "narrow, grouped heads, tokens left over": (1, 0),
 }

@@ -270,8 +270,7 @@ def test_shipped_configurations(
 
 @pytest.mark.parametrize("dim", [80, 96, 128])
 def test_the_forward_of_few_keys(dim: int) -> None:
-    config = few_keys_config(dim, keys=200, causal=True, windowed=True)
-    assert config is not None
+    _, config = few_keys_config(dim, causal=True, windowed=True)
     kernel, report = fused(dim, True, "forward", config, False, cut=True, hard=True)
     assert "0 bytes spill stores" in report
     # Programs wait for what they copy, so several share a multiprocessor.
@@ -299,17 +298,8 @@ def test_block_sparse_configurations(
         assert not re.search(r"\b(STL|LDL)\b", over_visible_tiles), "a spill inside the main loop"
 
 
-def specialised(
-    dim: int,
-    causal: bool,
-    cut: bool,
-    null_mass: bool,
-    ranges: int,
-    merge: bool,
-    hard: bool = False,
-    batched: bool = False,
-):
-    """The Hopper kernel as its launchers ask for it."""
+def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int, merge: bool, hard: bool = False):
+    """The Hopper kernel as its launchers ask for it; ``hard``: as of `fused`, in several batch elements."""
     config = specialized_config(dim, 128)
     assert config is not None
     kernel, (_, tail) = sm90_forward._forward_kernel, tile_columns(dim, 2)
@@ -319,7 +309,7 @@ def specialised(
         "RAGGED": cut,
         "RANGES": ranges,
         "MERGE": merge,
-        "BATCHED": batched,
+        "BATCHED": hard,
         "SHIFTED": hard,
         "WINDOWED": hard,
     }
@@ -552,15 +542,11 @@ BACKWARD_PARKED = {48: 0, 64: 8, 96: 24, 128: 12}
 
 
 def specialised_backward(
-    dim: int,
-    causal: bool,
-    ragged: bool,
-    heads_per_kv: int | None,
-    shared: bool,
-    hard: bool = False,
-    batched: bool = False,
+    dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool, hard: bool = False
 ):
-    """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``)."""
+    """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``); ``hard``: as
+    of `fused`, in several batch elements.
+    """
     config = specialized_backward_config(dim, 128, 1 << 20, 1 << 40, "blocks" if shared else "branches")
     assert config is not None
     kernel, head, (first, rest) = sm90_backward._backward_kernel, padded_dim(dim), product_columns(dim)
@@ -570,7 +556,7 @@ def specialised_backward(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "BATCHED": batched,
+        "BATCHED": hard,
         "SHIFTED": hard,
         "WINDOWED": hard,
         "RAGGED": ragged,

@@ -279,9 +279,9 @@ def _kernel_for(
     if out.element_size() == 2 and on_hopper(q.device):
         # These modules need a Triton with Gluon's Hopper instructions.
         if tiles := specialized_config(q.shape[-1], group.largest_tile):
-            keys = group.keys_of_a_query(causal)
-            if smaller := few_keys_config(q.shape[-1], keys, causal, group.is_windowed):
-                return _run_group, smaller
+            few = few_keys_config(q.shape[-1], causal, group.is_windowed)
+            if few and group.keys_of_a_query(causal) <= few[0]:
+                return _run_group, few[1]
             from dilabench.kernels.fused.sm90 import forward
 
             return forward.run_group, tiles
