@@ -85,6 +85,13 @@ WINDOWS = {
 }
 # Their logits grow by 16 at two tokens: in both branches weights by the maximum of the first two tiles overflow.
 GROWING = (DILATED["growing logits"], NARROW["narrow, growing logits"])
+# Batches whose second item holds NaN, in every kind of descriptor.
+POISONED = (
+    "batch, left over",
+    "batch, window, left over",
+    "rates beside segments, boxes, left over",
+    "narrow, batch, left over",
+)
 # N, H, K, D, block, mask heads, ranges of rows that hide each key
 BLOCKS = {
     "one mask": (128, 4, 2, 32, 32, 1, 0),
@@ -97,25 +104,39 @@ FORWARD = TileConfig(32, 32, 4, 2, specialized=True)
 BACKWARD = TileConfig(16, 32, 4, 2, specialized=True)
 
 
-def dilated(case: tuple, causal: bool) -> dict[str, float]:
-    batch, n, heads, kv_heads, dim, segments, rates, cut = case
+def operands_of(case: tuple) -> tuple[Tensor, ...]:
+    batch, n, heads, kv_heads, dim, *_ = case
     generator = torch.Generator().manual_seed(n + heads)
     shapes = [(batch, n, one, dim) for one in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (torch.randn(shape, generator=generator).half() for shape in shapes)
     if case in GROWING:
         token = torch.arange(n)[:, None]
         q[..., 0], k[..., 0] = 16 * dim**0.5, (token >= 64).half() + (token >= 128).half() - 1
-    only = BRANCH_OF_HEAD.get(case)
-    window = WINDOWS.get(case, (-1, -1))
-    more = {"cut": cut, "branch_of_head": only, "window": window}
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, **more)
+    return q, k, v, dout
+
+
+def plan_of(case: tuple, causal: bool) -> ResiduePlan:
+    _, n, heads, kv_heads, _, segments, rates, cut = case
+    more = {"cut": cut, "branch_of_head": BRANCH_OF_HEAD.get(case), "window": WINDOWS.get(case, (-1, -1))}
+    return residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, **more)
+
+
+def own_kernel(case: tuple) -> Any:
+    """Within it the forward kernel is that for narrow heads or the other one."""
+    smallest = 65 if case in NARROW.values() else tuning._SMALLEST_SPECIALIZED
+    return mock.patch.object(tuning, "_SMALLEST_SPECIALIZED", smallest)
+
+
+def dilated(case: tuple, causal: bool) -> dict[str, float]:
+    _, n, heads, kv_heads, _, segments, rates, _ = case
+    q, k, v, dout = operands_of(case)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    only, window = BRANCH_OF_HEAD.get(case), WINDOWS.get(case, (-1, -1))
     counts = multiplicity(n, heads, kv_heads, segments, rates, causal, "modulo", "head", only, window)
     exact, exact_lse = union_softmax(*leaves, counts)
     want = torch.autograd.grad(exact, leaves, dout.double())
-    smallest = tuning._SMALLEST_SPECIALIZED
-    with mock.patch.object(tuning, "_SMALLEST_SPECIALIZED", 65 if case in NARROW.values() else smallest):
-        return dilated_errors(plan, (q, k, v, dout), (exact, exact_lse), want)
+    with own_kernel(case):
+        return dilated_errors(plan_of(case, causal), (q, k, v, dout), (exact, exact_lse), want)
 
 
 def dilated_errors(
@@ -128,6 +149,23 @@ def dilated_errors(
     base = tuple(torch.ones_like(x) for x in (q, k, v))
     more = backward.fused_backward(dout, q, k, v, out, lse, plan, onto=base)
     return found | errors((x.double() - 1 for x in more), want, "added ")
+
+
+def poisoned(case: tuple, causal: bool) -> dict[str, float]:
+    """What NaN in one batch item does to the item before it, whose last tile reaches beyond its end."""
+    operands, plan = operands_of(case), plan_of(case, causal)
+
+    def first_item() -> list[Tensor]:
+        q, k, v, dout = operands
+        out, lse = forward.fused_forward(q, k, v, plan)
+        return [x[0] for x in (out, lse, *backward.fused_backward(dout, q, k, v, out, lse, plan))]
+
+    with own_kernel(case):
+        clean = first_item()
+        for x in operands:
+            x[1] = torch.nan
+        names = ("out", "lse", "dq", "dk", "dv")
+        return {name: float(not torch.equal(a, b)) for name, a, b in zip(names, clean, first_item(), strict=True)}
 
 
 def with_null_mass() -> dict[str, float]:
@@ -205,7 +243,8 @@ if __name__ == "__main__":
         mock.patch.object(key_items, "_PROGRAMS", 64),
     ):
         results = {"null mass": counted(with_null_mass)}
-        for of_case, cases in ((dilated, DILATED | NARROW), (blocks, BLOCKS)):
+        suffering = {f"{name}, poisoned": (DILATED | NARROW)[name] for name in POISONED}
+        for of_case, cases in ((dilated, DILATED | NARROW), (poisoned, suffering), (blocks, BLOCKS)):
             for name, case in cases.items():
                 for causal in both:
                     results[f"{name}, {causal}"] = counted(of_case, case, causal)

@@ -48,6 +48,13 @@ NARROW = {
     "narrow, batch, left over": (1, 0),
     "narrow, grouped heads, tokens left over": (1, 0),
 }
+# Two runs each.
+POISONED = {
+    "batch, left over": (2, 0, 2),
+    "batch, window, left over": (4, 0, 4),
+    "rates beside segments, boxes, left over": (0, 0, 2),
+    "narrow, batch, left over": (0, 2, 0),
+}
 BLOCKS = {"one mask": 1, "mask per head": 1, "shared tiles": 1, "one range": 0, "two ranges": 0}
 RESULTS = {"out", "lse", "dq", "dk", "dv"}
 
@@ -78,6 +85,15 @@ def test_dilated_attention(errors: Errors, case: str, causal: bool) -> None:
     assert launches(got) == ((0, forward) if case in NARROW else (forward, 0)) + (backward,)
     assert set(got) == RESULTS | {"added dq", "added dk", "added dv"}
     assert_exact(got)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", POISONED)
+def test_batch_items_do_not_reach_into_each_other(errors: Errors, case: str, causal: bool) -> None:
+    got = errors[f"{case}, poisoned, {causal}"]
+    assert launches(got) == POISONED[case]
+    assert set(got) == RESULTS
+    assert not any(got.values()), got
 
 
 def test_a_null_mass(errors: Errors) -> None:

@@ -318,7 +318,9 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
     missing = [("mass_ptr", null_mass), ("bounds_ptr", ranges), *((f"{x}_tail_desc", tail) for x in "qkv")]
     constants |= {name: None for name, there in missing if not there}
     rows = {"q": config.block_m // 2, "k": config.block_n, "v": config.block_n}
-    tiles = {f"{x}_desc": [rows[x], dim - tail] for x in "qkv"} | {f"{x}_tail_desc": [rows[x], tail] for x in "qkv"}
+    side = [1] * hard
+    tiles = {f"{x}_desc": [*side, rows[x], dim - tail] for x in "qkv"}
+    tiles |= {f"{x}_tail_desc": [*side, rows[x], tail] for x in "qkv"}
     return gluon_compiled(kernel, constants, tiles, {"num_warps": config.num_warps})
 
 
@@ -556,7 +558,7 @@ def specialised_backward(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "BATCHED": hard,
+        "BATCHED": hard and dim == head,
         "SHIFTED": hard,
         "WINDOWED": hard,
         "RAGGED": ragged,
@@ -570,7 +572,7 @@ def specialised_backward(
     if heads_per_kv is not None:
         constants["heads_per_kv"] = heads_per_kv
     # Shape and kind of each tile that is no 64 rows of queries.
-    sides = () if dim == head else (1, 1, 1)
+    sides = (1,) * hard if dim == head else (1, 1, 1)
     tiles = dict.fromkeys(("k_desc", "v_desc"), (*sides, config.block_n, head))
     share = (config.block_m // 2, head) if held else (config.block_m, head // 2)
     sums = {"stats_desc": (2 * config.block_m,), "sums_desc": (*sides, *share)}

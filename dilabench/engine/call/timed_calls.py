@@ -33,8 +33,8 @@ LocalRow = Callable[[int], int | None]
 class KeptCall:
     """One call of the timed sequence, and what it was given and gave.
 
-    position: the row of q that was changed just before it. threads: that it left running. rows: copies of some rows of
-    out, made as soon as the clock had stopped, and `places` where they stand.
+    position: the row of q that was changed just before it. threads: that calls of its slot left running. rows: copies
+    of some rows of out, made as soon as the clock had stopped, and `places` where they stand.
     """
 
     inputs: InputSet
@@ -75,7 +75,7 @@ class TimedCalls:
         self._noise: dict[tuple[torch.device, torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
         self._used: set[int] = set()
         self._calls = 0
-        self._threads = 0
+        self._threads = self._left = 0
         self._touched_at = self._touch_s = self._renewed_at = self._renew_s = 0.0
         self._kept: KeptCall | None = None
         self._last, self._keeps = False, True
@@ -87,7 +87,7 @@ class TimedCalls:
         self._last, self._keeps = last, keeps
         self._used.clear()
         self._calls, self._kept = 0, None
-        self._threads = _thread._count()
+        self._threads, self._left = _thread._count(), 0
         self.active = True
 
     def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall | None:
@@ -121,6 +121,8 @@ class TimedCalls:
         """The slot is over: the kept call, None where no call was made through `before`."""
         self._settle()
         kept, self._kept, self.active = self._kept, None, False
+        if kept is not None:
+            kept.threads = self._left
         return kept if kept is not None and kept.made else None
 
     @contextmanager
@@ -138,11 +140,12 @@ class TimedCalls:
             self._renew(tensor.data)
 
     def _settle(self) -> None:
-        """Right after the kept call: which threads it left, and what stands in its result now."""
+        """Right after a call: which threads it left, and of the kept one, what stands in its result now."""
+        # Of any call: on a busy machine one may have ended before anybody looks.
+        self._left = max(self._left, _thread._count() - self._threads)
         kept = self._kept
         if kept is None or not kept.made:
             return
-        kept.threads = max(kept.threads, _thread._count() - self._threads)
         if kept.rows is None and type(kept.out) is Tensor and kept.out.dim() > self._row_dim:
             length = kept.out.shape[self._row_dim]
             wanted = {self._local(kept.position), length // 2, length - 1} - {None}

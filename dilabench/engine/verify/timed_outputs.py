@@ -91,7 +91,7 @@ def timed_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, fl
         return
     assert isinstance(kept.out, Tensor)
     if kept.threads > 0:
-        text = f"{kept.threads} threads that were started since the slot began still ran when the call had returned"
+        text = f"{kept.threads} threads that were started since the slot began still ran when a call had returned"
         yield Check(name="timed_threads", passed=False, detail=text)
     if kept.rows is not None and kept.places is not None:
         now = kept.out.detach().index_select(call.row_dim, kept.places.to(kept.out.device))

@@ -34,9 +34,7 @@ PER_LENGTH = (
     "n_slots",
     "n_shared",
     "length",
-    "batch_tokens",
     "box_rows",
-    "sums_rows",
     "whole_rows",
     "longer_classes",
     "left_over",
@@ -119,27 +117,16 @@ def _float32_products(device: torch.device) -> str:
 
 
 def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
-    """(shape, strides) of ``x [B, N, H, D]`` as [B * N / R, columns] in whole rows, those of all batch elements one
-    after another: head h of the token at place c of a row starts at column ``c * stride(1) + h * stride(2)``; behind R
+    """(shape, strides) of ``x [B, N, H, D]`` as [N / R, columns] in whole rows, of several batch elements [B, N / R,
+    columns]: head h of the token at place c of a row starts at column ``c * stride(1) + h * stride(2)``; behind R
     tokens stand as many as are left over (`_fits_a_box`).
     """
     batch, length, heads, dim = x.shape
-    rows, left_over = divmod(batch * length, modulus)
-    columns = (modulus + left_over - 1) * x.stride(1) + (heads - 1) * x.stride(2) + dim
-    return [rows, columns], [modulus * x.stride(1), 1]
-
-
-def view_arguments(x: Tensor, modulus: int) -> dict[str, int]:
-    """Where tiles of ``x [B, N, H, D]`` stand in its `class_view`. BATCHED: those of several batch elements."""
-    batch, length = x.shape[:2]
-    rows, left_over = divmod(batch * length, modulus)
-    return {"batch_tokens": length, "box_rows": rows, "left_over": left_over, "BATCHED": batch > 1}
-
-
-def box_arguments(x: Tensor, modulus: int) -> dict[str, int]:
-    """As `view_arguments` for `class_box`, where each batch element is by itself."""
-    rows, left_over = divmod(x.shape[1], modulus)
-    return {"batch_tokens": 0, "box_rows": rows, "left_over": left_over, "BATCHED": False}
+    rows, left_over = divmod(length, modulus)
+    token, head = x.stride(1), x.stride(2)
+    shape = [batch, rows, (modulus + left_over - 1) * token + (heads - 1) * head + dim]
+    some = int(batch == 1)
+    return shape[some:], [length * token, modulus * token, 1][some:]
 
 
 def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:

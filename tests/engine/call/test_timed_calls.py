@@ -1,4 +1,6 @@
-"""What timed calls are given: whatever changes after a kept call can be taken back."""
+"""What timed calls are given, and that what changes after a kept call can be taken back; what calls leave running."""
+
+import threading
 
 import pytest
 import torch
@@ -29,3 +31,23 @@ def test_all_numbers_change_only_at_the_first_use_in_a_slot(monkeypatch: pytest.
     kept.restore_inputs()
     for now, then in zip((q, k, v), given, strict=True):
         assert torch.equal(now, then)
+
+
+def test_a_thread_of_a_call_that_is_not_kept_is_told_though_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 8, 1, 4)
+    inputs = InputSet(q, q.clone(), q.clone())
+    calls = TimedCalls(0, 8, row_dim=1)
+    may_end = threading.Event()
+    calls.begin()
+    kept = calls.before(inputs)
+    assert kept is not None
+    kept.keep(q)
+    monkeypatch.setattr(calls._choice, "random", lambda: 1.0)
+    assert calls.before(inputs) is None
+    thread = threading.Thread(target=may_end.wait)
+    thread.start()
+    assert calls.before(inputs) is None
+    may_end.set()
+    thread.join()
+    assert calls.end() is kept
+    assert kept.threads == 1

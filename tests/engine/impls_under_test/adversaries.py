@@ -222,7 +222,7 @@ def thread_when_timed(workload, context):
         release = threading.Event()
 
         def work():
-            release.wait(0.05)
+            release.wait(0.2)
             out.copy_(attend(q, k, v, workload.causal))
 
         threading.Thread(target=work, daemon=True).start()

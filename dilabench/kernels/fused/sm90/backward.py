@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dilabench.kernels.fused.row_layout import PER_LENGTH, box_arguments, class_box, class_view, view_arguments
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view
 from dilabench.kernels.fused.sm90.backward_steps import (
     BUFFERS,
     add_queries,
@@ -40,7 +40,6 @@ from dilabench.kernels.fused.sm90.backward_steps import (
     sums_of,
 )
 from dilabench.kernels.fused.sm90.tile_walk import (
-    among_all,
     bias_of,
     box_place,
     class_of,
@@ -50,6 +49,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     shared_layout,
     shifted,
     tile_of,
+    tiles_of,
     turned,
 )
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
@@ -92,12 +92,6 @@ class _Form(NamedTuple):
 @gluon.constexpr_function
 def _form(*values):
     return _Form(*values)
-
-
-@gluon.constexpr_function
-def _tiles(count, box, rows, columns):
-    """The shape of so many tiles, which have as many sides as `corner` has numbers."""
-    return [count, *([1, 1, 1] if box else []), rows, columns]
 
 
 @gluon.jit
@@ -153,22 +147,19 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
-    BATCHED: gl.constexpr = form.value.BATCHED
-    MOVED: gl.constexpr = form.value.SHIFTED or BATCHED
+    SHIFTED: gl.constexpr = form.value.SHIFTED
     q_desc, k_desc, v_desc, dout_desc, stats_desc = descriptors
     q_steps, k_steps, v_steps, dout_steps = steps
     q_smem, k_smem, v_smem, dout_smem, stats_smem, _, _ = tiles
     key_full, query_full, query_empty, _, _ = barriers
-    sizes, stats_rows, view, _ = rows
-    batch_tokens, box_rows, left_over = view
+    sizes, stats_rows, left_over, _ = rows
     n_heads, _, heads_per_kv, _, _ = heads
     n_supers = grid[0]
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
-    base_row, first_place, _ends = segment_of(super_index, sizes, R, form.value.SHIFTED)
+    base_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
     if tile >= 0:
-        base_row, first_place = among_all(batch, base_row, first_place, batch_tokens, R, BATCHED)
-        box = (first_place, box_rows, left_over)
-        place, key_row = box_place(residue, base_row + tile * BLOCK_N, box, R, BLOCK_N, MOVED)
+        box = (first_place, sizes[2], left_over)
+        place, key_row = box_place(residue, base_row + tile * BLOCK_N, box, R, BLOCK_N, SHIFTED)
         mbarrier.expect(key_full, 2 * BLOCK_N * HEAD * 2)
         at = corner(batch, place, kv_head, key_row, 0, k_steps, form)
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
@@ -187,7 +178,7 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
                 phase = (step // STAGES) & 1
                 partner = class_of(entry, shift, R)
                 query_row = tile_of(entry) * BLOCK_M
-                place, row = box_place(partner, base_row + query_row, box, R, BLOCK_M, MOVED)
+                place, row = box_place(partner, base_row + query_row, box, R, BLOCK_M, SHIFTED)
                 mbarrier.wait(query_empty.index(stage), phase ^ 1)
                 full = query_full.index(stage)
                 mbarrier.expect(full, 2 * BLOCK_M * (HEAD * 2 + 4))
@@ -225,7 +216,7 @@ def _consume(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    sums, sums_rows, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
+    sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
     q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
     key_full, query_full, query_empty, ds_full, turns = barriers
     sizes, _, _, window = rows
@@ -250,8 +241,7 @@ def _consume(
         mbarrier.arrive(ds_full.index(0), count=1)
         mbarrier.arrive(query_empty.index(0), count=1)
         step = 1
-        sums_row = batch * sums_rows + base_row
-        before = (batch, 0, 0, sums_row)
+        before = (batch, 0, 0, base_row)
         mbarrier.wait(key_full, 0)
         if HELD:
             SCORE_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
@@ -320,7 +310,7 @@ def _consume(
                     dv, dk = sums_of(next_dv, next_dk, form)
                     gl.thread_barrier()
                     mbarrier.arrive(query_empty.index(stage), count=1)
-                    query_row += sums_row
+                    query_row += base_row
                     if form.value.SHIFTED:
                         partner, query_row = shifted(partner, query_row, first_place, R)
                     before = (batch, partner, head - first_kv_head * heads_per_kv, query_row)
@@ -384,9 +374,6 @@ def _backward_kernel(
     n_tiles,
     n_heads,
     n_kv_heads,
-    batch_tokens,
-    box_rows,
-    sums_rows,
     super_rows,
     super_tokens,
     whole_rows,
@@ -422,15 +409,16 @@ def _backward_kernel(
     WINDOWED: gl.constexpr,
 ):
     gdc_launch_dependents()
-    BOX: gl.constexpr = DIM < HEAD
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(STAGES, BOX, BLOCK_M, HEAD), q_desc.layout)
-    k_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(1, BOX, BLOCK_N, HEAD), k_desc.layout)
-    v_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(1, BOX, BLOCK_N, HEAD), v_desc.layout)
-    dout_smem = gl.allocate_shared_memory(q_desc.dtype, _tiles(STAGES, BOX, BLOCK_M, HEAD), dout_desc.layout)
+    # As many as `corner` has numbers more than two.
+    SIDES: gl.constexpr = 3 if DIM < HEAD else BATCHED
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(STAGES, SIDES, BLOCK_M, HEAD), q_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(1, SIDES, BLOCK_N, HEAD), k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(1, SIDES, BLOCK_N, HEAD), v_desc.layout)
+    dout_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(STAGES, SIDES, BLOCK_M, HEAD), dout_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, BLOCK_N, BLOCK_M], DS_LAYOUT)
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout)
-    SHARE: gl.constexpr = _tiles(2, BOX, BLOCK_M // 2, HEAD) if HELD else _tiles(2, BOX, BLOCK_M, HEAD // 2)
+    SHARE: gl.constexpr = tiles_of(2, SIDES, BLOCK_M // 2, HEAD) if HELD else tiles_of(2, SIDES, BLOCK_M, HEAD // 2)
     dq_smem = gl.allocate_shared_memory(gl.float32, SHARE, sums_desc.layout)
     tiles = (q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem)
     key_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -452,11 +440,11 @@ def _backward_kernel(
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
     sizes = (super_rows, super_tokens, whole_rows, longer_classes, length)
-    rows = (sizes, stats_rows, (batch_tokens, box_rows, left_over), (before, behind))
+    rows = (sizes, stats_rows, left_over, (before, behind))
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
     steps = ((q_token, q_head), (k_token, k_head), (v_token, v_head), (dout_token, dout_head))
     sums = (sums_desc, (some_kv_heads * heads_per_kv * DIM, DIM))
-    results = (sums, 0 if BOX else sums_rows, dk_ptr, dv_ptr, slots_ptr, length, n_slots)
+    results = (sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots)
     SUMS: gl.constexpr = HEAD if HELD else FIRST
     MORE: gl.constexpr = 0 if HELD else REST
     form: gl.constexpr = _form(
@@ -507,9 +495,9 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
         arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, [size, head])
         arguments |= {f"{name}_token": x.stride(1), f"{name}_head": x.stride(2)}
     share = [config.block_m // 2, head] if held else [config.block_m, head // 2]
-    view = view_arguments if _lies_flat(q) else box_arguments
     return arguments | {
-        **view(q, modulus),
+        "left_over": q.shape[1] % modulus,
+        "BATCHED": _lies_flat(q) and q.shape[0] > 1,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "sums_desc": _tile_descriptor(sums, modulus, share),
@@ -520,7 +508,6 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
         "n_kv_heads": keys.shape[2],
         "heads_per_kv": q.shape[2] // keys.shape[2],
         "first_kv_head": first_kv_head,
-        "sums_rows": sums.shape[1] // modulus,
         "some_kv_heads": sums.shape[2] * keys.shape[2] // q.shape[2],
         "stats_rows": stats.shape[4] * stats.shape[6],
         "R": modulus,
@@ -530,9 +517,8 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
 
 
 def _tile_descriptor(x: Tensor, modulus: int, tile: list[int]) -> TensorDescriptor:
-    if _lies_flat(x):
-        return _descriptor(x, *class_view(x, modulus), tile)
-    return _descriptor(x, *class_box(x, modulus), [1, 1, 1, *tile])
+    shape, strides = class_view(x, modulus) if _lies_flat(x) else class_box(x, modulus)
+    return _descriptor(x, shape, strides, [*[1] * (len(shape) - 2), *tile])
 
 
 def _lies_flat(x: Tensor) -> bool:

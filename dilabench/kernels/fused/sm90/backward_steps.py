@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dilabench.kernels.fused.sm90.tile_walk import view_place
+
 # Tiles of dS that are kept. A consumer writes that of a step over the one of four steps before, for it has seen that of
 # two steps before from the other, which by then had done with the older one.
 BUFFERS = gl.constexpr(4)
@@ -43,7 +45,7 @@ def corner(batch, place, head, row, column, steps, form: gl.constexpr):
     """
     class_step, head_step = steps
     boxed = (batch, place, head, row, column)
-    flat = (row, place * class_step + head * head_step + column)
+    flat = view_place(batch, row, place * class_step + head * head_step + column, form.value.BATCHED)
     return boxed if form.value.DIM < form.value.HEAD else flat
 
 

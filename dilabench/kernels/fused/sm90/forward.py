@@ -26,16 +26,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments, view_arguments
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
-    among_all,
     box_place,
     class_of,
     segment_of,
     shared_layout,
     tile_of,
+    tiles_of,
     turned,
+    view_place,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, launch
@@ -109,21 +110,19 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     STAGES: gl.constexpr = form.value.STAGES
     HEAD: gl.constexpr = form.value.HEAD
     ROWS: gl.constexpr = form.value.ROWS
+    SHIFTED: gl.constexpr = form.value.SHIFTED
     BATCHED: gl.constexpr = form.value.BATCHED
-    MOVED: gl.constexpr = form.value.SHIFTED or BATCHED
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
     items_ptr, entries_ptr, heads_ptr, _ = tables
-    view, sizes = geometry[5:7]
-    batch_tokens, box_rows, left_over = view
+    left_over, sizes = geometry[5:7]
     q_smem, k_smem, v_smem, q_tail, k_tail, v_tail = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
-    base_row, first_place, _ends = segment_of(super_index, sizes, R, form.value.SHIFTED)
+    base_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
     if n > 0:
-        base_row, first_place = among_all(batch, base_row, first_place, batch_tokens, R, BATCHED)
-        box = (first_place, box_rows, left_over)
+        box = (first_place, sizes[2], left_over)
         residue = turned(gl.load(item_ptr), shift, R)
         row = base_row + gl.load(item_ptr + 1) * BLOCK_M
         first = entries_ptr + gl.load(item_ptr + 2)
@@ -133,31 +132,34 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(0), BLOCK_M * DIM * 2)
         for half in gl.static_range(2):
-            place, half_row = box_place(residue, row + half * ROWS, box, R, ROWS, MOVED)
+            place, half_row = box_place(residue, row + half * ROWS, box, R, ROWS, SHIFTED)
             column = place * q_token + head * q_head
-            tma.async_copy_global_to_shared(q_desc, [half_row, column], q_full.index(0), q_smem.index(half))
+            at = view_place(batch, half_row, column, BATCHED)
+            tma.async_copy_global_to_shared(q_desc, at, q_full.index(0), q_smem.index(half))
             if TAIL:
-                at = [half_row, column + HEAD]
+                at = view_place(batch, half_row, column + HEAD, BATCHED)
                 tma.async_copy_global_to_shared(q_tail_desc, at, q_full.index(0), q_tail.index(half))
         for j in range(n):
             stage = (step + j) % STAGES
             phase = ((step + j) // STAGES) & 1
             partner = class_of(entry, shift, R)
-            place, key_row = box_place(partner, base_row + tile_of(entry) * BLOCK_N, box, R, BLOCK_N, MOVED)
+            place, key_row = box_place(partner, base_row + tile_of(entry) * BLOCK_N, box, R, BLOCK_N, SHIFTED)
             following = gl.load(first + gl.minimum(j + 1, n - 1))
             column = place * k_token + k_column
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2)
-            tma.async_copy_global_to_shared(k_desc, [key_row, column], k_full.index(stage), k_smem.index(stage))
+            at = view_place(batch, key_row, column, BATCHED)
+            tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_smem.index(stage))
             if TAIL:
-                at = [key_row, column + HEAD]
+                at = view_place(batch, key_row, column + HEAD, BATCHED)
                 tma.async_copy_global_to_shared(k_tail_desc, at, k_full.index(stage), k_tail.index(stage))
             column = place * v_token + v_column
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2)
-            tma.async_copy_global_to_shared(v_desc, [key_row, column], v_full.index(stage), v_smem.index(stage))
+            at = view_place(batch, key_row, column, BATCHED)
+            tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_smem.index(stage))
             if TAIL:
-                at = [key_row, column + HEAD]
+                at = view_place(batch, key_row, column + HEAD, BATCHED)
                 tma.async_copy_global_to_shared(v_tail_desc, at, v_full.index(stage), v_tail.index(stage))
             entry = following
     return step + n, turn + (n > 0).to(gl.int32)
@@ -191,13 +193,35 @@ def _produce(n_work, descriptors, strides, tables, geometry, tiles, barriers, ve
 
 
 @gluon.jit
-def _score(half: gl.constexpr, stage, zero, tiles, TAIL: gl.constexpr):
+def _score(half: gl.constexpr, stage, zero, tiles, form: gl.constexpr):
     """Begin q.k of half a query tile with the key tile of a stage."""
+    ROWS: gl.constexpr = form.value.ROWS
+    BLOCK_N: gl.constexpr = form.value.BLOCK_N
+    HEAD: gl.constexpr = form.value.HEAD
+    TAIL: gl.constexpr = form.value.TAIL
     q_smem, k_smem, _, q_tail, k_tail, _ = tiles
-    logits = warpgroup_mma(q_smem.index(half), k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    q = q_smem.index(half).reshape([ROWS, HEAD])
+    k = k_smem.index(stage).reshape([BLOCK_N, HEAD])
+    logits = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if TAIL:
-        logits = warpgroup_mma(q_tail.index(half), k_tail.index(stage).permute((1, 0)), logits, is_async=True)
+        q = q_tail.index(half).reshape([ROWS, TAIL])
+        k = k_tail.index(stage).reshape([BLOCK_N, TAIL])
+        logits = warpgroup_mma(q, k.permute((1, 0)), logits, is_async=True)
     return logits
+
+
+@gluon.jit
+def _sum(stage, weights, acc, tail, tiles, form: gl.constexpr, T_LAYOUT: gl.constexpr):
+    """Begin to add p.v of the value tile of a stage."""
+    BLOCK_N: gl.constexpr = form.value.BLOCK_N
+    TAIL: gl.constexpr = form.value.TAIL
+    _, _, v_smem, _, _, v_tail = tiles
+    v = v_smem.index(stage).reshape([BLOCK_N, form.value.HEAD])
+    acc = warpgroup_mma(weights, v, acc, is_async=True)
+    if TAIL:
+        weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=T_LAYOUT, k_width=2))
+        tail = warpgroup_mma(weights, v_tail.index(stage).reshape([BLOCK_N, TAIL]), tail, is_async=True)
+    return acc, tail
 
 
 @gluon.jit
@@ -219,11 +243,10 @@ def _step(
     STAGES: gl.constexpr = form.value.STAGES
     T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    P_TAIL_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=T_LAYOUT, k_width=2)
     # Products in flight behind the next scores.
     BEHIND: gl.constexpr = 2 if TAIL else 1
     half, first, step, turn, scale_log2, place, bounds, tiles, barriers, R, zero = given
-    _, _, v_smem, _, _, v_tail = tiles
+    v_smem = tiles[2]
     _, _, k_full, k_empty, v_full, v_empty, turns = barriers
     acc, tail, sums, weights = state
     stage = (step + j) % STAGES
@@ -233,12 +256,9 @@ def _step(
     if form.value.TAKE_TURNS:
         # One consumer's softmax then runs beside the other's products.
         mbarrier.wait(turns.index(half), (step - turn + j + half) & 1)
-    next_logits = _score(half, stage, zero, tiles, TAIL)
+    next_logits = _score(half, stage, zero, tiles, form)
     mbarrier.wait(v_full.index(before), ((step + j - 1) // STAGES) & 1)
-    next_acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
-    if TAIL:
-        tail_weights = gl.convert_layout(weights, P_TAIL_LAYOUT)
-        next_tail = warpgroup_mma(tail_weights, v_tail.index(before), tail, is_async=True)
+    next_acc, next_tail = _sum(before, weights, acc, tail, tiles, form, T_LAYOUT)
     if form.value.TAKE_TURNS:
         mbarrier.arrive(turns.index(1 - half), count=1)
     logits = warpgroup_mma_wait(BEHIND, deps=[next_logits])
@@ -286,10 +306,9 @@ def _consume_tile(
     ROWS: gl.constexpr = form.value.ROWS
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
-    _, _, v_smem, _, _, v_tail = tiles
+    v_smem = tiles[2]
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    P_TAIL_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=T_LAYOUT, k_width=2)
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     MASK: gl.constexpr = form.value.CAUSAL or form.value.RAGGED or form.value.WINDOWED or form.value.RANGES > 0
     top = gl.full([ROWS], float("-inf"), gl.float32, STAT_LAYOUT)
@@ -304,7 +323,7 @@ def _consume_tile(
     stage = step % STAGES
     mbarrier.wait(q_full.index(0), turn & 1)
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    logits = warpgroup_mma_wait(0, deps=[_score(half, stage, zero, tiles, TAIL)])
+    logits = warpgroup_mma_wait(0, deps=[_score(half, stage, zero, tiles, form)])
     # All four warps must be past the product before one thread hands the buffer back.
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
@@ -315,10 +334,8 @@ def _consume_tile(
     mbarrier.arrive(q_empty.index(0), count=1)
     before = (step + n - 1) % STAGES
     mbarrier.wait(v_full.index(before), ((step + n - 1) // STAGES) & 1)
-    next_acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+    next_acc, next_tail = _sum(before, weights, acc, tail, tiles, form, T_LAYOUT)
     if TAIL:
-        tail_weights = gl.convert_layout(weights, P_TAIL_LAYOUT)
-        next_tail = warpgroup_mma(tail_weights, v_tail.index(before), tail, is_async=True)
         acc, tail = warpgroup_mma_wait(0, deps=[next_acc, next_tail])
     else:
         acc = warpgroup_mma_wait(0, deps=[next_acc])
@@ -450,8 +467,6 @@ def _forward_kernel(
     n_kinds,
     n_items,
     n_heads,
-    batch_tokens,
-    box_rows,
     super_rows,
     super_tokens,
     whole_rows,
@@ -481,14 +496,14 @@ def _forward_kernel(
     TAKE_TURNS: gl.constexpr,
 ):
     gdc_launch_dependents()
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_M // 2, DIM - TAIL], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, DIM - TAIL], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, DIM - TAIL], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(2, BATCHED, BLOCK_M // 2, DIM - TAIL), q_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(STAGES, BATCHED, BLOCK_N, DIM - TAIL), k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(STAGES, BATCHED, BLOCK_N, DIM - TAIL), v_desc.layout)
     tiles = (q_smem, k_smem, v_smem, q_smem, k_smem, v_smem)
     if TAIL:
-        q_tail = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_M // 2, TAIL], q_tail_desc.layout)
-        k_tail = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, TAIL], k_tail_desc.layout)
-        v_tail = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, TAIL], v_tail_desc.layout)
+        q_tail = gl.allocate_shared_memory(q_desc.dtype, tiles_of(2, BATCHED, BLOCK_M // 2, TAIL), q_tail_desc.layout)
+        k_tail = gl.allocate_shared_memory(q_desc.dtype, tiles_of(STAGES, BATCHED, BLOCK_N, TAIL), k_tail_desc.layout)
+        v_tail = gl.allocate_shared_memory(q_desc.dtype, tiles_of(STAGES, BATCHED, BLOCK_N, TAIL), v_tail_desc.layout)
         tiles = (q_smem, k_smem, v_smem, q_tail, k_tail, v_tail)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -521,7 +536,7 @@ def _forward_kernel(
         n_kinds,
         n_items,
         n_heads,
-        (batch_tokens, box_rows, left_over),
+        left_over,
         (super_rows, super_tokens, whole_rows, longer_classes, length),
         key_rows,
         (before, behind),
@@ -581,7 +596,7 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
     narrow = dim < 128
     largest = LARGEST_SUM[q.dtype] if narrow else 0.0
     arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest}
-    arguments |= view_arguments(q, modulus)
+    arguments |= {"left_over": q.shape[1] % modulus, "BATCHED": q.shape[0] > 1}
     for name, x, rows in (("q", q, config.block_m // 2), ("k", k, config.block_n), ("v", v, config.block_n)):
         arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, rows, head)
         arguments[f"{name}_tail_desc"] = _tile_descriptor(x, modulus, rows, tail) if tail else None
@@ -590,7 +605,8 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
 
 def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
     shape, strides = class_view(x, modulus)
-    return TensorDescriptor(x, shape, strides, [rows, columns], shared_layout((rows, columns), x.dtype))
+    block = [*[1] * (len(shape) - 2), rows, columns]
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
 
 
 def run_group(

@@ -26,6 +26,19 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
 
 
+@gluon.constexpr_function
+def tiles_of(count, sides, rows, columns):
+    """The shape of so many tiles of rows and columns, which descriptors show with more ``sides`` of 1 before those."""
+    return [count, *[1] * sides, rows, columns]
+
+
+@gluon.jit
+def view_place(batch, row, column, BATCHED: gl.constexpr):
+    """Where a tile begins in what `row_layout.class_view` shows."""
+    of_one = (row, column)
+    return (batch, row, column) if BATCHED else of_one
+
+
 @gluon.jit
 def turned(u, shift, R):
     """Class ``u`` of a frame as a token class: (u + shift) mod R for both below R."""
@@ -66,16 +79,6 @@ def segment_of(super_index, sizes, R, SHIFTED: gl.constexpr):
         rows = tokens // R
         longer_classes = tokens % R
     return first_row, first_place, (rows, longer_classes, super_rows)
-
-
-@gluon.jit
-def among_all(batch, row, first_place, batch_tokens, R, BATCHED: gl.constexpr):
-    """Row and place of a token among those of all batch elements, as `row_layout.class_view` shows them."""
-    if BATCHED:
-        token = batch * batch_tokens + row * R + first_place
-        row = token // R
-        first_place = token % R
-    return row, first_place
 
 
 @gluon.jit
