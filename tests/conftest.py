@@ -1,4 +1,4 @@
-"""Tests run in as many processes as there are cores; where there is a GPU, only those that need it do. GPU tests are
+"""Tests run in one process more than there are cores; where there is a GPU, only those that need it do. GPU tests are
 skipped, with the reason, where there is none; texts are laid out at a fixed width.
 """
 
@@ -13,6 +13,8 @@ import pytest
 PINNED_WIDTH = "100"
 # More would only wait for the longest files.
 MOST_PROCESSES = 8
+# Beside those that have a core each: many tests wait for processes of their own.
+MORE_PROCESSES = 1
 # Of those that share a GPU and its memory.
 MOST_OF_A_GPU = 14
 
@@ -52,7 +54,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     files = {argument.partition("::")[0] for argument in config.args}
     one_file = len(files) == 1 and Path(*files).is_file()
     # A file stays in one process.
-    return 0 if one_file else min(cores, MOST_PROCESSES)
+    return 0 if one_file else min(cores + MORE_PROCESSES, MOST_PROCESSES)
 
 
 def pytest_collection_finish() -> None:
@@ -108,7 +110,8 @@ def launch(monkeypatch, warm_server):
 
 @pytest.fixture(scope="session")
 def interpreted():
-    """Runs a script of cases in Triton's interpreter, with options for Python, and gives what it prints last.
+    """Runs a script of cases in Triton's interpreter, with options for Python and arguments for the script, and gives
+    what it prints last.
 
     In a process of its own: the interpreter is switched on before Triton is imported.
     """
@@ -116,10 +119,10 @@ def interpreted():
     import subprocess
     import sys
 
-    def run(script, *options):
+    def run(script, *options, arguments=()):
         here = Path(__file__).resolve().parent
         environment = os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *options, str(here / "kernels" / "interpreter.py"), str(here / script)]
+        command = [sys.executable, *options, str(here / "kernels" / "interpreter.py"), str(here / script), *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""Run by test_hopper.py under TRITON_INTERPRET=1; prints errors of every case as one line of JSON.
+"""Run by test_hopper.py under TRITON_INTERPRET=1; prints errors of the cases that it names, each with the mask behind
+it, as one line of JSON.
 
 The Hopper kernels run as they stand (`gluon_on_cpu`), from the launches that both kinds of attention make.
 """
@@ -85,13 +86,6 @@ WINDOWS = {
 }
 # Their logits grow by 16 at two tokens: in both branches weights by the maximum of the first two tiles overflow.
 GROWING = (DILATED["growing logits"], NARROW["narrow, growing logits"])
-# Batches whose second item holds NaN, in every kind of descriptor.
-POISONED = (
-    "batch, left over",
-    "batch, window, left over",
-    "rates beside segments, boxes, left over",
-    "narrow, batch, left over",
-)
 # N, H, K, D, block, mask heads, ranges of rows that hide each key
 BLOCKS = {
     "one mask": (128, 4, 2, 32, 32, 1, 0),
@@ -220,6 +214,15 @@ def counted(case: Any, *arguments: Any) -> dict[str, float]:
     return found | {f"{kernel} launches": launched[f"dilabench.kernels.fused.sm90.{kernel}"] for kernel in kernels}
 
 
+def of_name(name: str, causal: bool) -> dict[str, float]:
+    if name == "null mass":
+        return counted(with_null_mass)
+    if name in BLOCKS:
+        return counted(blocks, BLOCKS[name], causal)
+    case = (DILATED | NARROW)[name.removesuffix(", poisoned")]
+    return counted(poisoned if name.endswith(", poisoned") else dilated, case, causal)
+
+
 if __name__ == "__main__":
     both = (False, True)
     hopper = mock.Mock(return_value=True)
@@ -242,10 +245,5 @@ if __name__ == "__main__":
         mock.patch.object(key_items, "_LEAST_STEPS", 2),
         mock.patch.object(key_items, "_PROGRAMS", 64),
     ):
-        results = {"null mass": counted(with_null_mass)}
-        suffering = {f"{name}, poisoned": (DILATED | NARROW)[name] for name in POISONED}
-        for of_case, cases in ((dilated, DILATED | NARROW), (poisoned, suffering), (blocks, BLOCKS)):
-            for name, case in cases.items():
-                for causal in both:
-                    results[f"{name}, {causal}"] = counted(of_case, case, causal)
+        results = {case: of_name(*json.loads(case)) for case in sys.argv[2:]}
     sys.stdout.write(json.dumps(results))

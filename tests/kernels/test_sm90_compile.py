@@ -230,9 +230,9 @@ def loops_with_products(cubin: bytes, folder: Path) -> list[str]:
 MASKS = [(False, False), (False, True), (True, False)]
 # These have code of their own for a sequence that ends inside a tile.
 CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] or shape[2] == "backward_key"]
-# Again: as later groups of branches run them. Wide heads as the last ones alone, which need the most registers.
+# Again: as later groups of branches run them, which need the most registers. Wide heads as those alone.
 SHIPPED = [
-    pytest.param(*shape, again, marks=pytest.mark.slow if shape[0] > 128 else ())
+    pytest.param(*shape, again, marks=() if again and shape[0] <= 128 else pytest.mark.slow)
     for shape in [*((*shape, False) for shape in shipped()), *CUT]
     for again in (False, True)
     if again or shape[0] <= 128
@@ -278,7 +278,7 @@ def test_the_forward_of_few_keys(dim: int) -> None:
     assert 3 * (kernel.metadata.shared + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("dim", "direction", "config"), block_plan.shipped(), ids=str)
 def test_block_sparse_configurations(
     dim: int, causal: bool, direction: str, config: TileConfig, tmp_path: Path
@@ -345,13 +345,16 @@ def gluon_compiled(kernel, constants: dict[str, object], tiles: dict[str, list[i
 
 # Null mass and merging are of dilated attention, ranges of rows that keys are hidden from of block-sparse attention.
 SPECIALISED = [
-    *((128, *mask, *more) for mask in MASKS for more in ((False, 0), (True, 0), (False, 2))),
-    # Of one range the mask that parks most with two.
-    (128, True, False, False, 1),
+    *((128, *mask, True, 0) for mask in MASKS),
+    (128, True, False, False, 2),
     (96, False, True, False, 0),
     *(
         pytest.param(*shape, marks=pytest.mark.slow)
         for shape in (
+            *((128, *mask, False, 0) for mask in MASKS),
+            *((128, False, cut, False, 2) for cut in (False, True)),
+            # Of one range the mask that parks most with two.
+            (128, True, False, False, 1),
             (80, True, False, False, 0),
             (192, False, True, False, 0),
             (192, True, False, False, 2),
@@ -599,12 +602,12 @@ def specialised_backward(
     ("dim", "causal", "ragged", "heads_per_kv", "shared"),
     [
         (128, False, True, None, False),
-        (128, True, False, 1, False),
         (128, True, False, 1, True),
-        (96, False, True, None, False),
-        (64, False, True, None, False),
         (64, True, False, 1, False),
         (48, False, True, None, False),
+        pytest.param(128, True, False, 1, False, marks=pytest.mark.slow),
+        pytest.param(96, False, True, None, False, marks=pytest.mark.slow),
+        pytest.param(64, False, True, None, False, marks=pytest.mark.slow),
     ],
 )
 def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool) -> None:
@@ -631,8 +634,8 @@ HARD_PARKED = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("direction", ["forward", "backward_query", "backward_key", "specialised", "at once"])
 def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, causal: bool) -> None:
     config = narrow_config(dim, causal, 128)
