@@ -1,4 +1,4 @@
-"""Runs a script, whose path is the first argument, in Triton's interpreter on the CPU: `interpreted` in tests/conftest.py.
+"""Runs a script, whose path comes first, in Triton's interpreter on the CPU: `interpreted` in tests/conftest.py.
 
 It multiplies tiles of bfloat16 as the 16-bit integers that it keeps them as; here they are numbers.
 
