@@ -1,4 +1,4 @@
-"""Tests run in one process more than there are cores; where there is a GPU, only those that need it do. GPU tests are
+"""Tests run in as many processes as there are cores; where there is a GPU, only those that need it do. GPU tests are
 skipped, with the reason, where there is none; texts are laid out at a fixed width.
 """
 
@@ -13,8 +13,6 @@ import pytest
 PINNED_WIDTH = "100"
 # More would only wait for the longest files.
 MOST_PROCESSES = 8
-# Beside those that have a core each: many tests wait for processes of their own.
-MORE_PROCESSES = 1
 # Of those that share a GPU and its memory.
 MOST_OF_A_GPU = 14
 
@@ -54,7 +52,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     files = {argument.partition("::")[0] for argument in config.args}
     one_file = len(files) == 1 and Path(*files).is_file()
     # A file stays in one process.
-    return 0 if one_file else min(cores + MORE_PROCESSES, MOST_PROCESSES)
+    return 0 if one_file else min(cores, MOST_PROCESSES)
 
 
 def pytest_collection_finish() -> None:

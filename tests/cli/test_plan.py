@@ -22,6 +22,7 @@ def plugin(tmp_path, monkeypatch):
     return installed
 
 
+@pytest.mark.slow
 def test_plan_predicts_by_length_batch_and_implementation(cli):
     result = cli(
         "plan", "-i", "strided,gather", "--lengths", "16K,64K", "--batch-size", "1,2", "--device", "cpu", "--json"

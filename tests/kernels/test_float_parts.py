@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+pytestmark = pytest.mark.slow
 Errors = dict[str, dict[str, float]]
 # How many launches there are: one for each group of branches.
 HOPPER = {

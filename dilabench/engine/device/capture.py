@@ -1,9 +1,22 @@
-"""A CUDA graph's capture that may fail without harm to what comes after it."""
+"""A CUDA graph's capture that may fail without harm to what comes after it, and what must not come between."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector out of samples, and out of a capture: freeing an older graph would end it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -17,7 +30,8 @@ def harmless_if_it_fails(device: torch.device) -> Iterator[None]:
     generator = torch.cuda.default_generators[stream.device.index]
     before = generator.clone_state()
     try:
-        yield
+        with no_collection():
+            yield
     except BaseException:
         generator.graphsafe_set_state(before)
         raise

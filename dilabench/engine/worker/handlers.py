@@ -1,6 +1,5 @@
 """What a worker does with each command (torch). Every exception becomes a reply: this is the worker boundary."""
 
-import contextlib
 import errno
 import gc
 import os
@@ -24,6 +23,7 @@ from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.returned import UnusableFunctionError
 from dilabench.engine.call.torch_settings import as_text, settings_kept
+from dilabench.engine.device.capture import no_collection
 from dilabench.engine.device.clocks import clocks_of
 from dilabench.engine.device.device import describe_torch, release_cached, synchronize, torch_device
 from dilabench.engine.device.peaks import measure_ceilings
@@ -153,7 +153,7 @@ class Handlers:
             return Reply(warmed_up=WarmedUp(samples_ns=(), settled=False, unusable=str(reason)))
         self._timers[command.handle, spec.name] = timer
         gc.collect()
-        with _no_collection(), settings_kept(call.changed_settings), call.timed_calls.slot():
+        with no_collection(), settings_kept(call.changed_settings), call.timed_calls.slot():
             result = self._warmed(timer, call, limits)
         return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=self._notes(timer)))
 
@@ -176,7 +176,7 @@ class Handlers:
         checker = self._checkers[command.handle]
         last, wanted = command.name == "last_slot", command.arguments["count"]
         count = max(wanted, CHECKED_CALLS) if last else wanted
-        with _no_collection():
+        with no_collection():
             with settings_kept(call.changed_settings):
                 call.timed_calls.begin(last, keeps=last or checker.affordable)
                 started = time.perf_counter_ns()
@@ -215,7 +215,7 @@ class Handlers:
 
     def _diagnose(self, command: Command) -> Reply:
         spec = TimerSpec.model_validate(command.arguments["timer"])
-        with _no_collection():
+        with no_collection():
             parts = time_parts(self._calls[command.handle], partial(HeldTimer, spec.target), command.arguments["turns"])
         gc.collect()
         release_cached(self.device)
@@ -312,18 +312,6 @@ def _settings_notes(changed: Mapping[str, str]) -> tuple[Note, ...]:
         return ()
     message = f"its code changed settings of all of torch: {as_text(changed)}; they were put back each time"
     return (CHANGED_SETTINGS.note(message),)
-
-
-@contextlib.contextmanager
-def _no_collection():  # type: ignore[no-untyped-def]
-    """Keep the garbage collector out of the samples."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _gpu_uuid(device: torch.device) -> str | None:

@@ -1,5 +1,7 @@
 """torch.compile and CUDA graphs: what they count, what cannot be switched on, and results that stay the caller's."""
 
+import gc
+
 import pytest
 import torch
 
@@ -123,6 +125,28 @@ def test_a_graph_gives_what_the_function_gives_and_keeps_nothing_of_the_callers(
         if grad:
             torch.testing.assert_close(gradients, torch.autograd.grad(wanted, inputs.distinct, dout))
     assert all(torch.equal(tensor.detach(), old) for tensor, old in zip(first.distinct, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_an_older_graph_that_is_garbage_does_not_end_a_capture():
+    x = torch.ones(3, device="cuda")
+    older = [torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(older[0]):
+        x.add_(1)
+
+    def function(q, k, v):
+        if older and torch.cuda.is_current_stream_capturing():
+            garbage = [older.pop()]
+            garbage.append(garbage)
+            del garbage
+            # More than the collector waits for.
+            assert all(not x for x in [[] for _ in range(2 * gc.get_threshold()[0])])
+        return q + k * v
+
+    first = gpu_inputs(1, grad=False)
+    call, _ = graphed(function, first)
+    assert not older
+    torch.testing.assert_close(call(first.q, first.k, first.v), first.q + first.k * first.v)
 
 
 @pytest.mark.gpu
