@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -283,9 +285,10 @@ def test_tables_stand_where_no_length_has_a_kernel_compiled_anew(n: int, by_key:
 
 
 def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
-    def tables(entries: int) -> TileTables:
+    def tables(entries: int) -> dict[int, TileTables]:
+        """Of two tails, in the same memory."""
         none = torch.zeros(0, dtype=torch.int32)
-        return TileTables(none, none, none, torch.zeros(entries, dtype=torch.int32), none)
+        return dict.fromkeys((0, 16), TileTables(none, none, none, torch.zeros(entries, dtype=torch.int32), none))
 
     kept = tile_tables_module._Kept(most_bytes=400)
     first, second = (kept.put(name, tables(40)) for name in ("first", "second"))
@@ -294,7 +297,7 @@ def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
     assert (kept.get("first"), kept.get("second")) == (first, None)
     large = kept.put("large", tables(1000))
     assert (kept.get("large"), kept.get("first"), kept.get("third")) == (large, None, None)
-    assert second.nbytes == 160
+    assert second[0].nbytes == 160
     # Two threads may have made the same: it counts once.
     for _ in range(3):
         third = kept.put("third", tables(40))
@@ -316,7 +319,69 @@ def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -
             shared = group.in_tiles(min(own, other))
             made.add(shared)
             for causal, by_key in ((False, False), (True, False), (True, True)):
-                mine, theirs = (make(one, own, other, causal, by_key, cpu) for one in (group, shared))
+                mine, theirs = (
+                    make(one, (tail,), own, other, causal, by_key, cpu)[tail]
+                    for one, tail in ((group, group.tail_tokens), shared)
+                )
                 for name in ("items", "lookup", "order", "entries", "heads"):
                     assert torch.equal(getattr(mine, name), getattr(theirs, name)), (length, name)
     assert len(made) < len(lengths)
+
+
+@pytest.mark.parametrize("case", [*SHAPES, *GROUPED])
+@pytest.mark.parametrize("few", [0, 1 << 16])
+def test_tables_of_all_tails_are_those_of_each(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = case
+    only = grouped[0] if grouped else None
+    monkeypatch.setattr(tile_tables_module, "_FEW", few)
+    make, cpu = tile_tables_module._tables, torch.device("cpu")
+    more = {"tile": 16, "branch_of_head": only, "window": (70, 20)}
+    plans = [
+        residue_plan(segments, rates, n, heads, kv_heads, False, offset, offset_by, **more)
+        for more["window"] in ((-1, -1), (70, 20))
+    ]
+    together = 0
+    for group in (group for plan in plans for group in plan.groups if group.full_supers):
+        own, other = group.largest_tile, min(group.largest_tile, 32)
+        whole, _ = group.in_tiles(min(own, other))
+        tails = whole.tails_in_tiles(min(own, other))
+        lengths = range(group.super_tokens, 3 * group.super_tokens)
+        assert {replace(group, length=length).in_tiles(min(own, other)) for length in lengths} == {
+            (whole, tail) for tail in tails
+        }
+        for causal, by_key in ((False, False), (True, False), (True, True)):
+            all_of_them = make(whole, tails, own, other, causal, by_key, cpu)
+            assert tuple(all_of_them) == tails
+            for tail, mine in all_of_them.items():
+                alone = make(whole, (tail,), own, other, causal, by_key, cpu)[tail]
+                assert torch.equal(mine.items[..., :2], alone.items[..., :2])
+                assert torch.equal(mine.order, alone.order)
+                assert torch.equal(mine.heads, alone.heads)
+                for name in ("items", "lookup"):
+                    lists = zip(*(spelled_out(x, getattr(x, name)[..., -3:]) for x in (mine, alone)), strict=True)
+                    assert all(a == b for a, b in lists)
+                    assert getattr(mine, name).is_contiguous()
+                    assert getattr(mine, name).data_ptr() % 16 == 0
+            together += 1
+    assert together == 3 * sum(group.full_supers > 0 for plan in plans for group in plan.groups)
+
+
+def spelled_out(tables: TileTables, spans: torch.Tensor) -> list[tuple[int, int, list[int]]]:
+    """Of every list (first entry, full and masked ones) how many of both it has, and the entries."""
+    entries = tables.entries.tolist()
+    return [
+        (full, masked, entries[first : first + full + masked]) for first, full, masked in spans.reshape(-1, 3).tolist()
+    ]
+
+
+def test_a_length_makes_the_tables_of_others_where_they_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GigaPath's two shortest branches, from the first length on that cuts them; the longest one holds all of it."""
+    monkeypatch.setattr(tile_tables_module, "_kept", tile_tables_module._Kept(1 << 28))
+    made, make = [], tile_tables_module._tables
+    monkeypatch.setattr(tile_tables_module, "_tables", lambda *key: made.append(key) or make(*key))
+    for length in (10000, 12345, 31111):
+        groups = residue_plan((1024, 5792, 1 << 20), (1, 2, 16), length, 16, 16, False).groups
+        for group in groups:
+            tile_tables(group, 128, 64, False, False, torch.device("cpu"))
+    assert [len(group.branches) for group in groups] == [1, 1, 1]
+    assert [len(tails) for _, tails, *_ in made] == [32, 92, 1, 1, 1]

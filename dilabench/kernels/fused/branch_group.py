@@ -176,8 +176,9 @@ class BranchGroup:
         cut_super = self.full_supers > 0 and (self.super_rows % tile > 0 or self.is_shifted)
         return cut_super or self.tail_rows % tile > 0 or self.tail_tokens % self.modulus > 0
 
-    def in_tiles(self, tile: int) -> BranchGroup:
-        """A group that many lengths have in common, with the same lists of tiles of ``tile`` rows or multiples of it.
+    def in_tiles(self, tile: int) -> tuple[BranchGroup, int]:
+        """A group that many lengths have in common, and `tail_tokens` with the same lists of tiles of ``tile`` rows or
+        multiples of it. Where there are whole super-segments the group is one of those alone.
 
         Of the last super-segment lists depend on two things: on how many tiles begin in it, and whether every class
         fills the last of them.
@@ -185,10 +186,16 @@ class BranchGroup:
         rows = -(-self.tail_rows // tile) * tile
         tail = self.modulus * rows - (self.tail_tokens // self.modulus < rows)
         if self.full_supers:
-            return replace(self, length=self.super_tokens + min(tail, self.super_tokens - 1))
+            return replace(self, length=self.super_tokens), min(tail, self.super_tokens - 1)
         # What holds all of the sequence holds all of the longer one, too.
         segments = tuple(segment if segment < self.sequence_rows else rows + 1 for segment in self.segment_rows)
-        return replace(self, segment_rows=segments, super_tokens=self.modulus * (rows + 1), length=tail)
+        return replace(self, segment_rows=segments, super_tokens=self.modulus * (rows + 1), length=tail), tail
+
+    def tails_in_tiles(self, tile: int) -> tuple[int, ...]:
+        """Every tail that `in_tiles` gives behind whole super-segments."""
+        rows = range(0, self.super_rows + tile, tile)
+        ends = {min(self.modulus * some - less, self.super_tokens - 1) for some in rows for less in (0, 1)}
+        return tuple(sorted(ends - {-1}))
 
     def active(self, kind: int, u: int) -> tuple[int, ...]:
         """Indices (into this group) of the branches that class ``u`` takes part in."""

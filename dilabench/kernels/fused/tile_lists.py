@@ -44,16 +44,16 @@ class Runs:
 
 def computed_pairs(group: BranchGroup, tile: int, causal: bool) -> int:
     """Query-key pairs that square tiles of ``tile`` rows compute per batch element, over all heads."""
-    entries = _entries_of(group.in_tiles(tile), tile, causal)
+    entries = _entries_of(*group.in_tiles(tile), tile, causal)
     supers = np.array([group.full_supers, group.n_supers - group.full_supers])
     return int((entries[:, list(group.head_kind)] * supers[:, None]).sum()) * tile * tile
 
 
 @lru_cache(maxsize=256)
-def _entries_of(group: BranchGroup, tile: int, causal: bool) -> Integers:
-    """Pairs of tiles in a super-segment, [variants, kinds]."""
+def _entries_of(group: BranchGroup, tail_tokens: int, tile: int, causal: bool) -> Integers:
+    """Pairs of tiles in a super-segment, whole or of so many tokens, [variants, kinds]."""
     partners = partners_of(group.rates, group.kinds, group.modulus)
-    runs = runs_of(group, tile, tile, causal, by_key=False)
+    runs = runs_of(group, (tail_tokens,), tile, tile, causal, by_key=False)
     kept = (partners.shared[..., runs.level] > 0).sum((1, 2))
     found: Integers = np.einsum("vg,kg->vk", runs.count.sum((1, 3)), kept)
     return found
@@ -72,11 +72,16 @@ def partners_of(rates: tuple[int, ...], kinds: tuple[tuple[int, ...], ...], modu
     return Partners(order, np.take_along_axis(shared, order[..., None], 2))
 
 
-def runs_of(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> Runs:
-    rows_of_variant = (group.super_rows if group.full_supers else 0, group.tail_rows)
+def rows_of_variants(group: BranchGroup, tails: tuple[int, ...]) -> list[int]:
+    """Rows of the longest classes of a whole super-segment, if there is one, and of tails of so many tokens."""
+    return [group.super_rows if group.full_supers else 0, *(-(-tail // group.modulus) for tail in tails)]
+
+
+def runs_of(group: BranchGroup, tails: tuple[int, ...], own: int, other: int, causal: bool, by_key: bool) -> Runs:
+    rows_of_variant = rows_of_variants(group, tails)
     rows = np.array(rows_of_variant)[:, None]
     # Rows that all classes have: a tile that passes them is masked.
-    sure = np.array([group.super_tokens, group.tail_tokens])[:, None] // group.modulus
+    sure = np.array([group.super_tokens, *tails])[:, None] // group.modulus
     start = np.arange(0, max(rows_of_variant), own)
     ranges: list[tuple[Integers, Integers]] = []
     inner = (start, start)
@@ -168,7 +173,7 @@ def every_tile(lookup: Integers, tiles_of_variant: list[int]) -> Integers:
     heaviest first by all kinds together, as if these were in one frame.
     """
     work = (lookup[..., 1] + lookup[..., 2]).sum(1)
-    order = np.full((2, work.shape[1] * work.shape[2], 2), -1, dtype=np.int64)
+    order = np.full((len(work), work.shape[1] * work.shape[2], 2), -1, dtype=np.int64)
     for variant, n_tiles in enumerate(tiles_of_variant):
         by_weight = np.argsort(-work[variant, :, :n_tiles].T, axis=None, kind="stable")
         tile, u = np.unravel_index(by_weight, (n_tiles, work.shape[1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -24,6 +24,7 @@ from dilabench.kernels.fused.tile_lists import (
     heaviest_first,
     lookup_of,
     partners_of,
+    rows_of_variants,
     runs_of,
 )
 
@@ -33,6 +34,8 @@ _ALIGNED = 4
 _AT_ONCE = 1 << 23
 # Up to so many entries, and numbers that lead to them, are made here.
 _FEW = 1 << 17
+# Lists of all tails at once are made up to so many entries, and tiles of so many classes.
+_TOGETHER_ENTRIES, _TOGETHER_TILES = 1 << 20, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class TileTables:
     ``entries`` int32: packed (multiplicity, class, tile) of the partner tiles, full ones first.
     ``heads``   int32 [H, 2]: kind and class shift of each head.
     Variant 0 is a whole super-segment, variant 1 the shorter last one. The last tile of either may reach beyond it:
-    such a partner tile is a masked entry.
+    such a partner tile is a masked entry. Tables that differ in the last one alone may lie in the same memory.
     """
 
     items: Tensor
@@ -58,8 +61,8 @@ class TileTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(x.nbytes for x in (self.items, self.lookup, self.order, self.entries, self.heads))
+        """Bytes of the device's memory that it holds, with others perhaps; entries may count twice."""
+        return self.items.untyped_storage().nbytes() + self.entries.nbytes
 
     def used_by_current_stream(self) -> None:
         """Their memory is not given to others before the work that this stream has by then is done."""
@@ -84,14 +87,32 @@ def tile_tables(
                 f"; use at most {group.largest_tile}"
             )
     # Without an order among positions or a window, a query sees the keys that see it.
-    ordered = causal or group.is_windowed
-    key = (group.in_tiles(min(own, other)), own, other, causal, ordered and by_key, device)
+    by_key = by_key and (causal or group.is_windowed)
+    shared, tail = group.in_tiles(min(own, other))
+    many = _made_together(shared, own, other, causal, by_key) if group.n_supers > 1 else ()
+    tails = many or (tail,)
+    key = (shared, tails, own, other, causal, by_key, device)
     tables = _kept.get(key)
     if tables is None:
         with _on_a_stream_of_its_own(device):
             tables = _kept.put(key, _tables(*key))
-    tables.used_by_current_stream()
-    return tables
+    tables[tail].used_by_current_stream()
+    return tables[tail]
+
+
+@lru_cache(maxsize=256)
+def _made_together(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> tuple[int, ...]:
+    """All tails that sequences may end with, where lists for all of them are so short that the first length that has
+    one makes them for every other; else none.
+    """
+    tails = group.tails_in_tiles(min(own, other))
+    tiles = (1 + len(tails)) * -(-group.super_rows // own) * group.modulus * len(group.kinds)
+    if tiles > _TOGETHER_TILES:
+        return ()
+    runs = runs_of(group, tails, own, other, causal, by_key)
+    kept = partners_of(group.rates, group.kinds, group.modulus).shared[..., runs.level] > 0
+    entries = int((runs.count.sum((0, 1, 3)) * kept.sum((0, 1, 2))).sum())
+    return tails if entries <= _TOGETHER_ENTRIES else ()
 
 
 @contextmanager
@@ -112,7 +133,8 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Kept:
-    """The latest tables, as many as fit into so many bytes of their device: many lengths share the small ones.
+    """The latest tables, by their tails, as many as fit into so many bytes of their device: many lengths share the
+    small ones.
 
     Safe to use from several threads, of which each may have made tables that another one had to make, too.
     """
@@ -121,9 +143,9 @@ class _Kept:
         self._lock = threading.Lock()
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._tables: dict[Hashable, TileTables] = {}
+        self._tables: dict[Hashable, Mapping[int, TileTables]] = {}
 
-    def get(self, key: Hashable) -> TileTables | None:
+    def get(self, key: Hashable) -> Mapping[int, TileTables] | None:
         with self._lock:
             found = self._tables.pop(key, None)
             if found is not None:
@@ -131,18 +153,23 @@ class _Kept:
                 self._tables[key] = found
         return found
 
-    def put(self, key: Hashable, tables: TileTables) -> TileTables:
+    def put(self, key: Hashable, tables: Mapping[int, TileTables]) -> Mapping[int, TileTables]:
         with self._lock:
             if key in self._tables:
                 self._drop(key)
             self._tables[key] = tables
-            self._bytes += tables.nbytes
+            self._bytes += _bytes_of(tables)
             while self._bytes > self._most_bytes and len(self._tables) > 1:
                 self._drop(next(iter(self._tables)))
         return tables
 
     def _drop(self, key: Hashable) -> None:
-        self._bytes -= self._tables.pop(key).nbytes
+        self._bytes -= _bytes_of(self._tables.pop(key))
+
+
+def _bytes_of(tables: Mapping[int, TileTables]) -> int:
+    """Those that are made together lie in the same memory."""
+    return next(iter(tables.values())).nbytes
 
 
 _kept = _Kept(256 << 20)
@@ -156,10 +183,19 @@ def _load_operators(device: torch.device) -> None:
         _written_out(ones.index_select(1, ones[0]), ones.index_select(1, ones[0]) + ones[1], 4)
 
 
-def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device) -> TileTables:
+def _tables(
+    group: BranchGroup,
+    tails: tuple[int, ...],
+    own: int,
+    other: int,
+    causal: bool,
+    by_key: bool,
+    device: torch.device,
+) -> Mapping[int, TileTables]:
+    """Of whole super-segments, if there are any, and each of these tails."""
     _load_operators(device)
     partners = partners_of(group.rates, group.kinds, group.modulus)
-    runs = runs_of(group, own, other, causal, by_key)
+    runs = runs_of(group, tails, own, other, causal, by_key)
     shared = partners.shared[..., runs.level]
     kept = shared > 0
     lookup = lookup_of(runs, kept)
@@ -167,19 +203,30 @@ def _tables(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool
     if group.one_frame_per_kv_head:
         order = items[:, 0, :, :2]
     else:
-        rows_of_variant = (group.super_rows if group.full_supers else 0, group.tail_rows)
-        order = every_tile(lookup, [-(-rows // own) for rows in rows_of_variant])
+        order = every_tile(lookup, [-(-rows // own) for rows in rows_of_variants(group, tails)])
+    by_tail = [_behind_the_whole(x) for x in (items, lookup, order)]
     heads = _heads(group.head_kind, group.head_shift)
     tags = (shared << (TILE_BITS + CLASS_BITS)) | (partners.classes[..., None] << TILE_BITS)
     entries = _Entries.of(runs, kept, tags)
     if entries.are_few:
-        there = _on_device(device, items, lookup, order, heads, entries.here())
-        return TileTables(items=there[0], lookup=there[1], order=there[2], entries=there[4], heads=there[3])
-    runs_there = entries.count, entries.begin, entries.column, entries.tag
-    there = _on_device(device, items, lookup, order, heads, *runs_there)
-    return TileTables(
-        items=there[0], lookup=there[1], order=there[2], entries=entries.there(*there[4:]), heads=there[3]
-    )
+        *there, heads_there, listed = _on_device(device, by_tail, heads, entries.here())
+    else:
+        runs_there = entries.count, entries.begin, entries.column, entries.tag
+        *there, heads_there, count, begin, column, tag = _on_device(device, by_tail, heads, *runs_there)
+        listed = entries.there(count, begin, column, tag)
+    of_tails = zip(tails, *there, strict=True)
+    return {
+        tail: TileTables(items=mine, lookup=mine_too, order=visits, entries=listed, heads=heads_there)
+        for tail, mine, mine_too, visits in of_tails
+    }
+
+
+def _behind_the_whole(of_variants: Integers) -> Integers:
+    """[tails, 2, ...] of [1 + tails, ...]: the whole super-segment, and that tail."""
+    tails = of_variants[1:]
+    if len(tails) == 1:
+        return of_variants[None]
+    return np.stack((np.broadcast_to(of_variants[0], tails.shape), tails), 1)
 
 
 @lru_cache(maxsize=256)
@@ -191,7 +238,7 @@ def _heads(kinds: tuple[int, ...], shifts: tuple[int, ...]) -> Integers:
 class _Entries:
     """Every list, variant by variant, tile by tile, as runs of consecutive tiles to be written out.
 
-    count, begin [tiles of both variants, 3 sorts of tiles times ranges]: how many tiles a run has, and where it begins.
+    count, begin [tiles of all variants, 3 sorts of tiles times ranges]: how many tiles a run has, and where it begins.
     column, tag: of every run that a tile has, its column in those, and its packed multiplicity and class. per_tile:
     entries of each tile.
     """
@@ -251,17 +298,23 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
     return (torch.arange(total, device=counts.device) + steps).to(torch.int32)
 
 
-def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
-    """int32 tensors of these arrays, in one copy, each at a multiple of 16 bytes: kernels are compiled anew for
-    others.
+def _on_device(device: torch.device, by_tail: list[Integers], *arrays: npt.NDArray[Any]) -> list[Tensor]:
+    """int32 tensors of these arrays, in one copy, each at a multiple of 16 bytes, as is every [tail] of ``by_tail``:
+    kernels are compiled anew for others.
     """
-    *begins, total = accumulate((x.size + -x.size % _ALIGNED for x in arrays), initial=0)
+    rows = [(x.reshape(len(x), -1), x.shape) for x in by_tail] + [(x.reshape(1, -1), (1, *x.shape)) for x in arrays]
+    widths = [x.shape[1] + -x.shape[1] % _ALIGNED for x, _ in rows]
+    *begins, total = accumulate((len(x) * width for (x, _), width in zip(rows, widths, strict=True)), initial=0)
     packed = np.zeros(total, np.int32)
-    for x, begin in zip(arrays, begins, strict=True):
-        packed[begin : begin + x.size] = x.ravel()
+    for (x, _), width, begin in zip(rows, widths, begins, strict=True):
+        packed[begin : begin + len(x) * width].reshape(len(x), width)[:, : x.shape[1]] = x
     there = torch.from_numpy(packed).to(device)
     # In a third of the time that slices and views take.
-    return [there.as_strided(x.shape, _steps(x.shape), begin) for x, begin in zip(arrays, begins, strict=True)]
+    found = [
+        there.as_strided(shape, [width, *_steps(shape[1:])], begin)
+        for (_, shape), width, begin in zip(rows, widths, begins, strict=True)
+    ]
+    return [*found[: len(by_tail)], *(x[0] for x in found[len(by_tail) :])]
 
 
 def _steps(shape: tuple[int, ...]) -> list[int]:
