@@ -38,6 +38,7 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         assert reason in text
 
 
+@pytest.mark.slow
 def test_under_a_compiler_is_one_graph_and_gives_the_same(launch):
     import compiled_cases
 
@@ -60,7 +61,7 @@ def test_inductor_gives_the_same(launch):
     ("end", "compiled", "cause"),
     [
         ("killed", False, "Connection (closed|reset) by peer"),
-        ("killed", True, "Connection (closed|reset) by peer"),
+        pytest.param("killed", True, "Connection (closed|reset) by peer", marks=pytest.mark.slow),
         ("stalled", False, "Timed out waiting 2000ms"),
     ],
 )

@@ -55,6 +55,7 @@ def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str,
     return interpreted("kernels/interpreted_block_cases.py", "-W", "ignore::RuntimeWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: str) -> None:
     found = errors[case]
@@ -63,19 +64,23 @@ def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: st
     assert max(found.values()) < 2e-6, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SEQUENCES)
 def test_packed_sequences_come_out_as_each_does_alone(errors: dict[str, dict[str, float]], case: str) -> None:
     assert max(errors[f"sequences: {case}"].values()) < 2e-6, errors[f"sequences: {case}"]
 
 
+@pytest.mark.slow
 def test_gates_are_products_with_every_part(errors: dict[str, dict[str, float]]) -> None:
     assert max(errors["gates"].values()) == 0.0, errors["gates"]
 
 
+@pytest.mark.slow
 def test_a_single_block(errors: dict[str, dict[str, float]]) -> None:
     assert max(errors["one block"].values()) < 2e-6, errors["one block"]
 
 
+@pytest.mark.slow
 def test_half_precision_stays_within_twice_its_rounding(errors: dict[str, dict[str, float]]) -> None:
     found = errors["half"]
     assert found["empty rows"] == 0

@@ -232,7 +232,7 @@ MASKS = [(False, False), (False, True), (True, False)]
 CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] or shape[2] == "backward_key"]
 # Again: as later groups of branches run them, which need the most registers. Wide heads as those alone.
 SHIPPED = [
-    pytest.param(*shape, again, marks=() if again and shape[0] <= 128 else pytest.mark.slow)
+    pytest.param(*shape, again, marks=() if again and shape[0] in (64, 128) else pytest.mark.slow)
     for shape in [*((*shape, False) for shape in shipped()), *CUT]
     for again in (False, True)
     if again or shape[0] <= 128
