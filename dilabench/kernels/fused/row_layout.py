@@ -34,7 +34,6 @@ PER_LENGTH = (
     "n_slots",
     "n_shared",
     "length",
-    "box_rows",
     "whole_rows",
     "longer_classes",
     "left_over",

@@ -105,10 +105,10 @@ def _made_together(group: BranchGroup, own: int, other: int, causal: bool, by_ke
     """All tails that sequences may end with, where lists for all of them are so short that the first length that has
     one makes them for every other; else none.
     """
-    tails = group.tails_in_tiles(min(own, other))
-    tiles = (1 + len(tails)) * -(-group.super_rows // own) * group.modulus * len(group.kinds)
-    if tiles > _TOGETHER_TILES:
+    ends = 2 * -(-group.super_rows // min(own, other))
+    if ends * -(-group.super_rows // own) * group.modulus * len(group.kinds) > _TOGETHER_TILES:
         return ()
+    tails = group.tails_in_tiles(min(own, other))
     runs = runs_of(group, tails, own, other, causal, by_key)
     kept = partners_of(group.rates, group.kinds, group.modulus).shared[..., runs.level] > 0
     entries = int((runs.count.sum((0, 1, 3)) * kept.sum((0, 1, 2))).sum())
