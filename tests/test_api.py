@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
 
 
+@pytest.mark.slow
 def test_the_documented_page_runs_as_a_script_without_a_guard(tmp_path):
     pytest.importorskip("pandas", reason="pandas is part of the data extra")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)

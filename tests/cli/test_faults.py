@@ -250,7 +250,10 @@ def test_escape_sequences_of_a_record_are_spelt_out(cli, make_row, make_record, 
         (">/dev/null 2>/dev/full", 0, ""),
     ],
 )
-@pytest.mark.parametrize("command", ["list --json", "plan quick -i gather --lengths 64 --device cpu"])
+@pytest.mark.parametrize(
+    "command",
+    ["list --json", pytest.param("plan quick -i gather --lengths 64 --device cpu", marks=pytest.mark.slow)],
+)
 def test_an_output_that_cannot_be_written(redirection, code, text, command):
     line = f"set -o pipefail; {sys.executable} -m dilabench {command} {redirection}"
     done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, timeout=60)

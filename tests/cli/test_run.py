@@ -136,6 +136,7 @@ def dilabench_register_reporters():
 """
 
 
+@pytest.mark.slow
 def test_a_suite_whose_every_part_fails_keeps_its_run(fresh, with_plugin, tmp_path):
     site = tmp_path / "site"
     (site / "parts.py").write_text(BROKEN_PARTS)

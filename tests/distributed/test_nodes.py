@@ -199,6 +199,7 @@ def test_agents_end_with_the_store(torchrun):
     assert "rank 1: rank 0 is gone (torch's store is gone" in told
 
 
+@pytest.mark.slow
 def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):
     with gathered(Rank.from_environment()) as nodes:
         group = start_worker("tests@2", SETTINGS, nodes)

@@ -47,7 +47,12 @@ GROUPED = [
 
 
 # Before and behind each query: of one class and of others, none on one side, wider than a tile, wider than segments.
-WINDOWS = [(5, 3), (0, 70), (33, -1), (100, 40), (400, 400)]
+WINDOWS = [
+    (5, 3),
+    (0, 70),
+    (33, -1),
+    *(pytest.param(wide, marks=pytest.mark.slow) for wide in ((100, 40), (400, 400))),
+]
 
 
 def within(window: tuple[int, int], queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -120,7 +125,7 @@ def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None
 
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tables_of_windows(shape, window: tuple[int, int], causal: bool, by_key: bool) -> None:
     n, heads, kv_heads, segments, rates, *offsets = shape

@@ -23,7 +23,7 @@ def test_what_cannot_run_has_no_plan_and_a_reason(peaks):
     assert longest_that_fits(peaks.case_of("flex"), "cpu", 2**40, peaks.catalogue()) is None
 
 
-@pytest.mark.parametrize(("implementation", "ranks"), [("strided", 1), ("ring", 4)])
+@pytest.mark.parametrize(("implementation", "ranks"), [pytest.param("strided", 1, marks=pytest.mark.slow), ("ring", 4)])
 def test_longest_that_fits_is_the_last_length_that_does(implementation, ranks, peaks):
     case = peaks.case_of(implementation, "sdpa-flash", mode="both").model_copy(update={"world_size": ranks})
     capacity = 300 * 2**20
