@@ -24,14 +24,14 @@ import importlib
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dilabench.engine.device.capture import no_collection
 from dilabench.errors import ConfigError, counted
 from dilabench.units import format_seconds, parse_duration, parse_fraction
 
@@ -161,7 +161,8 @@ class Benchmark:
         order = random.Random(self.seed)
         batches = [self._warm_up(work) for work in works]
         rounds = []
-        with _no_collection():
+        gc.collect()
+        with no_collection():
             for _ in range(self.rounds):
                 turns: list[list[int]] = [[] for _ in works]
                 for index in order.sample(range(len(works)), len(works)):
@@ -253,15 +254,3 @@ def _device_wait() -> Work | None:
         return None
     wait: Work = torch.cuda.synchronize
     return wait
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
