@@ -125,7 +125,7 @@ def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None
 
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tables_of_windows(shape, window: tuple[int, int], causal: bool, by_key: bool) -> None:
     n, heads, kv_heads, segments, rates, *offsets = shape

@@ -121,9 +121,10 @@ class TimedCalls:
         """The slot is over: the kept call, None where no call was made through `before`."""
         self._settle()
         kept, self._kept, self.active = self._kept, None, False
-        if kept is not None:
-            kept.threads = self._left
-        return kept if kept is not None and kept.made else None
+        if kept is None or not kept.made:
+            return None
+        kept.threads = self._left
+        return kept
 
     @contextmanager
     def slot(self) -> Iterator[None]:

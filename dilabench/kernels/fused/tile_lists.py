@@ -44,16 +44,22 @@ class Runs:
 
 def computed_pairs(group: BranchGroup, tile: int, causal: bool) -> int:
     """Query-key pairs that square tiles of ``tile`` rows compute per batch element, over all heads."""
-    entries = _entries_of(*group.in_tiles(tile), tile, causal)
+    entries = _entries_in_squares(*group.in_tiles(tile), tile, causal)
     supers = np.array([group.full_supers, group.n_supers - group.full_supers])
     return int((entries[:, list(group.head_kind)] * supers[:, None]).sum()) * tile * tile
 
 
 @lru_cache(maxsize=256)
-def _entries_of(group: BranchGroup, tail_tokens: int, tile: int, causal: bool) -> Integers:
-    """Pairs of tiles in a super-segment, whole or of so many tokens, [variants, kinds]."""
+def _entries_in_squares(group: BranchGroup, tail_tokens: int, tile: int, causal: bool) -> Integers:
+    return entries_of(group, (tail_tokens,), tile, tile, causal, by_key=False)
+
+
+def entries_of(
+    group: BranchGroup, tails: tuple[int, ...], own: int, other: int, causal: bool, by_key: bool
+) -> Integers:
+    """Pairs of tiles in a whole super-segment and in tails of so many tokens, [variants, kinds]."""
     partners = partners_of(group.rates, group.kinds, group.modulus)
-    runs = runs_of(group, (tail_tokens,), tile, tile, causal, by_key=False)
+    runs = runs_of(group, tails, own, other, causal, by_key)
     kept = (partners.shared[..., runs.level] > 0).sum((1, 2))
     found: Integers = np.einsum("vg,kg->vk", runs.count.sum((1, 3)), kept)
     return found

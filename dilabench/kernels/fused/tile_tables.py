@@ -20,6 +20,7 @@ from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGr
 from dilabench.kernels.fused.tile_lists import (
     Integers,
     Runs,
+    entries_of,
     every_tile,
     heaviest_first,
     lookup_of,
@@ -109,10 +110,7 @@ def _made_together(group: BranchGroup, own: int, other: int, causal: bool, by_ke
     if ends * -(-group.super_rows // own) * group.modulus * len(group.kinds) > _TOGETHER_TILES:
         return ()
     tails = group.tails_in_tiles(min(own, other))
-    runs = runs_of(group, tails, own, other, causal, by_key)
-    kept = partners_of(group.rates, group.kinds, group.modulus).shared[..., runs.level] > 0
-    entries = int((runs.count.sum((0, 1, 3)) * kept.sum((0, 1, 2))).sum())
-    return tails if entries <= _TOGETHER_ENTRIES else ()
+    return tails if entries_of(group, tails, own, other, causal, by_key).sum() <= _TOGETHER_ENTRIES else ()
 
 
 @contextmanager
@@ -209,15 +207,14 @@ def _tables(
     tags = (shared << (TILE_BITS + CLASS_BITS)) | (partners.classes[..., None] << TILE_BITS)
     entries = _Entries.of(runs, kept, tags)
     if entries.are_few:
-        *there, heads_there, listed = _on_device(device, by_tail, heads, entries.here())
+        *there, (heads_there,), (listed,) = _on_device(device, *by_tail, heads[None], entries.here()[None])
     else:
-        runs_there = entries.count, entries.begin, entries.column, entries.tag
-        *there, heads_there, count, begin, column, tag = _on_device(device, by_tail, heads, *runs_there)
+        lists = (x[None] for x in (heads, entries.count, entries.begin, entries.column, entries.tag))
+        *there, (heads_there,), (count,), (begin,), (column,), (tag,) = _on_device(device, *by_tail, *lists)
         listed = entries.there(count, begin, column, tag)
-    of_tails = zip(tails, *there, strict=True)
     return {
-        tail: TileTables(items=mine, lookup=mine_too, order=visits, entries=listed, heads=heads_there)
-        for tail, mine, mine_too, visits in of_tails
+        tail: TileTables(its_items, its_lookup, its_order, listed, heads_there)
+        for tail, its_items, its_lookup, its_order in zip(tails, *there, strict=True)
     }
 
 
@@ -225,6 +222,7 @@ def _behind_the_whole(of_variants: Integers) -> Integers:
     """[tails, 2, ...] of [1 + tails, ...]: the whole super-segment, and that tail."""
     tails = of_variants[1:]
     if len(tails) == 1:
+        # The same, and quicker: every length that has tables of its own waits for it.
         return of_variants[None]
     return np.stack((np.broadcast_to(of_variants[0], tails.shape), tails), 1)
 
@@ -298,23 +296,22 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
     return (torch.arange(total, device=counts.device) + steps).to(torch.int32)
 
 
-def _on_device(device: torch.device, by_tail: list[Integers], *arrays: npt.NDArray[Any]) -> list[Tensor]:
-    """int32 tensors of these arrays, in one copy, each at a multiple of 16 bytes, as is every [tail] of ``by_tail``:
-    kernels are compiled anew for others.
+def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+    """int32 tensors of these arrays, in one copy, each [row] of each at a multiple of 16 bytes: kernels are compiled
+    anew for others.
     """
-    rows = [(x.reshape(len(x), -1), x.shape) for x in by_tail] + [(x.reshape(1, -1), (1, *x.shape)) for x in arrays]
-    widths = [x.shape[1] + -x.shape[1] % _ALIGNED for x, _ in rows]
-    *begins, total = accumulate((len(x) * width for (x, _), width in zip(rows, widths, strict=True)), initial=0)
+    rows = [x.reshape(len(x), -1) for x in arrays]
+    widths = [x.shape[1] + -x.shape[1] % _ALIGNED for x in rows]
+    *begins, total = accumulate((len(x) * width for x, width in zip(rows, widths, strict=True)), initial=0)
     packed = np.zeros(total, np.int32)
-    for (x, _), width, begin in zip(rows, widths, begins, strict=True):
+    for x, width, begin in zip(rows, widths, begins, strict=True):
         packed[begin : begin + len(x) * width].reshape(len(x), width)[:, : x.shape[1]] = x
     there = torch.from_numpy(packed).to(device)
     # In a third of the time that slices and views take.
-    found = [
-        there.as_strided(shape, [width, *_steps(shape[1:])], begin)
-        for (_, shape), width, begin in zip(rows, widths, begins, strict=True)
+    return [
+        there.as_strided(x.shape, [width, *_steps(x.shape[1:])], begin)
+        for x, width, begin in zip(arrays, widths, begins, strict=True)
     ]
-    return [*found[: len(by_tail)], *(x[0] for x in found[len(by_tail) :])]
 
 
 def _steps(shape: tuple[int, ...]) -> list[int]:

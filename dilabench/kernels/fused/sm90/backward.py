@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view
@@ -46,8 +45,8 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     end_of,
     seen_queries,
     segment_of,
-    shared_layout,
     shifted,
+    tile_descriptor,
     tile_of,
     tiles_of,
     turned,
@@ -492,16 +491,16 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
     arguments: dict[str, Any] = {"DIM": dim, "FIRST": first, "REST": rest, "HEAD": head, "HELD": held}
     for name, size in rows.items():
         x = tensors[name]
-        arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, [size, head])
+        arguments[f"{name}_desc"] = tile_descriptor(x, _view(x, modulus), (size, head))
         arguments |= {f"{name}_token": x.stride(1), f"{name}_head": x.stride(2)}
-    share = [config.block_m // 2, head] if held else [config.block_m, head // 2]
+    share = (config.block_m // 2, head) if held else (config.block_m, head // 2)
     return arguments | {
         "left_over": q.shape[1] % modulus,
         "BATCHED": _lies_flat(q) and q.shape[0] > 1,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "sums_desc": _tile_descriptor(sums, modulus, share),
-        "stats_desc": _descriptor(stats, [stats.numel()], [1], [2 * config.block_m]),
+        "sums_desc": tile_descriptor(sums, _view(sums, modulus), share),
+        "stats_desc": tile_descriptor(stats, ([stats.numel()], [1]), (2 * config.block_m,)),
         "dk_ptr": tensors["dk"],
         "dv_ptr": tensors["dv"],
         "n_heads": q.shape[2],
@@ -516,15 +515,10 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
     }
 
 
-def _tile_descriptor(x: Tensor, modulus: int, tile: list[int]) -> TensorDescriptor:
-    shape, strides = class_view(x, modulus) if _lies_flat(x) else class_box(x, modulus)
-    return _descriptor(x, shape, strides, [*[1] * (len(shape) - 2), *tile])
+def _view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
+    return class_view(x, modulus) if _lies_flat(x) else class_box(x, modulus)
 
 
 def _lies_flat(x: Tensor) -> bool:
     """Whether tiles are found by `class_view`, as `corner` finds them: boxes only where columns of zeros are needed."""
     return x.shape[-1] == padded_dim(x.shape[-1])
-
-
-def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
@@ -32,7 +31,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
     class_of,
     segment_of,
-    shared_layout,
+    tile_descriptor,
     tile_of,
     tiles_of,
     turned,
@@ -598,15 +597,10 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
     arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest}
     arguments |= {"left_over": q.shape[1] % modulus, "BATCHED": q.shape[0] > 1}
     for name, x, rows in (("q", q, config.block_m // 2), ("k", k, config.block_n), ("v", v, config.block_n)):
-        arguments[f"{name}_desc"] = _tile_descriptor(x, modulus, rows, head)
-        arguments[f"{name}_tail_desc"] = _tile_descriptor(x, modulus, rows, tail) if tail else None
+        view = class_view(x, modulus)
+        arguments[f"{name}_desc"] = tile_descriptor(x, view, (rows, head))
+        arguments[f"{name}_tail_desc"] = tile_descriptor(x, view, (rows, tail)) if tail else None
     return arguments
-
-
-def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    shape, strides = class_view(x, modulus)
-    block = [*[1] * (len(shape) - 2), rows, columns]
-    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
 
 
 def run_group(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import class_box, parts_of, shared_arguments
-from dilabench.kernels.fused.sm90.tile_walk import shared_layout
+from dilabench.kernels.fused.sm90.tile_walk import tile_descriptor
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launched, launch
 from dilabench.kernels.tuning import TileConfig, padded_dim
@@ -46,7 +45,7 @@ def run_group(
         grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config, parts)
         given = {name: value for name, value in shared.items() if name not in kernel.without}
         tiles = {
-            f"{name}_desc": _tile_descriptor(x, group.modulus, rows[name], columns)
+            f"{name}_desc": tile_descriptor(x, class_box(x, group.modulus), (rows[name], columns))
             for name, x in (("q", q), ("k", k), ("v", v))
         }
         more = {
@@ -66,9 +65,3 @@ def run_group(
 
     kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
     return launch(kernel.function, arguments, group.cuts_tiles(config.longest), *kind)
-
-
-def _tile_descriptor(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    shape, strides = class_box(x, modulus)
-    block: list[Any] = [1, 1, 1, rows, columns]
-    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))

@@ -10,6 +10,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.extra import libdevice
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 
@@ -24,6 +25,13 @@ _COUNT_SHIFT = gl.constexpr(TILE_BITS + CLASS_BITS)
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How a tile lies in shared memory: the widest swizzle that its rows allow."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
+
+
+def tile_descriptor(x: torch.Tensor, view: tuple[list[int], list[int]], tile: tuple[int, ...]) -> TensorDescriptor:
+    """What a ``view`` (shape, strides) shows of ``x``, in tiles whose sides before those of ``tile`` are 1."""
+    shape, strides = view
+    block = [*[1] * (len(shape) - len(tile)), *tile]
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
 
 
 @gluon.constexpr_function
