@@ -9,13 +9,18 @@ differs are the addresses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
+from triton.runtime.errors import OutOfResources
 
 from dilabench.kernels.compiled_forms import CompiledForms
 from dilabench.kernels.direct_launch import DirectLaunch
@@ -59,21 +64,67 @@ def _forms_of(kernel: Any) -> CompiledForms | None:
     return _forms.get(id(kernel))
 
 
-_compiled: set[tuple[Any, ...]] = set()
-
-
-def launch(kernel: Any, arguments: Callable[[bool], Arguments], ragged: bool, *kind: Any) -> Launched:
-    """Run a kernel on its ``arguments(ragged)``, where tiles are cut or not.
-
-    At the first call of a ``kind`` (all else that it is compiled for) both forms are compiled, so that no later length
-    compiles anything.
+class Launch(NamedTuple):
+    """A launch that is to be made: a kernel on its ``arguments(ragged)``, where tiles are cut or not. kind: all else
+    that it is compiled for.
     """
-    if (id(kernel), *kind) not in _compiled:
-        _compiled.add((id(kernel), *kind))
-        settle_key(kernel)
-        grid, other = arguments(not ragged)
-        kernel.warmup(grid=grid, **other)
-    return run(kernel, *arguments(ragged))
+
+    kernel: Any
+    arguments: Callable[[bool], Arguments]
+    ragged: bool
+    kind: tuple[Hashable, ...]
+
+    @property
+    def of(self) -> tuple[Hashable, ...]:
+        """What is compiled for it, both forms."""
+        return id(self.kernel), *self.kind
+
+
+_compiled: set[tuple[Hashable, ...]] = set()
+
+
+def launch(launches: Iterable[Launch]) -> list[Launched]:
+    """Make launches one after another, each before the next one is asked for.
+
+    Only the first of a kind is compiled, and with it all that follow: both forms of each, side by side, so that no
+    later length compiles anything.
+    """
+    made, remaining = [], iter(launches)
+    for one in remaining:
+        following = [one]
+        if one.of not in _compiled:
+            following += remaining
+            _compile(following)
+        made += [run(each.kernel, *each.arguments(each.ragged)) for each in following]
+    return made
+
+
+def _compile(launches: Sequence[Launch]) -> None:
+    """Both forms of those of a kind that is new, and load them, which takes milliseconds."""
+    new = {one.of: one for one in launches if one.of not in _compiled}
+    forms = [(one.kernel, *one.arguments(ragged)) for one in new.values() for ragged in (False, True)]
+    # In a context of its own, so that an interrupt leaves none of Triton's switches on.
+    warmed = copy_context().run(_warmed, forms)
+    for (kernel, _, arguments), compiled in zip(forms, warmed, strict=True):
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        if isinstance(compiled, CompiledKernel) and (known := _forms_of(kernel)):
+            # Whoever runs this form is told so.
+            with suppress(OutOfResources):
+                known.keep(arguments, compiled)
+    _compiled.update(new)
+
+
+def _warmed(forms: Sequence[tuple[Any, tuple[int], dict[str, Any]]]) -> list[Any]:
+    """Kernels, or futures of kernels that are done: compiled in threads where Triton can do so (seen with 3.6)."""
+    with ExitStack() as stack:
+        if hasattr(triton, "AsyncCompileMode"):
+            threads = stack.enter_context(ThreadPoolExecutor())
+            # A caller may do the same around this call: Triton raises, and threads of theirs compile.
+            with suppress(RuntimeError):
+                stack.enter_context(triton.AsyncCompileMode(threads, ignore_errors=True))
+        for kernel, _, _ in forms:
+            settle_key(kernel)
+        return [kernel.warmup(grid=grid, **arguments) for kernel, grid, arguments in forms]
 
 
 # What it holds on to leaves its identity to nobody else.
@@ -111,6 +162,22 @@ class Launches:
         if name not in self._facts:
             self._facts[name] = find()
         return self._facts[name]
+
+    def make(
+        self,
+        names: Sequence[Hashable],
+        tensors: Sequence[Mapping[str, Tensor]],
+        prepare: Callable[[], Iterable[Launch]],
+    ) -> None:
+        """Make launches of these names, each for its tensors (as of `keep`): those that were made before where all are
+        known, else those that `prepare` gives.
+        """
+        if all(name in self._known for name in names):
+            for name, own in zip(names, tensors, strict=True):
+                self._known[name].launch(own)
+            return
+        for name, launched, own in zip(names, launch(prepare()), tensors, strict=True):
+            self.keep(name, launched, own)
 
     def repeat(self, name: Hashable, tensors: Mapping[str, Tensor]) -> bool:
         """Make the launch of this name for other tensors; False where it is not known yet."""

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
@@ -20,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.attention import dilated_attention
 from dilabench.kernels import direct_launch
 from dilabench.kernels import launches as module
-from dilabench.kernels.launches import Launched, Launches, layout, run, stride_unit
+from dilabench.kernels.launches import Launch, Launched, Launches, launch, layout, run, stride_unit
 
 
 class Compiled:
@@ -78,6 +80,63 @@ def test_a_launch_that_ran_nothing_is_not_repeated() -> None:
     for _ in range(2):
         known.keep("forward", run(Kernel(), (1,), {}), {})
     assert not known.repeat("forward", {})
+
+
+class Logged:
+    """A kernel that tells what is done with it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __getitem__(self, _grid: Any) -> Any:
+        return lambda form: self.log.append(f"run {form}")
+
+    def warmup(self, grid: Any, form: str) -> None:
+        assert grid == (1,)
+        self.log.append(f"compile {form}")
+
+
+def test_what_is_new_is_compiled_in_both_forms_with_all_that_follow_and_nothing_twice() -> None:
+    log: list[str] = []
+    kernel = Logged(log)
+
+    def prepare(*kinds: str) -> Iterator[Launch]:
+        for kind in kinds:
+            log.append(f"prepare {kind}")
+            yield Launch(
+                kernel, lambda ragged, kind=kind: ((1,), {"form": kind + " cut" * ragged}), kind > "a", (kind,)
+            )
+
+    assert [one.arguments for one in launch(prepare("a"))] == [{"form": "a"}]
+    assert log == ["prepare a", "compile a", "compile a cut", "run a"]
+    log.clear()
+    launch(prepare("a", "b", "b", "c"))
+    ahead = ["prepare b", "prepare b", "prepare c", "compile b", "compile b cut", "compile c", "compile c cut"]
+    assert log == ["prepare a", "run a", *ahead, "run b cut", "run b cut", "run c cut"]
+    log.clear()
+    launch(prepare("a", "c"))
+    assert log == ["prepare a", "run a", "prepare c", "run c cut"], "a GPU works while the next one is prepared"
+
+
+def test_a_kernel_that_cannot_be_compiled_says_so_each_time_and_leaves_triton_as_it_was() -> None:
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles one kernel after the other, and so do we")
+    from triton.runtime import _async_compile
+
+    def fails() -> None:
+        raise NotImplementedError("no such instruction")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def warmup(kind: str, form: Any) -> Any:
+        return _async_compile.active_mode.get().submit(kind, form, print)
+
+    kernel = SimpleNamespace(warmup=lambda grid, form: warmup(form.__name__, form))
+    for form, error in ((fails, NotImplementedError), (fails, NotImplementedError), (interrupted, KeyboardInterrupt)):
+        with pytest.raises(error):
+            launch([Launch(kernel, lambda _, form=form: ((1,), {"form": form}), False, (form.__name__,))])
+        assert _async_compile.active_mode.get() is None
 
 
 # How the launcher of a kernel is told to encode a descriptor: for the copy engine of a Hopper, or not at all.

@@ -9,7 +9,7 @@ and nobody asked torch for deterministic algorithms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
-from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
+from dilabench.kernels.launches import Arguments, Launch, launches, layout
 from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, sums_by_themselves, tile_columns, tile_config
@@ -403,17 +403,19 @@ def fused_backward(
     if sums is not None:
         run_at_once(at_once, operands, out, lse, (dq, dk, dv), sums, plan.causal, scale, add, delta, known)
         add = True
-    for index, (group, query_tiles, key_tiles, stats_layout) in enumerate(passes):
+    for index, step in enumerate(passes):
         name = (len(at_once), index)
-        stats = row_sums(out, dout, lse, stats_layout, known, ("row sums", *name), delta, sums is not None or index > 0)
+        summed = sums is not None or index > 0
+        stats = row_sums(out, dout, lse, step.stats_layout, known, ("row sums", *name), delta, summed)
         tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-        if not known.repeat(("dq", *name), tensors):
-            launched = _run_query(operands, dq, stats, group, plan.causal, scale, query_tiles, add)
-            known.keep(("dq", *name), launched, tensors)
-        for sums_of in by_keys:
-            if not known.repeat((sums_of, *name), tensors):
-                launched = _run_key(operands, dk, dv, stats, group, plan.causal, scale, key_tiles, add, sums_of)
-                known.keep((sums_of, *name), launched, tensors)
+
+        def prepare(step: _TwoPasses = step, stats: Tensor = stats, add: bool = add) -> Iterator[Launch]:
+            yield _query_launch(operands, dq, stats, step.group, plan.causal, scale, step.query_tiles, add)
+            for sums_of in by_keys:
+                yield _key_launch(operands, dk, dv, stats, step.group, plan.causal, scale, step.key_tiles, add, sums_of)
+
+        names = [(sums_of, *name) for sums_of in ("dq", *by_keys)]
+        known.make(names, [tensors] * len(names), prepare)
         add = True
     return dq, dk, dv
 
@@ -464,7 +466,7 @@ def _passes(
     return found
 
 
-def _run_query(
+def _query_launch(
     operands: dict[str, Tensor],
     dq: Tensor,
     stats: Tensor,
@@ -473,7 +475,7 @@ def _run_query(
     scale: float,
     config: TileConfig,
     add: bool,
-) -> Launched:
+) -> Launch:
     q = operands["q"]
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     tiles, n_items = _tiles(operands, config), tables.items.shape[2]
@@ -494,10 +496,10 @@ def _run_query(
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
     kind = (dq.dtype, *dq.shape[2:], causal, add, config, *group.compiled_for)
-    return launch(_query_kernel, arguments, group.cuts_tiles(config.longest), *kind)
+    return Launch(_query_kernel, arguments, group.cuts_tiles(config.longest), kind)
 
 
-def _run_key(
+def _key_launch(
     operands: dict[str, Tensor],
     dk: Tensor,
     dv: Tensor,
@@ -508,7 +510,7 @@ def _run_key(
     config: TileConfig,
     add: bool,
     sums_of: str,
-) -> Launched:
+) -> Launch:
     n_kv_heads = operands["k"].shape[2]
     tables = tile_tables(group, config.block_n, config.block_m, causal, True, dk.device)
     tiles, n_items = _tiles(operands, config), tables.order.shape[1]
@@ -539,7 +541,7 @@ def _run_key(
         return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
     kind = (dk.dtype, *dk.shape[2:], causal, add, config, sums_of, *group.compiled_for)
-    return launch(_key_kernel, arguments, group.length % group.modulus > 0, *kind)
+    return Launch(_key_kernel, arguments, group.length % group.modulus > 0, kind)
 
 
 def _tiles(operands: dict[str, Tensor], config: TileConfig) -> dict[str, tuple[Tensor, int]]:

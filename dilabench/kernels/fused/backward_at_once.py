@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,7 +12,7 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launched, Launches, launch
+from dilabench.kernels.launches import Arguments, Launch, Launches
 from dilabench.kernels.query_sums import write_sums
 from dilabench.kernels.row_sums import StatsLayout, row_sums
 from dilabench.kernels.tuning import TileConfig, specialized_backward_config
@@ -62,18 +64,29 @@ def run_at_once(
         row_sums(out, dout, lse, step.stats_layout, known, ("at once", "row sums", index), delta, found=index > 0)
         for index, step in enumerate(steps)
     ]
+    tensors = [operands | {"stats": rows, "sums": sums, "dk": dk, "dv": dv} for rows in stats]
     for first in range(0, heads, some):
         if first:
             sums.zero_()
-        for index, (step, rows) in enumerate(zip(steps, stats, strict=True)):
-            tensors = operands | {"stats": rows, "sums": sums, "dk": dk, "dv": dv}
-            if not known.repeat(("at once", index, first), tensors):
-                launched = _run(step, tensors, first * kv_heads // heads, causal, scale, add, index > 0)
-                known.keep(("at once", index, first), launched, tensors)
+        names = [("at once", index, first) for index in range(len(steps))]
+        prepare = partial(_launches, steps, tensors, first * kv_heads // heads, causal, scale, add)
+        known.make(names, tensors, prepare)
         write_sums(sums, scale, dq[:, :, first : first + some], add)
 
 
-def _run(
+def _launches(
+    steps: list[AtOnce],
+    tensors: list[dict[str, Tensor]],
+    first_kv_head: int,
+    causal: bool,
+    scale: float,
+    add: bool,
+) -> Iterator[Launch]:
+    for index, (step, own) in enumerate(zip(steps, tensors, strict=True)):
+        yield _launch(step, own, first_kv_head, causal, scale, add, index > 0)
+
+
+def _launch(
     step: AtOnce,
     tensors: dict[str, Tensor],
     first_kv_head: int,
@@ -81,7 +94,7 @@ def _run(
     scale: float,
     add: bool,
     follows: bool,
-) -> Launched:
+) -> Launch:
     """``follows``: directly behind a launch of this kernel, to whose results it adds."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
     from dilabench.kernels.fused.sm90.backward import _backward_kernel, tile_arguments
@@ -121,4 +134,4 @@ def _run(
         return (n_items * n_blocks,), shared | own
 
     kind = (q.dtype, *q.shape[2:], q.shape[0] > 1, causal, add, follows, config, *group.compiled_for)
-    return launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), *kind)
+    return Launch(_backward_kernel, arguments, group.cuts_tiles(config.longest), kind)

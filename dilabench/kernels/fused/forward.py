@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -43,7 +43,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
-from dilabench.kernels.launches import Arguments, Launched, launch, launches, layout
+from dilabench.kernels.launches import Arguments, Launch, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
 from dilabench.kernels.tuning import (
     TileConfig,
@@ -244,13 +244,14 @@ def fused_forward(
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if covered and log_mass is not None:
         tensors["mass"] = log_mass
-    for index, group in enumerate(plan.groups):
-        if known.repeat(index, tensors):
-            continue
-        mass = None if index else tensors.get("mass")
-        run, tiles = (_run_group, config) if config else _kernel_for(q, out, group, plan.causal)
-        launched = run(q, k, v, out, lse, mass, group, plan.causal, scale, tiles, merge=index > 0)
-        known.keep(index, launched, tensors)
+
+    def prepare() -> Iterator[Launch]:
+        for index, group in enumerate(plan.groups):
+            mass = None if index else tensors.get("mass")
+            group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, out, group, plan.causal)
+            yield group_launch(q, k, v, out, lse, mass, group, plan.causal, scale, tiles, merge=index > 0)
+
+    known.make(range(len(plan.groups)), [tensors] * len(plan.groups), prepare)
     if log_mass is not None and not covered:
         merge_null_mass_(out, lse, log_mass)
     return out, lse
@@ -266,8 +267,8 @@ def _checked(
 
 def _kernel_for(
     q: Tensor, out: Tensor, group: BranchGroup, causal: bool
-) -> tuple[Callable[..., Launched], TileConfig | None]:
-    """What runs a group: a Hopper kernel, with its tiles, where one can run and wins."""
+) -> tuple[Callable[..., Launch], TileConfig | None]:
+    """The launch of a group: of a Hopper kernel, with its tiles, where one can run and wins."""
     if (
         parts_of(q, out) > 1
         and on_hopper(q.device)
@@ -275,24 +276,24 @@ def _kernel_for(
     ):
         from dilabench.kernels.fused.sm90 import one_warpgroup, parts_forward
 
-        return partial(one_warpgroup.run_group, parts_forward.kernel_for(q)), tiles
+        return partial(one_warpgroup.group_launch, parts_forward.kernel_for(q)), tiles
     if out.element_size() == 2 and on_hopper(q.device):
         # These modules need a Triton with Gluon's Hopper instructions.
         if tiles := specialized_config(q.shape[-1], group.largest_tile):
             few = few_keys_config(q.shape[-1], causal, group.is_windowed)
             if few and group.keys_of_a_query(causal) <= few[0]:
-                return _run_group, few[1]
+                return _group_launch, few[1]
             from dilabench.kernels.fused.sm90 import forward
 
-            return forward.run_group, tiles
+            return forward.group_launch, tiles
         if tiles := narrow_config(q.shape[-1], causal, group.largest_tile):
             from dilabench.kernels.fused.sm90 import narrow_forward, one_warpgroup
 
-            return partial(one_warpgroup.run_group, narrow_forward.kernel_for(q)), tiles
-    return _run_group, None
+            return partial(one_warpgroup.group_launch, narrow_forward.kernel_for(q)), tiles
+    return _group_launch, None
 
 
-def _run_group(
+def _group_launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -304,7 +305,7 @@ def _run_group(
     scale: float,
     config: TileConfig | None,
     merge: bool,
-) -> Launched:
+) -> Launch:
     size, parts = q.element_size(), parts_of(q, out)
     dim = sum(tile_columns(q.shape[-1], size))
 
@@ -331,4 +332,4 @@ def _run_group(
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size, parts=parts)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
     kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, whole, *group.compiled_for)
-    return launch(_forward_kernel, arguments, ragged, *kind)
+    return Launch(_forward_kernel, arguments, ragged, kind)

@@ -38,7 +38,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     view_place,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launched, launch
+from dilabench.kernels.launches import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, tile_columns
 
 _LOG2E = 1.4426950408889634
@@ -603,7 +603,7 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
     return arguments
 
 
-def run_group(
+def group_launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -615,9 +615,9 @@ def run_group(
     scale: float,
     config: TileConfig,
     merge: bool,
-) -> Launched:
-    """Write ``out`` and ``lse`` of one group of branches, ``mass`` [1, H, N] (log of a null mass) among them; with
-    ``merge`` together with what is there.
+) -> Launch:
+    """The launch that writes ``out`` and ``lse`` of one group of branches, ``mass`` [1, H, N] (log of a null mass)
+    among them; with ``merge`` together with what is there.
 
     Rows that the group does not cover are left as they are.
     """
@@ -665,4 +665,4 @@ def run_group(
         return (min(processors, n_work) if persistent else n_work,), own
 
     kind = (q.dtype, dim, num_heads, batch > 1, causal, merge, mass is None, config, *group.compiled_for)
-    return launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), *kind)
+    return Launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), kind)

@@ -10,7 +10,7 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.row_layout import class_box, parts_of, shared_arguments
 from dilabench.kernels.fused.sm90.tile_walk import tile_descriptor
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launched, launch
+from dilabench.kernels.launches import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
 
@@ -22,7 +22,7 @@ class Kernel(NamedTuple):
     without: frozenset[str]
 
 
-def run_group(
+def group_launch(
     kernel: Kernel,
     q: Tensor,
     k: Tensor,
@@ -35,8 +35,8 @@ def run_group(
     scale: float,
     config: TileConfig,
     merge: bool,
-) -> Launched:
-    """As `forward.run_group`; q, k and v in parts (`float_parts.parts`) where the kernel takes such."""
+) -> Launch:
+    """As `forward.group_launch`; q, k and v in parts (`float_parts.parts`) where the kernel takes such."""
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     columns, rows = padded_dim(q.shape[-1]), {"q": config.block_m, "k": config.block_n, "v": config.block_n}
 
@@ -64,4 +64,4 @@ def run_group(
         return grid, given | tiles | more | kernel.own
 
     kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
-    return launch(kernel.function, arguments, group.cuts_tiles(config.longest), *kind)
+    return Launch(kernel.function, arguments, group.cuts_tiles(config.longest), kind)
