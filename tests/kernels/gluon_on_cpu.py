@@ -176,7 +176,9 @@ def _init(bar: Shared, count: int) -> None:
     _barriers[bar.data.data_ptr()] = Barrier(count)
 
 
-def _copy_in(descriptor: Descriptor, at: Sequence[Any], bar: Shared, to: Shared) -> None:
+def _copy_in(descriptor: Descriptor, at: Sequence[Any], bar: Shared, to: Shared, pred: Any = True) -> None:
+    if not pred:
+        return
     there, places = descriptor.window(at)
     box = torch.zeros(descriptor.block_shape, dtype=EXACT)
     box[places] = there.to(EXACT)
@@ -373,7 +375,7 @@ def in_its_place() -> Iterator[None]:
     barrier = {
         "MBarrierLayout": _layout,
         "init": _init,
-        "expect": lambda bar, size: _of(bar).change(arrivals=1, expected=size),
+        "expect": lambda bar, size, pred=True: pred and _of(bar).change(arrivals=1, expected=size),
         "arrive": lambda bar, count: _of(bar).change(arrivals=count),
         "wait": lambda bar, phase: _of(bar).wait(int(phase)),
     }

@@ -75,12 +75,23 @@ def _form(*values):
 @gluon.jit
 def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, form: gl.constexpr):
     """Begin to copy the tile that a list entry names; ``whose``: batch item and head."""
+    mbarrier.expect(barrier, ROWS * form.value.HEAD * 2)
+    _begin_copy(desc, smem, barrier, whose, _found(entry, route, ROWS, form), True)
+
+
+@gluon.jit
+def _found(entry, route, ROWS: gl.constexpr, form: gl.constexpr):
+    """The class and the row where a tile begins in what descriptors show."""
     base_row, shift, box, R = route
     row = base_row + tile_of(entry) * ROWS
-    place, row = box_place(class_of(entry, shift, R), row, box, R, ROWS, form.value.SHIFTED)
+    return box_place(class_of(entry, shift, R), row, box, R, ROWS, form.value.SHIFTED)
+
+
+@gluon.jit
+def _begin_copy(desc, smem, barrier, whose, at, wanted):
     batch, head = whose
-    mbarrier.expect(barrier, ROWS * form.value.HEAD * 2)
-    tma.async_copy_global_to_shared(desc, [batch, place, head, row, 0], barrier, smem)
+    place, row = at
+    tma.async_copy_global_to_shared(desc, [batch, place, head, row, 0], barrier, smem, wanted)
 
 
 @gluon.jit
@@ -124,28 +135,31 @@ def _step(
     begun, first, n, operands, whose, route, softmax = given
     k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full = operands
     scale_log2, place, bounds, zero = softmax
-    acc, sums, weights, entry, ahead = state
+    acc, sums, weights, entry, ahead, later = state
     _, _, _, R = route
-    stage = (begun + j) % _STAGES
+    stage = (begun + j) & 1
     before = 1 - stage
-    mbarrier.wait(k_full.index(stage), ((begun + j) // _STAGES) & 1)
+    mbarrier.wait(k_full.index(stage), ((begun + j) >> 1) & 1)
     next_logits = _begin_score(q_smem, k_smem, stage, zero, form)
-    mbarrier.wait(v_full.index(before), ((begun + j - 1) // _STAGES) & 1)
+    mbarrier.wait(v_full.index(before), ((begun + j - 1) >> 1) & 1)
     next_acc = _begin_sum(weights, v_smem, before, acc, form)
-    later = gl.load(first + gl.minimum(j + 2, n - 1))
+    # What is copied next is found while the products run: behind them there is a barrier for all warps, and little else.
+    following, one_more = j + 1 < n, j + 2 < n
+    values_at, keys_at = _found(ahead, route, BLOCK_N, form), _found(later, route, BLOCK_N, form)
+    mbarrier.expect(v_full.index(before), BLOCK_N * form.value.HEAD * 2, following)
+    mbarrier.expect(k_full.index(stage), BLOCK_N * form.value.HEAD * 2, one_more)
+    latest = gl.load(first + gl.minimum(j + 3, n - 1))
     logits = warpgroup_mma_wait(1, deps=[next_logits])
     p, sums, decay = weigh(logits, sums, entry, scale_log2, place, bounds, MASKED, RENEWS, R, form, S_LAYOUT)
     acc = warpgroup_mma_wait(0, deps=[next_acc])
     # All four warps must be past a product before one thread lets its operands be written over.
     gl.thread_barrier()
-    if j + 1 < n:
-        _copy(v_desc, v_smem.index(before), v_full.index(before), ahead, whose, route, BLOCK_N, form)
-    if j + 2 < n:
-        _copy(k_desc, k_smem.index(stage), k_full.index(stage), later, whose, route, BLOCK_N, form)
+    _begin_copy(v_desc, v_smem.index(before), v_full.index(before), whose, values_at, following)
+    _begin_copy(k_desc, k_smem.index(stage), k_full.index(stage), whose, keys_at, one_more)
     if RENEWS:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
     weights = gl.convert_layout(p.to(v_desc.dtype), P_LAYOUT)
-    return acc, sums, weights, ahead, later
+    return acc, sums, weights, ahead, later, latest
 
 
 @gluon.jit(do_not_specialize=PER_LENGTH)
@@ -266,10 +280,11 @@ def _narrow_kernel(
             p, sums, _ = weigh(logits, sums, entry, scale_log2, place, bounds, MASK, True, R, form, S_LAYOUT)
             weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
             acc = gl.full([BLOCK_M, HEAD], 0.0, gl.float32, O_LAYOUT)
-            state = (acc, sums, weights, following, ahead)
+            latest = gl.load(first + gl.minimum(3, n - 1))
+            state = (acc, sums, weights, following, ahead, latest)
             given = (begun, first, n, operands, whose, route, softmax)
             state = walk(_step, n_full, n, kept, state, given, form, S_LAYOUT, O_LAYOUT)
-            acc, sums, weights, following, ahead = state
+            acc, sums, weights, following, ahead, latest = state
             top, total, largest = sums
             stage = (begun + n - 1) % _STAGES
             mbarrier.wait(v_full.index(stage), ((begun + n - 1) // _STAGES) & 1)
