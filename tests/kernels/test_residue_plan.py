@@ -255,6 +255,9 @@ def test_keys_of_a_query_are_those_that_its_branches_show_it(
         queries += (shown.sum(1) > 0).sum()
     # At the ends of segments a window shows fewer keys, and of causal ones a query sees itself, too.
     assert group.keys_of_a_query(causal) == pytest.approx(pairs / queries, rel=0.12)
+    assert group.queries_of_a_key(causal) == pytest.approx(pairs / n / heads, rel=0.12)
+    (shared,) = residue_plan(segments, rates, n, heads, 2, causal, **more).groups
+    assert shared.queries_of_a_key(causal) == pytest.approx(2 * pairs / n / heads, rel=0.12)
 
 
 def test_segments_that_do_not_nest_go_to_groups_of_their_own() -> None:

@@ -238,7 +238,8 @@ def fused_forward(
     q, k, v = given
     if not whole:
         q, k, v = (readable(x, plan.groups, known, f"parts of {name}") for name, x in zip("qkv", given, strict=True))
-    if more := columns_to_add(q.shape[-1], q.dtype, q.device):
+    queries = known.once("queries", lambda: sum(group.queries_of_a_key(plan.causal) for group in plan.groups))
+    if more := columns_to_add(k.shape[-1], k.dtype, k.device, queries, k.numel() // k.shape[-1]):
         # A program copies its queries once.
         k, v = with_columns(k, more), with_columns(v, more)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}

@@ -143,7 +143,7 @@ def _step(
     next_logits = _begin_score(q_smem, k_smem, stage, zero, form)
     mbarrier.wait(v_full.index(before), ((begun + j - 1) >> 1) & 1)
     next_acc = _begin_sum(weights, v_smem, before, acc, form)
-    # What is copied next is found while the products run: behind them there is a barrier for all warps, and little else.
+    # What is copied next is found while products run; behind them there is a barrier for all warps, and little else.
     following, one_more = j + 1 < n, j + 2 < n
     values_at, keys_at = _found(ahead, route, BLOCK_N, form), _found(later, route, BLOCK_N, form)
     mbarrier.expect(v_full.index(before), BLOCK_N * form.value.HEAD * 2, following)
