@@ -99,6 +99,12 @@ def launch(launches: Iterable[Launch]) -> list[Launched]:
     return made
 
 
+def compile_ahead(one: Launch) -> None:
+    """Compile what it would run, unless that is done."""
+    if one.of not in _compiled:
+        _compile([one])
+
+
 def _compile(launches: Sequence[Launch]) -> None:
     """Both forms of those of a kind that is new, and load them, which takes milliseconds."""
     new = {one.of: one for one in launches if one.of not in _compiled}

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: there are no kernels that read them")
 
-from dilabench.kernels.fused import wider_rows
+from triton.runtime import driver
+
+from dilabench.kernels.compiled_forms import CompiledForms
+from dilabench.kernels.fused import forward, wider_rows
 from dilabench.kernels.fused.forward import fused_forward
 from dilabench.kernels.fused.residue_plan import residue_plan
-from dilabench.kernels.launches import launches
+from dilabench.kernels.launches import Launch, launches
 
 
 @pytest.mark.parametrize(
@@ -36,6 +43,49 @@ def test_rows_are_made_whole_lines_where_keys_are_read_often(
     assert wider_rows.columns_to_add(dim, torch.float32, device, queries, keys) == 0
     monkeypatch.setattr(wider_rows, "on_hopper", lambda _: False)
     assert wider_rows.columns_to_add(dim, torch.bfloat16, device, queries, keys) == 0
+
+
+def test_what_longer_sequences_ask_for_is_compiled_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Logged:
+        def __getitem__(self, _grid: Any) -> Any:
+            return lambda **arguments: log.append(f"run {arguments['WIDTH']}")
+
+        def warmup(self, grid: Any, **arguments: Any) -> None:
+            log.append(f"compile {arguments['WIDTH']}")
+
+    monkeypatch.setattr(wider_rows, "_widen_kernel", Logged())
+    monkeypatch.setattr(wider_rows, "on_hopper", lambda _: True)
+    k = torch.zeros(1, 512, 2, 48, dtype=torch.bfloat16)
+    plan = residue_plan((256,), (1,), 512, 2, 2, False)
+    assert forward._columns_to_add(k, plan) == 0
+    assert set(log) == {"compile 64"}
+    log.clear()
+    monkeypatch.setattr(wider_rows, "_MANY_QUERIES", 256)
+    monkeypatch.setattr(wider_rows, "_MANY_PAIRS", 256 * 1024)
+    assert forward._columns_to_add(k, plan) == 16
+    assert log == [], "compiled with what needs it"
+    assert wider_rows.with_columns(k, 16).shape == (1, 512, 2, 64)
+    assert log == ["run 64"]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: nothing is compiled")
+def test_what_is_compiled_for_longer_sequences_is_what_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal forms for tensors of one token and for views of a packed one."""
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_device=lambda: 0))
+    made: list[Launch] = []
+    monkeypatch.setattr(wider_rows, "compile_ahead", made.append)
+    monkeypatch.setattr(wider_rows, "launch", made.extend)
+    packed = torch.zeros(2, 300, 12, 48, dtype=torch.float16)
+    wider_rows.make_ready(48, 16, torch.float16, packed.device)
+    for x in (packed, packed[:, :, 8:], packed[:1, :299, 3:4], packed.transpose(1, 2), packed[..., 1:41]):
+        wider_rows.with_columns(x, 64 - x.shape[3])
+    first, *others, narrower = made
+    forms = CompiledForms(wider_rows._widen_kernel)
+    assert all(one.of == first.of for one in others)
+    assert all(forms.form(one.arguments(False)[1]) == forms.form(first.arguments(True)[1]) for one in others)
+    assert forms.form(narrower.arguments(False)[1]) != forms.form(first.arguments(False)[1])
 
 
 @pytest.mark.gpu

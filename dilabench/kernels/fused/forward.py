@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import inf
 
 import torch
 import triton
@@ -42,7 +43,7 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
-from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
+from dilabench.kernels.fused.wider_rows import columns_to_add, make_ready, with_columns
 from dilabench.kernels.launches import Arguments, Launch, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
 from dilabench.kernels.tuning import (
@@ -238,8 +239,7 @@ def fused_forward(
     q, k, v = given
     if not whole:
         q, k, v = (readable(x, plan.groups, known, f"parts of {name}") for name, x in zip("qkv", given, strict=True))
-    queries = known.once("queries", lambda: sum(group.queries_of_a_key(plan.causal) for group in plan.groups))
-    if more := columns_to_add(k.shape[-1], k.dtype, k.device, queries, k.numel() // k.shape[-1]):
+    if more := known.once("columns", lambda: _columns_to_add(k, plan)):
         # A program copies its queries once.
         k, v = with_columns(k, more), with_columns(v, more)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -264,6 +264,16 @@ def _checked(
     """The scale, and whether kernels can read all that is given as it is."""
     check_operands(q, k, v, plan)
     return check_scale(scale, q.shape[-1]), all(is_readable(x, plan.groups) for x in given)
+
+
+def _columns_to_add(k: Tensor, plan: ResiduePlan) -> int:
+    """How many keys and values are given; what other lengths may ask for is compiled, too."""
+    of_dim = k.shape[-1], k.dtype, k.device
+    queries = sum(group.queries_of_a_key(plan.causal) for group in plan.groups)
+    more, most = columns_to_add(*of_dim, queries, k.numel() // k.shape[-1]), columns_to_add(*of_dim, inf, inf)
+    if most > more:
+        make_ready(k.shape[-1], most, *of_dim[1:])
+    return more
 
 
 def _kernel_for(

@@ -10,19 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.row_layout import on_hopper
-from dilabench.kernels.launches import run
+from dilabench.kernels.launches import Launch, compile_ahead, launch
 
 _ROWS = 64
 # Strides are counted in so many elements, so that the compiler knows that 16 bytes can be read at a time.
 _UNIT = 8
-
-
 # From so many queries of a key and so many pairs on, to read and write keys once costs less than their rows do that
 # cross memory lines.
 _MANY_QUERIES, _MANY_PAIRS = 2000, 700_000_000
 
 
-def columns_to_add(dim: int, dtype: torch.dtype, device: torch.device, queries: float = 0, keys: int = 0) -> int:
+def columns_to_add(dim: int, dtype: torch.dtype, device: torch.device, queries: float = 0, keys: float = 0) -> int:
     """How many columns of zeros tiles that are copied again and again are given before kernels read them: mostly none.
 
     Hopper copies rows that are no multiple of 32 bytes at half speed. On an H200, 32768 tokens, H16, w 1024 5792 32768
@@ -44,9 +42,20 @@ def with_columns(x: Tensor, more: int) -> Tensor:
     """``x [B, N, H, D]`` with columns of zeros behind, contiguous: read and written once."""
     if x.stride(3) != 1 or any(stride % _UNIT for stride in (*x.stride()[:3], x.shape[3])):
         x = x.contiguous()
+    wider = x.new_empty((*x.shape[:3], x.shape[3] + more))
+    launch([_widening(x, wider)])
+    return wider
+
+
+def make_ready(dim: int, more: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what adds so many columns, for a length to come."""
+    x = torch.empty((1, 1, 1, dim), dtype=dtype, device=device)
+    compile_ahead(_widening(x, x.new_empty((1, 1, 1, dim + more))))
+
+
+def _widening(x: Tensor, wider: Tensor) -> Launch:
     batch, length, heads, dim = x.shape
-    wider = torch.empty((batch, length, heads, dim + more), dtype=x.dtype, device=x.device)
-    rows = batch * length * heads
+    width, rows = wider.shape[3], batch * length * heads
     batch_units, token_units, head_units = (stride // _UNIT for stride in x.stride()[:3])
     arguments = {
         "x_ptr": x,
@@ -58,14 +67,13 @@ def with_columns(x: Tensor, more: int) -> Tensor:
         "heads": heads,
         "rows": rows,
         "DIM": dim,
-        "WIDTH": dim + more,
-        "COLUMNS": triton.next_power_of_2(dim + more),
+        "WIDTH": width,
+        "COLUMNS": triton.next_power_of_2(width),
         "ROWS": _ROWS,
         "UNIT": _UNIT,
         "num_warps": 4,
     }
-    run(_widen_kernel, (triton.cdiv(rows, _ROWS),), arguments)
-    return wider
+    return Launch(_widen_kernel, lambda _: ((triton.cdiv(rows, _ROWS),), arguments), False, (x.dtype, dim, width))
 
 
 @triton.jit(do_not_specialize=["batch_units", "token_units", "head_units", "length", "heads", "rows"])
