@@ -627,7 +627,7 @@ HARD_PARKED = {
     ("backward_key", 64, True): 124,
     ("backward_key", 128, False): 16,
     ("backward_key", 128, True): 20,
-    ("specialised", 64, False): 132,
+    ("specialised", 64, False): 104,
     ("at once", 64, False): 52,
     ("at once", 64, True): 28,
     ("at once", 128, False): 36,

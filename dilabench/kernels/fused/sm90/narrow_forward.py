@@ -135,7 +135,7 @@ def _step(
     begun, first, n, operands, whose, route, softmax = given
     k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full = operands
     scale_log2, place, bounds, zero = softmax
-    acc, sums, weights, entry, ahead, later = state
+    acc, sums, weights, entry, ahead = state
     _, _, _, R = route
     stage = (begun + j) & 1
     before = 1 - stage
@@ -143,14 +143,15 @@ def _step(
     next_logits = _begin_score(q_smem, k_smem, stage, zero, form)
     mbarrier.wait(v_full.index(before), ((begun + j - 1) >> 1) & 1)
     next_acc = _begin_sum(weights, v_smem, before, acc, form)
-    # What is copied next is found while products run; behind them there is a barrier for all warps, and little else.
+    # What is copied next is told and found while products run: behind them there is a barrier for all warps, and the
+    # copies.
     following, one_more = j + 1 < n, j + 2 < n
-    values_at, keys_at = _found(ahead, route, BLOCK_N, form), _found(later, route, BLOCK_N, form)
     mbarrier.expect(v_full.index(before), BLOCK_N * form.value.HEAD * 2, following)
     mbarrier.expect(k_full.index(stage), BLOCK_N * form.value.HEAD * 2, one_more)
-    latest = gl.load(first + gl.minimum(j + 3, n - 1))
+    later = gl.load(first + gl.minimum(j + 2, n - 1))
     logits = warpgroup_mma_wait(1, deps=[next_logits])
     p, sums, decay = weigh(logits, sums, entry, scale_log2, place, bounds, MASKED, RENEWS, R, form, S_LAYOUT)
+    values_at, keys_at = _found(ahead, route, BLOCK_N, form), _found(later, route, BLOCK_N, form)
     acc = warpgroup_mma_wait(0, deps=[next_acc])
     # All four warps must be past a product before one thread lets its operands be written over.
     gl.thread_barrier()
@@ -159,7 +160,7 @@ def _step(
     if RENEWS:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
     weights = gl.convert_layout(p.to(v_desc.dtype), P_LAYOUT)
-    return acc, sums, weights, ahead, later, latest
+    return acc, sums, weights, ahead, later
 
 
 @gluon.jit(do_not_specialize=PER_LENGTH)
@@ -280,11 +281,10 @@ def _narrow_kernel(
             p, sums, _ = weigh(logits, sums, entry, scale_log2, place, bounds, MASK, True, R, form, S_LAYOUT)
             weights = gl.convert_layout(p.to(q_desc.dtype), P_LAYOUT)
             acc = gl.full([BLOCK_M, HEAD], 0.0, gl.float32, O_LAYOUT)
-            latest = gl.load(first + gl.minimum(3, n - 1))
-            state = (acc, sums, weights, following, ahead, latest)
+            state = (acc, sums, weights, following, ahead)
             given = (begun, first, n, operands, whose, route, softmax)
             state = walk(_step, n_full, n, kept, state, given, form, S_LAYOUT, O_LAYOUT)
-            acc, sums, weights, following, ahead, latest = state
+            acc, sums, weights, following, ahead = state
             top, total, largest = sums
             stage = (begun + n - 1) % _STAGES
             mbarrier.wait(v_full.index(stage), ((begun + n - 1) // _STAGES) & 1)
