@@ -94,20 +94,16 @@ def launch(launches: Iterable[Launch]) -> list[Launched]:
         following = [one]
         if one.of not in _compiled:
             following += remaining
-            _compile(following)
+            compile_ahead(following)
         made += [run(each.kernel, *each.arguments(each.ragged)) for each in following]
     return made
 
 
-def compile_ahead(one: Launch) -> None:
-    """Compile what it would run, unless that is done."""
-    if one.of not in _compiled:
-        _compile([one])
-
-
-def _compile(launches: Sequence[Launch]) -> None:
-    """Both forms of those of a kind that is new, and load them, which takes milliseconds."""
+def compile_ahead(launches: Sequence[Launch]) -> None:
+    """Compile both forms of those of a kind that is new, and load them, which takes milliseconds."""
     new = {one.of: one for one in launches if one.of not in _compiled}
+    if not new:
+        return
     forms = [(one.kernel, *one.arguments(ragged)) for one in new.values() for ragged in (False, True)]
     # In a context of its own, so that an interrupt leaves none of Triton's switches on.
     warmed = copy_context().run(_warmed, forms)
@@ -180,7 +176,7 @@ class Launches:
         """
         if all(name in self._known for name in names):
             for name, own in zip(names, tensors, strict=True):
-                self._known[name].launch(own)
+                self.repeat(name, own)
             return
         for name, launched, own in zip(names, launch(prepare()), tensors, strict=True):
             self.keep(name, launched, own)

@@ -75,7 +75,7 @@ def test_what_is_compiled_for_longer_sequences_is_what_they_run(monkeypatch: pyt
     """Equal forms for tensors of one token and for views of a packed one."""
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_device=lambda: 0))
     made: list[Launch] = []
-    monkeypatch.setattr(wider_rows, "compile_ahead", made.append)
+    monkeypatch.setattr(wider_rows, "compile_ahead", made.extend)
     monkeypatch.setattr(wider_rows, "launch", made.extend)
     packed = torch.zeros(2, 300, 12, 48, dtype=torch.float16)
     wider_rows.make_ready(48, 16, torch.float16, packed.device)

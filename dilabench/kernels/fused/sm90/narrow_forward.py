@@ -28,10 +28,8 @@ from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
-    box_place,
-    class_of,
+    entry_place,
     segment_of,
-    tile_of,
     turned,
 )
 from dilabench.kernels.tuning import product_columns
@@ -76,15 +74,7 @@ def _form(*values):
 def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, form: gl.constexpr):
     """Begin to copy the tile that a list entry names; ``whose``: batch item and head."""
     mbarrier.expect(barrier, ROWS * form.value.HEAD * 2)
-    _begin_copy(desc, smem, barrier, whose, _found(entry, route, ROWS, form), True)
-
-
-@gluon.jit
-def _found(entry, route, ROWS: gl.constexpr, form: gl.constexpr):
-    """The class and the row where a tile begins in what descriptors show."""
-    base_row, shift, box, R = route
-    row = base_row + tile_of(entry) * ROWS
-    return box_place(class_of(entry, shift, R), row, box, R, ROWS, form.value.SHIFTED)
+    _begin_copy(desc, smem, barrier, whose, entry_place(entry, route, ROWS, form.value.SHIFTED), True)
 
 
 @gluon.jit
@@ -151,7 +141,8 @@ def _step(
     later = gl.load(first + gl.minimum(j + 2, n - 1))
     logits = warpgroup_mma_wait(1, deps=[next_logits])
     p, sums, decay = weigh(logits, sums, entry, scale_log2, place, bounds, MASKED, RENEWS, R, form, S_LAYOUT)
-    values_at, keys_at = _found(ahead, route, BLOCK_N, form), _found(later, route, BLOCK_N, form)
+    values_at = entry_place(ahead, route, BLOCK_N, form.value.SHIFTED)
+    keys_at = entry_place(later, route, BLOCK_N, form.value.SHIFTED)
     acc = warpgroup_mma_wait(0, deps=[next_acc])
     # All four warps must be past a product before one thread lets its operands be written over.
     gl.thread_barrier()

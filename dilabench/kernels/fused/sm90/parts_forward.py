@@ -29,10 +29,8 @@ from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
 from dilabench.kernels.fused.sm90.softmax import finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
-    box_place,
-    class_of,
+    entry_place,
     segment_of,
-    tile_of,
     turned,
 )
 from dilabench.kernels.tuning import PARTS, padded_dim, parts_products
@@ -78,9 +76,7 @@ def _form(*values):
 @gluon.jit
 def _copy(desc, smem, barrier, entry, whose, route, ROWS: gl.constexpr, form: gl.constexpr):
     """Begin to copy the parts of the tile that a list entry names; ``whose``: batch item and head."""
-    base_row, shift, box, R = route
-    row = base_row + tile_of(entry) * ROWS
-    place, row = box_place(class_of(entry, shift, R), row, box, R, ROWS, form.value.SHIFTED)
+    place, row = entry_place(entry, route, ROWS, form.value.SHIFTED)
     batch, head = whose
     mbarrier.expect(barrier, _PARTS * ROWS * form.value.COLUMNS * 2)
     for part in gl.static_range(_PARTS):

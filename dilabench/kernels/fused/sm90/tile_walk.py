@@ -138,3 +138,13 @@ def box_place(residue, row, box, R, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
         residue, row = shifted(residue, row, first_place, R)
     moved = ((residue < left_over) & (row + ROWS > whole_rows)).to(gl.int32)
     return residue + moved * R, row - moved
+
+
+@gluon.jit
+def entry_place(entry, route, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
+    """`box_place` of the tile of so many rows that a list entry names. ``route``: first row of the super-segment, class
+    shift, `box_place`'s box, and R.
+    """
+    base_row, shift, box, R = route
+    row = base_row + tile_of(entry) * ROWS
+    return box_place(class_of(entry, shift, R), row, box, R, ROWS, SHIFTED)
