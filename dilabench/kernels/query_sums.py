@@ -31,10 +31,6 @@ def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Ten
         return None
 
 
-def write_sums(sums: Tensor, scale: float, dq: Tensor, add: bool) -> None:
-    """Write ``scale * sums`` into the rows of dq [B, N, H', D], or ``add`` them; sums may have more rows behind."""
-    sums = sums[:, : dq.shape[1]]
-    if add:
-        dq.add_(sums, alpha=scale)
-    else:
-        torch.mul(sums, scale, out=dq)
+def write_sums(sums: Tensor, scale: float, dq: Tensor) -> None:
+    """Write ``scale * sums`` into the rows of dq [B, N, H', D]; sums may have more rows behind."""
+    torch.mul(sums[:, : dq.shape[1]], scale, out=dq)

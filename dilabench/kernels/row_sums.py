@@ -78,6 +78,7 @@ def _row_sums_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
+    own_lse_ptr,
     delta_ptr,
     stats_ptr,
     out_b,
@@ -109,11 +110,15 @@ def _row_sums_kernel(
     valid = tokens < length
     at = tokens.to(tl.int64)
     row_at = (batch * n_heads + head) * length + at
+    lse = tl.load(lse_ptr + row_at, valid, float("-inf"))
+    if own_lse_ptr is not None:
+        lse = tl.where(tl.load(own_lse_ptr + row_at, valid, 0.0) == float("-inf"), float("-inf"), lse)
     if FOUND:
         delta = tl.load(delta_ptr + row_at, valid, 0.0)
     else:
         columns = tl.arange(0, DIM)[None, :]
-        there = valid[:, None] & (columns < HEAD_DIM)
+        # Of a row that sees no key out may hold anything.
+        there = (lse != float("-inf"))[:, None] & (columns < HEAD_DIM)
         out_at = (batch * out_b + head * out_h + at[:, None] * out_n) * UNIT
         dout_at = (batch * dout_b + head * dout_h + at[:, None] * dout_n) * UNIT
         out = tl.load(out_ptr + out_at + columns, there, 0.0)
@@ -121,7 +126,6 @@ def _row_sums_kernel(
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
         if delta_ptr is not None:
             tl.store(delta_ptr + row_at, delta, valid)
-    lse = tl.load(lse_ptr + row_at, valid, 0.0)
     inside = tokens % segment_tokens
     segment = ((batch * n_heads + head) * R + inside % R) * segments + tokens // segment_tokens
     target = 2 * segment * stats_rows + _places(inside // R, BLOCK)
@@ -140,26 +144,28 @@ def row_sums(
     name: object = None,
     delta: Tensor | None = None,
     found: bool = False,
+    own_lse: Tensor | None = None,
 ) -> Tensor:
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
     ``[B, H, R, segments, rows / block, 2, block]``.
 
     known: launches of the pass, which may have this one under this name. delta: room for rowsum(out * dout), like lse,
-    for the next of several layouts, which reads neither out nor dout once it is ``found``.
+    for the next of several layouts, which reads neither out nor dout once it is ``found``. own_lse: that of out, where
+    lse is one that others were merged into; rows that it is -inf of see no key.
     """
     batch, length, num_heads, dim = out.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // layout.block, 2, layout.block)
     stats = lse.new_empty(shape) if layout.is_filled_by(length) else lse.new_full(shape, _NO_TOKEN)
     tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}
-    if delta is not None:
-        tensors["delta"] = delta
+    tensors |= {name: x for name, x in (("delta", delta), ("own_lse", own_lse)) if x is not None}
     if known is not None and known.repeat(name, tensors):
         return stats
     columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
     rows = max(1, 4096 // columns)
     arguments = {
         "delta_ptr": None,
+        "own_lse_ptr": None,
         **{f"{name}_ptr": x for name, x in tensors.items()},
         **dict(zip(_STRIDES, (step // unit for x in (out, dout) for step in x.stride()[:3]), strict=True)),
         "length": length,

@@ -259,32 +259,13 @@ def few_keys_config(head_dim: int, causal: bool, windowed: bool) -> tuple[float,
     return cut if windowed else half if causal else whole, config
 
 
-# A program has a multiprocessor for itself: with fewer of them, or with shorter lists of query tiles in the mean, two
-# passes of smaller tiles are faster. Of branches the long lists go first and cover the short ones: at D128 16 to 40
-# steps 1.27 times as fast at once, 2.6 and 24 steps 1.02 times; at D96 16 to 40 steps 1.14 times, at D48 12 to 21 steps
-# 1.34 times. Lists of a block mask are alike: at D128 51 steps 1.14 times as fast, 26 steps 0.95 times.
-_LEAST_PROGRAMS = 512
-_LEAST_STEPS: dict[tuple[int, Literal["branches", "blocks"]], int] = {
-    (64, "branches"): 8,
-    (128, "branches"): 12,
-    (128, "blocks"): 48,
-}
-
-
-def specialized_backward_config(
-    head_dim: int, largest_tile: int, key_rows: int, pairs: int, of: Literal["branches", "blocks"]
-) -> TileConfig | None:
-    """Configuration of the warp-specialised backward where it wins and its tiles fit, else None.
-
-    ``key_rows`` over all batch elements and key/value heads; ``pairs`` of queries with those keys.
-    """
+def specialized_backward_config(head_dim: int, largest_tile: int) -> TileConfig | None:
+    """Configuration of the warp-specialised backward where it serves the head dim and its tiles fit, else None."""
     largest = next((most for most in _SPECIALIZED_BACKWARD if head_dim <= most), None)
-    if largest is None or head_dim < _SMALLEST_SPECIALIZED_BACKWARD or (largest, of) not in _LEAST_STEPS:
+    if largest is None or head_dim < _SMALLEST_SPECIALIZED_BACKWARD:
         return None
     config = _SPECIALIZED_BACKWARD[largest]
-    if config.longest > largest_tile or key_rows < _LEAST_PROGRAMS * config.block_n:
-        return None
-    return config if pairs >= _LEAST_STEPS[largest, of] * config.block_m * key_rows else None
+    return config if config.longest <= largest_tile else None
 
 
 def tile_config(

@@ -22,6 +22,7 @@ from interpreted_cases import multiplicity, relative, union_softmax
 from torch import Tensor
 
 from dilabench.kernels import query_sums, tuning
+from dilabench.kernels.block_sparse import backward_sm90 as block_sparse_backward_sm90
 from dilabench.kernels.block_sparse import forward_sm90 as block_sparse_forward_sm90
 from dilabench.kernels.block_sparse import key_items
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
@@ -140,10 +141,28 @@ def dilated_errors(
     q, k, v, dout = operands
     out, lse = forward.fused_forward(q, k, v, plan)
     got = backward.fused_backward(dout, q, k, v, out, lse, plan)
-    found = forward_errors((out, lse), right) | errors(got, want)
-    base = tuple(torch.ones_like(x) for x in (q, k, v))
-    more = backward.fused_backward(dout, q, k, v, out, lse, plan, onto=base)
-    return found | errors((x.double() - 1 for x in more), want, "added ")
+    return forward_errors((out, lse), right) | errors(got, want)
+
+
+def apart(case: tuple, causal: bool) -> dict[str, float]:
+    """Every branch by itself, merged with weights that are constants."""
+    _, n, heads, kv_heads, _, segments, rates, _ = case
+    q, k, v, dout = operands_of(case)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    window = WINDOWS.get(case, (-1, -1))
+    branches = [
+        union_softmax(*leaves, multiplicity(n, heads, kv_heads, (w,), (r,), causal, "modulo", "head", None, window))
+        for w, r in zip(segments, rates, strict=True)
+    ]
+    exact_lse = torch.stack([lse for _, lse in branches]).logsumexp(0)
+    shares = [(lse - exact_lse).exp().nan_to_num().detach() for _, lse in branches]
+    exact = sum(share.transpose(1, 2)[..., None] * out for share, (out, _) in zip(shares, branches, strict=True))
+    want = torch.autograd.grad(exact, leaves, dout.double())
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, apart=True, window=window)
+    with own_kernel(case):
+        out, lse, own = forward.fused_forward_apart(q, k, v, plan)
+        got = backward.fused_backward(dout, q, k, v, out, lse, plan, apart=own)
+    return forward_errors((out, lse), (exact, exact_lse)) | errors(got, want)
 
 
 def poisoned(case: tuple, causal: bool) -> dict[str, float]:
@@ -220,8 +239,9 @@ def of_name(name: str, causal: bool) -> dict[str, float]:
         return counted(with_null_mass)
     if name in BLOCKS:
         return counted(blocks, BLOCKS[name], causal)
-    case = (DILATED | NARROW)[name.removesuffix(", poisoned")]
-    return counted(poisoned if name.endswith(", poisoned") else dilated, case, causal)
+    cases = DILATED | NARROW
+    name, _, kind = (name, "", "") if name in cases else name.rpartition(", ")
+    return counted({"": dilated, "poisoned": poisoned, "apart": apart}[kind], cases[name], causal)
 
 
 def stay_on_one_core() -> None:
@@ -241,9 +261,10 @@ if __name__ == "__main__":
         mock.patch.object(block_sparse_forward_sm90, "on_hopper", hopper),
         # Fewer than there is work for, so that programs that stay walk over several tiles.
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
-        mock.patch.multiple(tuning, _LEAST_PROGRAMS=1, _SMALLEST_SPECIALIZED=32, _SPECIALIZED={128: FORWARD}),
+        mock.patch.multiple(tuning, _SMALLEST_SPECIALIZED=32, _SPECIALIZED={128: FORWARD}),
         mock.patch.dict(tuning._FEW_KEYS, clear=True),
-        mock.patch.dict(tuning._LEAST_STEPS, {(dim, of): 0 for dim in (64, 128) for of in ("branches", "blocks")}),
+        mock.patch.object(backward_at_once, "_is_faster", mock.Mock(return_value=True)),
+        mock.patch.multiple(block_sparse_backward_sm90, _LEAST_PROGRAMS=1, _LEAST_STEPS=0, _SMALLEST_DIM=1),
         mock.patch.object(tuning, "_NARROW", dict.fromkeys(both, TileConfig(16, 32, 4, 2))),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
         mock.patch.object(query_sums, "_PROGRAMS_OF_128_COLUMNS", 1.25),

@@ -454,7 +454,9 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
     config = specialized_config(128, 128)
     lse = torch.zeros(1, 2, 256)
-    launch([sm90_forward.group_launch(q, q, q, q.clone(), lse, None, plan.groups[0], False, 0.1, config, merge=False)])
+    operands = (q, q, q, q.clone(), lse)
+    last = {"merge": False, "follows": False}
+    launch([sm90_forward.group_launch(*operands, None, plan.groups[0], False, 0.1, config, **last)])
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
     block_sparse_forward_sm90(q, q, q, mask, scale=0.1, known=Launches())
     # Two forms of the first are compiled.
@@ -553,7 +555,7 @@ def specialised_backward(
     """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``); ``hard``: as
     of `fused`, in several batch elements.
     """
-    config = specialized_backward_config(dim, 128, 1 << 20, 1 << 40, "blocks" if shared else "branches")
+    config = specialized_backward_config(dim, 128)
     assert config is not None
     kernel, head, (first, rest) = sm90_backward._backward_kernel, padded_dim(dim), product_columns(dim)
     held = head <= 64

@@ -9,7 +9,7 @@ and nobody asked torch for deterministic algorithms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.backward_at_once import AtOnce, run_at_once
+from dilabench.kernels.fused.apart import Apart
+from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.float_parts import is_readable, readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     IN_PARTS,
     PER_LENGTH,
-    check_operands,
-    check_scale,
+    checked_scale,
     common_modulus,
     launch_arguments,
     on_hopper,
@@ -51,7 +51,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
-from dilabench.kernels.launches import Arguments, Launch, launches, layout
+from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
 from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, sums_by_themselves, tile_columns, tile_config
@@ -356,57 +356,44 @@ def fused_backward(
     scale: float | None = None,
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
-    onto: tuple[Tensor, Tensor, Tensor] | None = None,
-    padded: Sequence[Tensor] | None = None,
+    apart: Apart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
-    added to ``onto`` (contiguous) where that is given. ``padded``: q, k, v and dout from `readable`.
+    with ``apart`` from the own results of each group and the merged lse: those with detached merge weights.
 
     Exact also when ``plan.leftover`` is not empty: the caller adds those branches' gradients, computed from the same
     out and lse. The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
     Raises ValueError as `fused_forward` does.
     """
-    dim = q.shape[-1]
+    dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
+    known = launches("backward", plan, scale, tiles, apart is None, *map(layout, (q, k, v, dout, out, lse)))
+    given = {"q": q, "k": k, "v": v, "dout": dout}
+    scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     if more := columns_to_add(dim, q.dtype, q.device):
-        scale = check_scale(scale, dim)
-        dout, q, k, v, out = (with_columns(x, more) for x in (dout, q, k, v, out))
-        padded = [with_columns(x, more) for x in padded] if padded else None
-        found = fused_backward(
-            dout, q, k, v, out, lse, plan, scale=scale, query_config=query_config, key_config=key_config, padded=padded
-        )
-        dq, dk, dv = (x[..., :dim] for x in found)
-        if onto is None:
-            return dq.contiguous(), dk.contiguous(), dv.contiguous()
-        return onto[0].add_(dq), onto[1].add_(dk), onto[2].add_(dv)
-    tiles = (query_config, key_config)
-    given = dict(zip(("q", "k", "v", "dout"), padded or (q, k, v, dout), strict=True))
-    lse = lse.contiguous()
-    known = launches("backward", plan, scale, tiles, onto is None, *map(layout, (*given.values(), dout, out, lse)))
-    scale, whole = known.once("checked", lambda: _checked((q, k, v), given, plan, scale))
-    dq, dk, dv = onto or [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        given = {name: with_columns(x, more) for name, x in given.items()}
+    q, k, v, _ = given.values()
     operands = given
-    if not whole:
+    if not known.once("whole", lambda: all(is_readable(x, plan.groups) for x in given.values())):
         operands = {name: readable(x, plan.groups, known, f"parts of {name}") for name, x in given.items()}
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     at_once, sums = [], None
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
-        at_once = known.once("at once", lambda: _at_once(plan, operands))
+        at_once = known.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
         sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
     if sums is None:
         at_once = []
     passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], dq, at_once, *tiles))
-    if onto is None and not [*at_once, *passes][0].group.covers_every_row:
+    if not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
-    add = onto is not None
     by_keys = ("dv", "dk") if sums_by_themselves(q.shape[-1], parts_of(operands["q"], dq)) else ("dk, dv",)
-    delta = torch.empty_like(lse) if len(plan.groups) > 1 else None
+    stats_of = _RowSums(out, dout, lse, plan, apart, known)
     if sums is not None:
-        run_at_once(at_once, operands, out, lse, (dq, dk, dv), sums, plan.causal, scale, add, delta, known)
-        add = True
+        of_steps = [stats_of(step, ("at once", index)) for index, step in enumerate(at_once)]
+        run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, known)
     for index, step in enumerate(passes):
-        name = (len(at_once), index)
-        summed = sums is not None or index > 0
-        stats = row_sums(out, dout, lse, step.stats_layout, known, ("row sums", *name), delta, summed)
+        name, add = (len(at_once), index), sums is not None or index > 0
+        stats = stats_of(step, name)
         tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
 
         def prepare(step: _TwoPasses = step, stats: Tensor = stats, add: bool = add) -> Iterator[Launch]:
@@ -416,8 +403,32 @@ def fused_backward(
 
         names = [(sums_of, *name) for sums_of in ("dq", *by_keys)]
         known.make(names, [tensors] * len(names), prepare)
-        add = True
+    if more:
+        dq, dk, dv = (x[..., :dim].contiguous() for x in (dq, dk, dv))
     return dq, dk, dv
+
+
+class _RowSums:
+    """The statistics of rows for each group: of the merged result, whose rows are read once for all of them, or of the
+    results apart.
+    """
+
+    def __init__(
+        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, apart: Apart | None, known: Launches
+    ) -> None:
+        self._out, self._dout, self._lse = out, dout, lse
+        self._groups, self._apart, self._known = plan.groups, apart, known
+        self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and apart is None else None
+        self._found = False
+
+    def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
+        given = (self._dout, self._lse, step.stats_layout, self._known, ("row sums", name))
+        if self._apart is not None:
+            out, lse = self._apart.of(self._groups.index(step.group))
+            return row_sums(out, *given, own_lse=lse)
+        stats = row_sums(self._out, *given, self._delta, self._found)
+        self._found = self._delta is not None
+        return stats
 
 
 class _TwoPasses(NamedTuple):
@@ -427,20 +438,6 @@ class _TwoPasses(NamedTuple):
     query_tiles: TileConfig
     key_tiles: TileConfig
     stats_layout: StatsLayout
-
-
-def _checked(
-    operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Tensor], plan: ResiduePlan, scale: float | None
-) -> tuple[float, bool]:
-    """The scale, and whether kernels can read all operands as they are."""
-    check_operands(*operands, plan)
-    return check_scale(scale, operands[0].shape[-1]), all(is_readable(x, plan.groups) for x in given.values())
-
-
-def _at_once(plan: ResiduePlan, operands: dict[str, Tensor]) -> list[AtOnce]:
-    """The groups for which one kernel does both passes."""
-    of_groups = (AtOnce.of(group, operands["q"], operands["k"], plan.causal) for group in plan.groups)
-    return [step for step in of_groups if step is not None]
 
 
 def _passes(

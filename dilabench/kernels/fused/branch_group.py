@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 Offset = Literal["modulo", "blocked"]
@@ -149,6 +149,11 @@ class BranchGroup:
         return all(self.active(kind, u) for kind in range(len(self.kinds)) for u in range(self.modulus))
 
     @cached_property
+    def covered_keys(self) -> float:
+        """The share of keys that take part in some branch, of some head that reads them."""
+        return _covered_keys(self.rates, self.kinds, self.modulus, self.head_kind, self.head_shift, self.heads_per_kv)
+
+    @cached_property
     def largest_tile(self) -> int:
         """Largest power of two that divides every segment inside of the longest, and that the longest segment, or a
         shorter sequence, fills by more than half (but for the smallest tile there is).
@@ -209,4 +214,26 @@ class BranchGroup:
 
     def active(self, kind: int, u: int) -> tuple[int, ...]:
         """Indices (into this group) of the branches that class ``u`` takes part in."""
-        return tuple(i for i, rate in enumerate(self.rates) if u % rate == self.kinds[kind][i])
+        return _active(self.rates, self.kinds[kind], u)
+
+
+def _active(rates: tuple[int, ...], kind: tuple[int, ...], u: int) -> tuple[int, ...]:
+    return tuple(i for i, rate in enumerate(rates) if u % rate == kind[i])
+
+
+# Many lengths have it in common.
+@lru_cache(maxsize=256)
+def _covered_keys(
+    rates: tuple[int, ...],
+    kinds: tuple[tuple[int, ...], ...],
+    modulus: int,
+    head_kind: tuple[int, ...],
+    head_shift: tuple[int, ...],
+    heads_per_kv: int,
+) -> float:
+    of_kinds = [{u for u in range(modulus) if _active(rates, kind, u)} for kind in kinds]
+    classes = [
+        {(u + shift) % modulus for u in of_kinds[kind]} for kind, shift in zip(head_kind, head_shift, strict=True)
+    ]
+    shared = [set().union(*classes[first : first + heads_per_kv]) for first in range(0, len(classes), heads_per_kv)]
+    return sum(map(len, shared)) / (len(shared) * modulus)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.fused.apart import Apart
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.float_parts import is_readable, readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
-    check_operands,
-    check_scale,
+    checked_scale,
     launch_arguments,
     on_hopper,
     parts_of,
@@ -44,7 +44,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.fused.wider_rows import columns_to_add, make_ready, with_columns
-from dilabench.kernels.launches import Arguments, Launch, launches, layout
+from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
 from dilabench.kernels.tuning import (
     TileConfig,
@@ -215,19 +215,16 @@ def fused_forward(
     scale: float | None = None,
     log_mass: Tensor | None = None,
     config: TileConfig | None = None,
-    padded: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
     Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
-    (packed qkv included). ``padded``: q, k and v from `readable`, for who calls several plans. Raises ValueError
-    on shapes that do not fit ``plan`` or a scale that is not positive.
+    (packed qkv included). Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
     """
-    given = padded or (q, k, v)
-    known = launches("forward", plan, scale, config, log_mass is None, padded is None, *map(layout, given))
-    scale, whole = known.once("checked", lambda: _checked(q, k, v, given, plan, scale))
+    known = launches("forward", plan, scale, config, log_mass is None, *map(layout, (q, k, v)))
+    scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     batch, length, num_heads, _ = q.shape
     covered = plan.groups[0].covers_every_row
     if covered:
@@ -236,21 +233,14 @@ def fused_forward(
     else:
         out = q.new_zeros(q.shape)
         lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
-    q, k, v = given
-    if not whole:
-        q, k, v = (readable(x, plan.groups, known, f"parts of {name}") for name, x in zip("qkv", given, strict=True))
-    if more := known.once("columns", lambda: _columns_to_add(k, plan)):
-        # A program copies its queries once.
-        k, v = with_columns(k, more), with_columns(v, more)
-    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors = {"out": out, "lse": lse, **_as_read(q, k, v, plan, known)}
     if covered and log_mass is not None:
         tensors["mass"] = log_mass
 
     def prepare() -> Iterator[Launch]:
         for index, group in enumerate(plan.groups):
             mass = None if index else tensors.get("mass")
-            group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, out, group, plan.causal)
-            yield group_launch(q, k, v, out, lse, mass, group, plan.causal, scale, tiles, merge=index > 0)
+            yield _launch_of(tensors, mass, group, plan.causal, scale, config, merge=index > 0, follows=index > 0)
 
     known.make(range(len(plan.groups)), [tensors] * len(plan.groups), prepare)
     if log_mass is not None and not covered:
@@ -258,12 +248,47 @@ def fused_forward(
     return out, lse
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], plan: ResiduePlan, scale: float | None
-) -> tuple[float, bool]:
-    """The scale, and whether kernels can read all that is given as it is."""
-    check_operands(q, k, v, plan)
-    return check_scale(scale, q.shape[-1]), all(is_readable(x, plan.groups) for x in given)
+def fused_forward_apart(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ResiduePlan,
+    *,
+    scale: float | None = None,
+    log_masses: Sequence[Tensor] = (),
+    config: TileConfig | None = None,
+) -> tuple[Tensor, Tensor, Apart]:
+    """As `fused_forward` for a plan of single branches, with the result of each by itself. ``log_masses``: a null mass
+    of each branch, [H, N] float32 as above, by its index; -inf also where the branch does not cover a row.
+    """
+    known = launches("forward apart", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
+    scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
+    operands = _as_read(q, k, v, plan, known)
+    apart = Apart.empty(len(plan.groups), q)
+    tensors = []
+    for index, group in enumerate(plan.groups):
+        out, lse = apart.of(index)
+        mass = {"mass": log_masses[group.branches[0]]} if log_masses else {}
+        tensors.append({"out": out, "lse": lse, **operands, **mass})
+
+    def prepare() -> Iterator[Launch]:
+        for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):
+            mass = own.get("mass")
+            yield _launch_of(own, mass, group, plan.causal, scale, config, merge=False, follows=index > 0)
+
+    known.make(range(len(plan.groups)), tensors, prepare)
+    return *apart.merged(known), apart
+
+
+def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:
+    """q, k and v as kernels read them."""
+    given = {"q": q, "k": k, "v": v}
+    if not known.once("whole", lambda: all(is_readable(x, plan.groups) for x in given.values())):
+        given = {name: readable(x, plan.groups, known, f"parts of {name}") for name, x in given.items()}
+    if more := known.once("columns", lambda: _columns_to_add(k, plan)):
+        # A program copies its queries once.
+        given |= {name: with_columns(given[name], more) for name in "kv"}
+    return given
 
 
 def _columns_to_add(k: Tensor, plan: ResiduePlan) -> int:
@@ -274,6 +299,22 @@ def _columns_to_add(k: Tensor, plan: ResiduePlan) -> int:
     if most > more:
         make_ready(k.shape[-1], most, *of_dim[1:])
     return more
+
+
+def _launch_of(
+    tensors: Mapping[str, Tensor],
+    mass: Tensor | None,
+    group: BranchGroup,
+    causal: bool,
+    scale: float,
+    config: TileConfig | None,
+    merge: bool,
+    follows: bool,
+) -> Launch:
+    """The launch of a group: where no ``config`` is given by the kernel that wins."""
+    q, k, v, out, lse = (tensors[name] for name in ("q", "k", "v", "out", "lse"))
+    group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, out, group, causal)
+    return group_launch(q, k, v, out, lse, mass, group, causal, scale, tiles, merge, follows)
 
 
 def _kernel_for(
@@ -316,6 +357,7 @@ def _group_launch(
     scale: float,
     config: TileConfig | None,
     merge: bool,
+    _follows: bool,
 ) -> Launch:
     size, parts = q.element_size(), parts_of(q, out)
     dim = sum(tile_columns(q.shape[-1], size))

@@ -75,15 +75,16 @@ def residue_plan(
     offset_by: OffsetBy = "head",
     tile: int = 64,
     cut: tuple[tuple[int, ...], ...] | None = None,
+    apart: bool = False,
     branch_of_head: tuple[int, ...] | None = None,
     window: tuple[int, int] = (-1, -1),
 ) -> ResiduePlan:
     """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
-    (branch indices) instead. ``branch_of_head``: the index of the only branch that each head takes part in; None where
-    all take part in all. A branch without heads is in no group, and not left over either. ``window``: how many tokens
-    before and behind it a query sees, -1 for all.
+    (branch indices) instead, and ``apart`` each branch one of its own. ``branch_of_head``: the index of the only branch
+    that each head takes part in; None where all take part in all. A branch without heads is in no group, and not left
+    over either. ``window``: how many tokens before and behind it a query sees, -1 for all.
     Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
     """
     if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
@@ -109,12 +110,12 @@ def residue_plan(
     by_rate = sorted(range(len(dilation_rates)), key=lambda i: (dilation_rates[i], segment_lengths[i]))
     taken = tuple(i for i in by_rate if heads.taking_part((i,)))
     leftover: list[tuple[int, str]] = []
-    groups = _groups(taken, branches, sequence_length, causal, tile)
+    groups = () if apart else _groups(taken, branches, sequence_length, causal, tile)
     if not groups:
         alone = {i: _fit((i,), branches, sequence_length, SMALLEST_TILE) for i in taken}
         leftover = [(i, why) for i, why in alone.items() if isinstance(why, str)]
-        usable = tuple(i for i, fit in alone.items() if not isinstance(fit, str))
-        groups = _groups(usable, branches, sequence_length, causal, tile)
+        fitting = {i: fit for i, fit in alone.items() if not isinstance(fit, str)}
+        groups = tuple(fitting.values()) if apart else _groups(tuple(fitting), branches, sequence_length, causal, tile)
     kept: list[BranchGroup] = []
     common = 1
     for group in groups:

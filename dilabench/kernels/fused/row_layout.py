@@ -253,8 +253,12 @@ def check_head_dim(q: Tensor) -> None:
         )
 
 
-def check_operands(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan) -> None:
-    """Raises ValueError when shapes disagree with each other or with ``plan``, or the head dimension has no kernel."""
+def checked_scale(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | None) -> float:
+    """``scale`` or its default 1 / sqrt(D).
+
+    Raises ValueError when shapes disagree with each other or with ``plan``, the head dimension has no kernel, or the
+    scale is not positive: the running maximum is taken before scaling.
+    """
     _, length, num_heads, dim = q.shape
     check_head_dim(q)
     if k.shape != v.shape or k.shape != (q.shape[0], length, plan.num_kv_heads, dim):
@@ -265,12 +269,6 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan) -> None:
         raise ValueError(f"q {tuple(q.shape)} does not fit a plan for N={plan.sequence_length}, H={plan.num_heads}")
     if not plan.groups:
         raise ValueError(f"no branch fits residue-class tiles: {plan.leftover}")
-
-
-def check_scale(scale: float | None, dim: int) -> float:
-    """``scale`` or its default 1 / sqrt(D). Raises ValueError unless positive: the running maximum is taken before
-    scaling.
-    """
     scale = dim**-0.5 if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale {scale} must be positive: fold the sign into q")

@@ -615,9 +615,11 @@ def group_launch(
     scale: float,
     config: TileConfig,
     merge: bool,
+    follows: bool,
 ) -> Launch:
     """The launch that writes ``out`` and ``lse`` of one group of branches, ``mass`` [1, H, N] (log of a null mass)
-    among them; with ``merge`` together with what is there.
+    among them; with ``merge`` together with what is there. It ``follows`` the launch of another group and begins beside
+    the end of that.
 
     Rows that the group does not cover are left as they are.
     """
@@ -660,9 +662,9 @@ def group_launch(
             "STAGES": config.num_stages,
             "PERSISTENT": persistent,
             "num_warps": config.num_warps,
-            "launch_pdl": merge,
+            "launch_pdl": follows,
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    kind = (q.dtype, dim, num_heads, batch > 1, causal, merge, mass is None, config, *group.compiled_for)
+    kind = (q.dtype, dim, num_heads, batch > 1, causal, merge, follows, mass is None, config, *group.compiled_for)
     return Launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), kind)

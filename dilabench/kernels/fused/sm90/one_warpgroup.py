@@ -35,6 +35,7 @@ def group_launch(
     scale: float,
     config: TileConfig,
     merge: bool,
+    follows: bool,
 ) -> Launch:
     """As `forward.group_launch`; q, k and v in parts (`float_parts.parts`) where the kernel takes such."""
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
@@ -59,9 +60,9 @@ def group_launch(
             "heads_per_kv": group.heads_per_kv,
             "RAGGED": ragged and not causal,
             "MERGE": merge,
-            "launch_pdl": merge,
+            "launch_pdl": follows,
         }
         return grid, given | tiles | more | kernel.own
 
-    kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, config, *group.compiled_for)
+    kind = (out.dtype, *out.shape[2:], causal, merge, follows, mass is None, config, *group.compiled_for)
     return Launch(kernel.function, arguments, group.cuts_tiles(config.longest), kind)

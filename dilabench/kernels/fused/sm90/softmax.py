@@ -216,9 +216,10 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
     theirs = mine
     lse = (top + gl.log2(total)) * 0.6931471805599453
     lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * length + token + lse_rows * R
+    # Until here programs of a launch that follows another ran beside the last ones of that, which may have written what
+    # they merge with; and whoever waits for this launch waits for both.
+    gdc_wait()
     if MERGE:
-        # Until here programs ran beside the last ones of the launch before, which wrote what they merge with.
-        gdc_wait()
         old_lse = gl.load(lse_at, lse_rows < end, float("-inf"))
         higher = gl.maximum(old_lse, lse)
         ours = gl.exp(lse - higher)
