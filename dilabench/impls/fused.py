@@ -197,7 +197,7 @@ class FusedApart:
         given = (dout, q, k, v, out, lse)
         if self.plan is None:
             return _backward(self, given, of_rest=kept)
-        apart = Apart(kept[0], kept[1], tuple(q.shape)) if kept else self._planned(q, k, v)[2]
+        apart = Apart(kept[0], kept[1]) if kept else self._planned(q, k, v)[2]
         return _backward(self, given, apart, kept[2:])
 
 

@@ -57,6 +57,16 @@ class StatsLayout(NamedTuple):
         return self.modulus * self.segments * self.rows == length
 
 
+class OneClass(NamedTuple):
+    """Rows of one class of each head and no others: their own ``lse`` [B, H, n] float32, where others are merged into
+    the lse of all rows; the class of each head, [H] int32; and the rows of a segment.
+    """
+
+    lse: Tensor
+    classes: Tensor
+    segment_rows: int
+
+
 @triton.jit
 def stats_places(row):
     """Where lse * log2(e) of rows stands, counted from the first row of a segment of a class; `STATS_BLOCK` further on
@@ -73,12 +83,25 @@ def _places(row, BLOCK: tl.constexpr):
 _STRIDES = tuple(f"{name}_{axis}" for name in ("out", "dout") for axis in "bnh")
 
 
-@triton.jit(do_not_specialize=(*_STRIDES, "length", "n_heads", "R", "segments", "segment_tokens", "stats_rows"))
+@triton.jit(
+    do_not_specialize=(
+        *_STRIDES,
+        "length",
+        "n_heads",
+        "R",
+        "segments",
+        "segment_tokens",
+        "segment_rows",
+        "stored",
+        "stats_rows",
+    )
+)
 def _row_sums_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
     own_lse_ptr,
+    classes_ptr,
     delta_ptr,
     stats_ptr,
     out_b,
@@ -92,6 +115,8 @@ def _row_sums_kernel(
     R,
     segments,
     segment_tokens,
+    segment_rows,
+    stored,
     stats_rows,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,31 +129,39 @@ def _row_sums_kernel(
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
     rest = pid // n_heads
-    blocks = tl.cdiv(length, ROWS)
-    tokens = (rest % blocks) * ROWS + tl.arange(0, ROWS)
+    blocks = tl.cdiv(stored, ROWS)
+    row = (rest % blocks) * ROWS + tl.arange(0, ROWS)
     batch = (rest // blocks).to(tl.int64)
-    valid = tokens < length
+    if classes_ptr is None:
+        valid = row < stored
+        segment, inside = row // segment_tokens, row % segment_tokens
+    else:
+        segment = row // segment_rows
+        inside = row % segment_rows * R + tl.load(classes_ptr + head)
+        valid = (row < stored) & (inside < segment_tokens)
+    tokens = segment * segment_tokens + inside
+    valid = valid & (tokens < length)
     at = tokens.to(tl.int64)
     row_at = (batch * n_heads + head) * length + at
     lse = tl.load(lse_ptr + row_at, valid, float("-inf"))
     if own_lse_ptr is not None:
-        lse = tl.where(tl.load(own_lse_ptr + row_at, valid, 0.0) == float("-inf"), float("-inf"), lse)
+        own = tl.load(own_lse_ptr + (batch * n_heads + head) * stored + row, valid, float("-inf"))
+        lse = tl.where(own == float("-inf"), float("-inf"), lse)
     if FOUND:
         delta = tl.load(delta_ptr + row_at, valid, 0.0)
     else:
         columns = tl.arange(0, DIM)[None, :]
         # Of a row that sees no key out may hold anything.
         there = (lse != float("-inf"))[:, None] & (columns < HEAD_DIM)
-        out_at = (batch * out_b + head * out_h + at[:, None] * out_n) * UNIT
+        out_at = (batch * out_b + head * out_h + row.to(tl.int64)[:, None] * out_n) * UNIT
         dout_at = (batch * dout_b + head * dout_h + at[:, None] * dout_n) * UNIT
         out = tl.load(out_ptr + out_at + columns, there, 0.0)
         dout = tl.load(dout_ptr + dout_at + columns, there, 0.0)
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
         if delta_ptr is not None:
             tl.store(delta_ptr + row_at, delta, valid)
-    inside = tokens % segment_tokens
-    segment = ((batch * n_heads + head) * R + inside % R) * segments + tokens // segment_tokens
-    target = 2 * segment * stats_rows + _places(inside // R, BLOCK)
+    target = ((batch * n_heads + head) * R + inside % R) * segments + segment
+    target = 2 * target * stats_rows + _places(inside // R, BLOCK)
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(stats_ptr + target, log2_lse, valid)
@@ -144,21 +177,24 @@ def row_sums(
     name: object = None,
     delta: Tensor | None = None,
     found: bool = False,
-    own_lse: Tensor | None = None,
+    one_class: OneClass | None = None,
 ) -> Tensor:
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
     ``[B, H, R, segments, rows / block, 2, block]``.
 
     known: launches of the pass, which may have this one under this name. delta: room for rowsum(out * dout), like lse,
-    for the next of several layouts, which reads neither out nor dout once it is ``found``. own_lse: that of out, where
-    lse is one that others were merged into; rows that it is -inf of see no key.
+    for the next of several layouts, which reads neither out nor dout once it is ``found``. one_class: of out
+    [B, n, H, D], which has no other rows; nothing is written of theirs.
     """
-    batch, length, num_heads, dim = out.shape
+    batch, length, num_heads, dim = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // layout.block, 2, layout.block)
     stats = lse.new_empty(shape) if layout.is_filled_by(length) else lse.new_full(shape, _NO_TOKEN)
     tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}
-    tensors |= {name: x for name, x in (("delta", delta), ("own_lse", own_lse)) if x is not None}
+    if delta is not None:
+        tensors["delta"] = delta
+    if one_class is not None:
+        tensors["own_lse"] = one_class.lse
     if known is not None and known.repeat(name, tensors):
         return stats
     columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
@@ -166,6 +202,7 @@ def row_sums(
     arguments = {
         "delta_ptr": None,
         "own_lse_ptr": None,
+        "classes_ptr": one_class.classes if one_class else None,
         **{f"{name}_ptr": x for name, x in tensors.items()},
         **dict(zip(_STRIDES, (step // unit for x in (out, dout) for step in x.stride()[:3]), strict=True)),
         "length": length,
@@ -173,6 +210,8 @@ def row_sums(
         "R": layout.modulus,
         "segments": layout.segments,
         "segment_tokens": layout.segment_tokens,
+        "segment_rows": one_class.segment_rows if one_class else 0,
+        "stored": out.shape[1],
         "stats_rows": layout.rows,
         "UNIT": unit,
         "HEAD_DIM": dim,
@@ -181,7 +220,7 @@ def row_sums(
         "BLOCK": layout.block,
         "FOUND": found,
     }
-    launched = run(_row_sums_kernel, (triton.cdiv(length, rows) * batch * num_heads,), arguments)
+    launched = run(_row_sums_kernel, (triton.cdiv(out.shape[1], rows) * batch * num_heads,), arguments)
     if known is not None:
         known.keep(name, launched, tensors)
     return stats

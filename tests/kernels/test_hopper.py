@@ -62,6 +62,7 @@ APART = {
     "tokens left over, apart": (2, 0, 2),
     "batch, window, left over, apart": (2, 0, 2),
     "narrow, merged, apart": (0, 2, 0),
+    "narrow, rates beside segments, left over, apart": (0, 2, 0),
 }
 BLOCKS = {"one mask": 1, "mask per head": 1, "shared tiles": 1, "one range": 0, "two ranges": 0}
 RESULTS = {"out", "lse", "dq", "dk", "dv"}

@@ -32,6 +32,7 @@ from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm9
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused.residue_plan import residue_plan
+from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import IN_PARTS, PER_LENGTH
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
 from dilabench.kernels.fused.sm90 import forward as sm90_forward
@@ -165,6 +166,7 @@ def fused(
         "SHIFTED": hard,
         "WINDOWED": hard,
         "MERGE": again,
+        "COMPACT": False,
         "ADD": again,
         "GROUP": 1,
         "RAGGED": cut,
@@ -298,7 +300,16 @@ def test_block_sparse_configurations(
         assert not re.search(r"\b(STL|LDL)\b", over_visible_tiles), "a spill inside the main loop"
 
 
-def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int, merge: bool, hard: bool = False):
+def specialised(
+    dim: int,
+    causal: bool,
+    cut: bool,
+    null_mass: bool,
+    ranges: int,
+    merge: bool,
+    hard: bool = False,
+    compact: bool = False,
+):
     """The Hopper kernel as its launchers ask for it; ``hard``: as of `fused`, in several batch elements."""
     config = specialized_config(dim, 128)
     assert config is not None
@@ -309,6 +320,7 @@ def specialised(dim: int, causal: bool, cut: bool, null_mass: bool, ranges: int,
         "RAGGED": cut,
         "RANGES": ranges,
         "MERGE": merge,
+        "COMPACT": compact,
         "BATCHED": hard,
         "SHIFTED": hard,
         "WINDOWED": hard,
@@ -389,7 +401,9 @@ def test_specialised_forward(dim: int, causal: bool, cut: bool, null_mass: bool,
     assert built.metadata.shared <= 227 * 1024
 
 
-def narrow(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig, hard: bool = False):
+def narrow(
+    dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig, hard: bool = False, compact: bool = False
+):
     """The Hopper kernel for narrow heads."""
     kernel = sm90_narrow_forward._narrow_kernel
     head, (_, rest) = padded_dim(dim), product_columns(dim)
@@ -400,6 +414,7 @@ def narrow(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig, h
         "WINDOWED": hard,
         "RAGGED": cut,
         "MERGE": merge,
+        "COMPACT": compact,
         "LARGEST": 2.0**64,
     }
     constants |= {"mass_ptr": None} if merge else {}
@@ -408,15 +423,15 @@ def narrow(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig, h
     return gluon_compiled(kernel, constants, tiles, {"num_warps": 4, "maxnreg": config.max_registers})
 
 
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize(("merge", "compact"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("causal", "cut"), MASKS)
 @pytest.mark.parametrize(
     "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
 )
-def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool) -> None:
+def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool, compact: bool) -> None:
     config = narrow_config(dim, causal, 128)
     assert config is not None
-    built, report = narrow(dim, causal, cut, merge, config)
+    built, report = narrow(dim, causal, cut, merge, config, compact=compact)
     assert "wgmma.mma_async" in built.asm["ptx"]
     assert "cp.async.bulk.tensor" in built.asm["ptx"]
     assert "0 bytes spill stores" in report
@@ -426,9 +441,10 @@ def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool) -> None:
     assert resident * (built.metadata.shared + 1024) <= 228 * 1024
 
 
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("dim", [128, pytest.param(192, marks=pytest.mark.slow)])
-def test_specialised_forward_that_merges(dim: int) -> None:
-    built, report = specialised(dim, causal=False, cut=True, null_mass=False, ranges=0, merge=True)
+def test_specialised_forward_of_several_branches(dim: int, merge: bool) -> None:
+    built, report = specialised(dim, False, cut=True, null_mass=False, ranges=0, merge=merge, compact=not merge)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= SPECIALISED_PARKED["merging"], report
     assert "serialized" not in report, report
     assert built.metadata.shared <= 227 * 1024
@@ -454,9 +470,7 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
     config = specialized_config(128, 128)
     lse = torch.zeros(1, 2, 256)
-    operands = (q, q, q, q.clone(), lse)
-    last = {"merge": False, "follows": False}
-    launch([sm90_forward.group_launch(*operands, None, plan.groups[0], False, 0.1, config, **last)])
+    launch([sm90_forward.group_launch(q, q, q, Results(q.clone(), lse), plan.groups[0], False, 0.1, config)])
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
     block_sparse_forward_sm90(q, q, q, mask, scale=0.1, known=Launches())
     # Two forms of the first are compiled.
@@ -685,6 +699,7 @@ def in_parts(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig)
     columns, (head, tail) = padded_dim(dim), parts_products(dim)
     constants = {"HEAD_DIM": dim, "COLUMNS": columns, "HEAD": head, "TAIL": tail}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal, "RAGGED": cut, "MERGE": merge}
+    constants["COMPACT"] = False
     constants |= {"SHIFTED": False, "WINDOWED": False} | ({"mass_ptr": None} if merge else {})
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
     tiles = {f"{x}_desc": [1, 1, 1, rows[x], columns] for x in "qkv"}

@@ -101,6 +101,7 @@ def block_sparse_forward_sm90(
         "RAGGED": False,
         "RANGES": len(bounds),
         "MERGE": False,
+        "COMPACT": False,
         "STAGES": tiles.num_stages,
         "PERSISTENT": persistent,
         "num_warps": tiles.num_warps,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart
+from dilabench.kernels.fused.apart import Apart, ApartPlaces
 from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.float_parts import is_readable, readable
@@ -53,7 +53,7 @@ from dilabench.kernels.fused.tile_walk import (
 from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
 from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
 from dilabench.kernels.query_sums import empty_sums
-from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
+from dilabench.kernels.row_sums import STATS_BLOCK, OneClass, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, sums_by_themselves, tile_columns, tile_config
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
@@ -420,12 +420,16 @@ class _RowSums:
         self._groups, self._apart, self._known = plan.groups, apart, known
         self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and apart is None else None
         self._found = False
+        if apart is not None:
+            self._places: ApartPlaces = known.once("places", lambda: ApartPlaces.of(plan.groups, out))
+            self._own = self._places.each(apart)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
         given = (self._dout, self._lse, step.stats_layout, self._known, ("row sums", name))
         if self._apart is not None:
-            out, lse = self._apart.of(self._groups.index(step.group))
-            return row_sums(out, *given, own_lse=lse)
+            index = self._groups.index(step.group)
+            out, lse = self._own[index]
+            return row_sums(out, *given, one_class=OneClass(lse, self._places.classes[index], step.group.super_rows))
         stats = row_sums(self._out, *given, self._delta, self._found)
         self._found = self._delta is not None
         return stats

@@ -144,6 +144,17 @@ class BranchGroup:
         return self.full_supers + (self.tail_rows > 0)
 
     @cached_property
+    def stored_rows(self) -> int:
+        """Rows that the longest classes have in all super-segments, one after another."""
+        return self.full_supers * self.super_rows + self.tail_rows
+
+    @cached_property
+    def class_of_head(self) -> tuple[int, ...]:
+        """The only class that each head sees, of a single branch that all take part in."""
+        ((residue,),) = self.kinds
+        return tuple((residue + shift) % self.modulus for shift in self.head_shift)
+
+    @cached_property
     def covers_every_row(self) -> bool:
         """Whether each class of each head takes part in some branch of the group."""
         return all(self.active(kind, u) for kind in range(len(self.kinds)) for u in range(self.modulus))

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart
+from dilabench.kernels.fused.apart import Apart, ApartPlaces
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.float_parts import is_readable, readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
+from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     checked_scale,
@@ -39,6 +40,7 @@ from dilabench.kernels.fused.tile_walk import (
     split_block,
     split_program,
     store_tile,
+    stored_rows,
     turned,
     unpack,
     zero_tail,
@@ -99,6 +101,7 @@ def _forward_kernel(
     WINDOWED: tl.constexpr,
     RAGGED: tl.constexpr,
     MERGE: tl.constexpr,
+    COMPACT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -187,7 +190,13 @@ def _forward_kernel(
     mine = mine / total
     theirs = mine
     lse = (top + tl.log2(total)) * 0.6931471805599453
-    lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * length + token
+    # Rows are stored at their tokens, or those that the class has one after another.
+    first_stored, place, step, stored = row, residue + first_place, R, length
+    if COMPACT:
+        first_stored, place, step = super_index * super_rows + tile * BLOCK_M, 0, 1
+        stored = stored_rows(super_rows, super_tokens, length, R)
+    lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * stored + first_stored.to(tl.int64) * step + place
+    lse_at += tl.arange(0, BLOCK_M) * step
     if MERGE:
         old_lse = tl.load(lse_at, inside, float("-inf"))
         higher = tl.maximum(old_lse, lse)
@@ -198,8 +207,8 @@ def _forward_kernel(
         theirs = theirs / both
         lse = higher + tl.log(both)
     acc, acc_tail = scaled(acc, acc_tail, mine, TAIL)
-    out_ptr += place_of(row, residue + first_place, batch, head, length, n_heads, R, HEAD_DIM)
-    store_tile(acc, acc_tail, out_ptr, rows, theirs[:, None], n_heads, R, MERGE, BLOCK_M, HEAD_DIM, HEAD, TAIL)
+    out_ptr += place_of(first_stored, place, batch, head, stored, n_heads, step, HEAD_DIM)
+    store_tile(acc, acc_tail, out_ptr, rows, theirs[:, None], n_heads, step, MERGE, BLOCK_M, HEAD_DIM, HEAD, TAIL)
     if MERGE:
         # As in `merge`: other threads may read what one of them overwrites.
         tl.debug_barrier()
@@ -240,7 +249,8 @@ def fused_forward(
     def prepare() -> Iterator[Launch]:
         for index, group in enumerate(plan.groups):
             mass = None if index else tensors.get("mass")
-            yield _launch_of(tensors, mass, group, plan.causal, scale, config, merge=index > 0, follows=index > 0)
+            results = Results(out, lse, mass, merge=index > 0, follows=index > 0)
+            yield _launch_of(tensors, results, group, plan.causal, scale, config)
 
     known.make(range(len(plan.groups)), [tensors] * len(plan.groups), prepare)
     if log_mass is not None and not covered:
@@ -264,20 +274,20 @@ def fused_forward_apart(
     known = launches("forward apart", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
     scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     operands = _as_read(q, k, v, plan, known)
-    apart = Apart.empty(len(plan.groups), q)
+    places = known.once("places", lambda: ApartPlaces.of(plan.groups, q))
+    apart = places.room(q)
     tensors = []
-    for index, group in enumerate(plan.groups):
-        out, lse = apart.of(index)
+    for group, (out, lse) in zip(plan.groups, places.each(apart), strict=True):
         mass = {"mass": log_masses[group.branches[0]]} if log_masses else {}
         tensors.append({"out": out, "lse": lse, **operands, **mass})
 
     def prepare() -> Iterator[Launch]:
         for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):
-            mass = own.get("mass")
-            yield _launch_of(own, mass, group, plan.causal, scale, config, merge=False, follows=index > 0)
+            results = Results(own["out"], own["lse"], own.get("mass"), follows=index > 0, compact=True)
+            yield _launch_of(own, results, group, plan.causal, scale, config)
 
     known.make(range(len(plan.groups)), tensors, prepare)
-    return *apart.merged(known), apart
+    return *places.merged(apart, known), apart
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:
@@ -302,19 +312,17 @@ def _columns_to_add(k: Tensor, plan: ResiduePlan) -> int:
 
 
 def _launch_of(
-    tensors: Mapping[str, Tensor],
-    mass: Tensor | None,
+    operands: Mapping[str, Tensor],
+    results: Results,
     group: BranchGroup,
     causal: bool,
     scale: float,
     config: TileConfig | None,
-    merge: bool,
-    follows: bool,
 ) -> Launch:
     """The launch of a group: where no ``config`` is given by the kernel that wins."""
-    q, k, v, out, lse = (tensors[name] for name in ("q", "k", "v", "out", "lse"))
-    group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, out, group, causal)
-    return group_launch(q, k, v, out, lse, mass, group, causal, scale, tiles, merge, follows)
+    q, k, v = (operands[name] for name in "qkv")
+    group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, results.out, group, causal)
+    return group_launch(q, k, v, results, group, causal, scale, tiles)
 
 
 def _kernel_for(
@@ -349,17 +357,13 @@ def _group_launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mass: Tensor | None,
+    results: Results,
     group: BranchGroup,
     causal: bool,
     scale: float,
     config: TileConfig | None,
-    merge: bool,
-    _follows: bool,
 ) -> Launch:
-    size, parts = q.element_size(), parts_of(q, out)
+    size, parts = q.element_size(), parts_of(q, results.out)
     dim = sum(tile_columns(q.shape[-1], size))
 
     def arguments(ragged: bool) -> Arguments:
@@ -368,21 +372,22 @@ def _group_launch(
         tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
         tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
         n_items = tables.items.shape[2]
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen, out)
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen, results.out)
         own = {
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "mass_ptr": mass,
+            "out_ptr": results.out,
+            "lse_ptr": results.lse,
+            "mass_ptr": results.mass,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
             "items_ptr": tables.items,
             "heads_per_kv": group.heads_per_kv,
-            "MERGE": merge,
+            "MERGE": results.merge,
+            "COMPACT": results.compact,
             "RAGGED": ragged,
         }
         return grid, shared | own
 
     whole = config or tile_config(dim, causal, "forward", group.largest_tile, size, parts=parts)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
-    kind = (out.dtype, *out.shape[2:], causal, merge, mass is None, whole, *group.compiled_for)
+    kind = (*results.out.shape[2:], causal, whole, *results.compiled_for, *group.compiled_for)
     return Launch(_forward_kernel, arguments, ragged, kind)

@@ -70,6 +70,12 @@ def segment_of(super_index, super_rows, super_tokens, whole_rows, longer_classes
 
 
 @triton.jit
+def stored_rows(super_rows, super_tokens, length, R):
+    """As `branch_group.BranchGroup.stored_rows`."""
+    return length // super_tokens * super_rows + (length % super_tokens + R - 1) // R
+
+
+@triton.jit
 def box_place(
     residue, row, first_place, whole_rows, left_over, R, ROWS: tl.constexpr, CUT: tl.constexpr, SHIFTED: tl.constexpr
 ):

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
@@ -67,6 +68,7 @@ class _Form(NamedTuple):
     RAGGED: bool
     RANGES: int
     MERGE: bool
+    COMPACT: bool
     LARGEST: float
     PERSISTENT: bool
     TAKE_TURNS: bool
@@ -394,7 +396,7 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
             overflowed = (gl.max(largest, 0) > form.value.LARGEST).to(gl.int32)
             stores = stores & (overflowed == 0)
         if stores:
-            whose = (batch, head, n_heads, sizes[4], base_row, first_place)
+            whose = (batch, head, n_heads, super_index, sizes, base_row, first_place)
             finish(acc, tail, top, total, results, whose, place, R, form, S_LAYOUT)
     return step + n, turn + (n > 0).to(gl.int32), overflowed
 
@@ -489,6 +491,7 @@ def _forward_kernel(
     RAGGED: gl.constexpr,
     RANGES: gl.constexpr,
     MERGE: gl.constexpr,
+    COMPACT: gl.constexpr,
     LARGEST: gl.constexpr,
     STAGES: gl.constexpr,
     PERSISTENT: gl.constexpr,
@@ -559,6 +562,7 @@ def _forward_kernel(
         RAGGED,
         RANGES,
         MERGE,
+        COMPACT,
         LARGEST,
         PERSISTENT,
         TAKE_TURNS,
@@ -607,22 +611,13 @@ def group_launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mass: Tensor | None,
+    results: Results,
     group: BranchGroup,
     causal: bool,
     scale: float,
     config: TileConfig,
-    merge: bool,
-    follows: bool,
 ) -> Launch:
-    """The launch that writes ``out`` and ``lse`` of one group of branches, ``mass`` [1, H, N] (log of a null mass)
-    among them; with ``merge`` together with what is there. It ``follows`` the launch of another group and begins beside
-    the end of that.
-
-    Rows that the group does not cover are left as they are.
-    """
+    """The launch that writes the results of one group of branches."""
     batch, _, num_heads, dim = q.shape
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     n_items = tables.items.shape[2]
@@ -630,12 +625,12 @@ def group_launch(
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
 
     def arguments(ragged: bool) -> Arguments:
-        persistent = stays(dim, causal, ragged or merge or group.is_windowed)
+        persistent = stays(dim, causal, ragged or results.merge or group.is_windowed)
         own = {
             **tile_arguments(q, k, v, group.modulus, config),
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "mass_ptr": mass,
+            "out_ptr": results.out,
+            "lse_ptr": results.lse,
+            "mass_ptr": results.mass,
             "items_ptr": tables.items,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
@@ -658,13 +653,14 @@ def group_launch(
             "CAUSAL": causal,
             "RAGGED": ragged and not causal,
             "RANGES": 0,
-            "MERGE": merge,
+            "MERGE": results.merge,
+            "COMPACT": results.compact,
             "STAGES": config.num_stages,
             "PERSISTENT": persistent,
             "num_warps": config.num_warps,
-            "launch_pdl": follows,
+            "launch_pdl": results.follows,
         }
         return (min(processors, n_work) if persistent else n_work,), own
 
-    kind = (q.dtype, dim, num_heads, batch > 1, causal, merge, follows, mass is None, config, *group.compiled_for)
+    kind = (dim, num_heads, batch > 1, causal, config, *results.compiled_for, *group.compiled_for)
     return Launch(_forward_kernel, arguments, group.cuts_tiles(config.longest), kind)

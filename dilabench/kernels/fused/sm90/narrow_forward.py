@@ -56,6 +56,7 @@ class _Form(NamedTuple):
     WINDOWED: bool
     RAGGED: bool
     MERGE: bool
+    COMPACT: bool
     LARGEST: float
     TAIL: int = 0
     RANGES: int = 0
@@ -193,12 +194,13 @@ def _narrow_kernel(
     WINDOWED: gl.constexpr,
     RAGGED: gl.constexpr,
     MERGE: gl.constexpr,
+    COMPACT: gl.constexpr,
     LARGEST: gl.constexpr,
 ):
     # One program: one query tile of one class.
     gdc_launch_dependents()
     form: gl.constexpr = _form(
-        HEAD_DIM, HEAD, REST, BLOCK_M, BLOCK_N, CAUSAL, SHIFTED, WINDOWED, RAGGED, MERGE, LARGEST
+        HEAD_DIM, HEAD, REST, BLOCK_M, BLOCK_N, CAUSAL, SHIFTED, WINDOWED, RAGGED, MERGE, COMPACT, LARGEST
     )
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
@@ -284,7 +286,7 @@ def _narrow_kernel(
             begun += n
             # A weight may have overflowed: once more, with a maximum renewed in every step.
             kept = gl.where((kept > 0) & (gl.max(largest, 0) > LARGEST), 0, -1)
-        rows = (batch, head, n_heads, length, base_row, first_place)
+        rows = (batch, head, n_heads, super_index, sizes, base_row, first_place)
         finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import class_box, parts_of, shared_arguments
 from dilabench.kernels.fused.sm90.tile_walk import tile_descriptor
 from dilabench.kernels.fused.tile_tables import tile_tables
@@ -27,22 +28,18 @@ def group_launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mass: Tensor | None,
+    results: Results,
     group: BranchGroup,
     causal: bool,
     scale: float,
     config: TileConfig,
-    merge: bool,
-    follows: bool,
 ) -> Launch:
     """As `forward.group_launch`; q, k and v in parts (`float_parts.parts`) where the kernel takes such."""
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     columns, rows = padded_dim(q.shape[-1]), {"q": config.block_m, "k": config.block_n, "v": config.block_n}
 
     def arguments(ragged: bool) -> Arguments:
-        n_items, parts = tables.items.shape[2], parts_of(q, out)
+        n_items, parts = tables.items.shape[2], parts_of(q, results.out)
         grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config, parts)
         given = {name: value for name, value in shared.items() if name not in kernel.without}
         tiles = {
@@ -50,19 +47,20 @@ def group_launch(
             for name, x in (("q", q), ("k", k), ("v", v))
         }
         more = {
-            "HEAD_DIM": out.shape[-1],
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "mass_ptr": mass,
+            "HEAD_DIM": results.out.shape[-1],
+            "out_ptr": results.out,
+            "lse_ptr": results.lse,
+            "mass_ptr": results.mass,
             "items_ptr": tables.items,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
             "heads_per_kv": group.heads_per_kv,
             "RAGGED": ragged and not causal,
-            "MERGE": merge,
-            "launch_pdl": follows,
+            "MERGE": results.merge,
+            "COMPACT": results.compact,
+            "launch_pdl": results.follows,
         }
         return grid, given | tiles | more | kernel.own
 
-    kind = (out.dtype, *out.shape[2:], causal, merge, follows, mass is None, config, *group.compiled_for)
+    kind = (*results.out.shape[2:], causal, config, *results.compiled_for, *group.compiled_for)
     return Launch(kernel.function, arguments, group.cuts_tiles(config.longest), kind)

@@ -59,6 +59,7 @@ class _Form(NamedTuple):
     WINDOWED: bool
     RAGGED: bool
     MERGE: bool
+    COMPACT: bool
     # The maximum is renewed in every step: the softmax is not what takes the time.
     LARGEST: float = 0.0
     RANGES: int = 0
@@ -235,11 +236,12 @@ def _parts_kernel(
     WINDOWED: gl.constexpr,
     RAGGED: gl.constexpr,
     MERGE: gl.constexpr,
+    COMPACT: gl.constexpr,
 ):
     # One program: one query tile of one class.
     gdc_launch_dependents()
     form: gl.constexpr = _form(
-        HEAD_DIM, COLUMNS, HEAD, TAIL, BLOCK_M, BLOCK_N, CAUSAL, SHIFTED, WINDOWED, RAGGED, MERGE
+        HEAD_DIM, COLUMNS, HEAD, TAIL, BLOCK_M, BLOCK_N, CAUSAL, SHIFTED, WINDOWED, RAGGED, MERGE, COMPACT
     )
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
@@ -312,7 +314,7 @@ def _parts_kernel(
         mbarrier.wait(v_full.index(0), (n - 1) & 1)
         added = _begin_sum(weights, v_smem, zero_sum, 0, HEAD, form)
         acc, tail = _end_sum(acc, tail, decay, added, weights, v_smem, zero_tail, form)
-        rows = (batch, head, n_heads, length, base_row, first_place)
+        rows = (batch, head, n_heads, super_index, sizes, base_row, first_place)
         finish(acc, tail, sums[0], sums[1], (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 

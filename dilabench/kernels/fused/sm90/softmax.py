@@ -4,7 +4,7 @@
 
 ``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED,
 WINDOWED, RANGES (of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the results that are
-there), DIM and TAIL (the last columns, tiles of their own).
+there), COMPACT (only rows that are covered are stored), DIM and TAIL (the last columns, tiles of their own).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, end_of, tile_of, window_rows
+from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, end_of, stored_rows, tile_of, window_rows
 
 # Steps between two that renew the running maximum, at most.
 KEPT = gl.constexpr(15)
@@ -185,8 +185,8 @@ def _store_columns(
 @gluon.jit
 def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, LAYOUT: gl.constexpr):
     """Write out and lse of ROWS queries from the accumulators, the running maximum and the running sum. ``whose``:
-    batch item, head and number of heads, length, first row of the super-segment and the place of its first token in
-    that; ``place`` as in `weigh`.
+    batch item, head and number of heads, super-segment, `segment_of`'s sizes, first row of the super-segment and the
+    place of its first token in that; ``place`` as in `weigh`.
     """
     DIM: gl.constexpr = form.value.DIM
     TAIL: gl.constexpr = form.value.TAIL
@@ -194,7 +194,8 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
     ROWS: gl.constexpr = form.value.ROWS
     MERGE: gl.constexpr = form.value.MERGE
     out_ptr, lse_ptr, mass_ptr = results
-    batch, head, n_heads, length, base_row, first_place = whose
+    batch, head, n_heads, super_index, sizes, base_row, first_place = whose
+    length = sizes[4]
     first_row, residue, _, ends = place
     token = ((base_row + first_row).to(gl.int64)) * R + residue + first_place
     # Rows beyond the end of the segment are another's, or none.
@@ -215,7 +216,11 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
     mine = mine / total
     theirs = mine
     lse = (top + gl.log2(total)) * 0.6931471805599453
-    lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * length + token + lse_rows * R
+    # Rows are stored at their tokens, or those that the class has one after another.
+    first, step, stored = token, R, length
+    if form.value.COMPACT:
+        first, step, stored = (super_index * sizes[0] + first_row).to(gl.int64), 1, stored_rows(sizes, R)
+    lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * stored + first + lse_rows * step
     # Until here programs of a launch that follows another ran beside the last ones of that, which may have written what
     # they merge with; and whoever waits for this launch waits for both.
     gdc_wait()
@@ -227,8 +232,8 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
         lse = higher + gl.log(ours + theirs)
         mine = mine * ours / (ours + theirs)
         theirs = theirs / (ours + theirs)
-    out_at = out_ptr + ((batch.to(gl.int64) * length + token) * n_heads + head) * DIM
-    row_stride = n_heads * R * DIM
+    out_at = out_ptr + ((batch.to(gl.int64) * stored + first) * n_heads + head) * DIM
+    row_stride = n_heads * step * DIM
     _store_columns(acc, out_at, row_stride, end, mine, theirs, MERGE, ROWS, HEAD, DIM)
     if TAIL:
         _store_columns(tail, out_at + HEAD, row_stride, end, mine, theirs, MERGE, ROWS, TAIL, DIM - HEAD)

@@ -90,6 +90,13 @@ def segment_of(super_index, sizes, R, SHIFTED: gl.constexpr):
 
 
 @gluon.jit
+def stored_rows(sizes, R):
+    """As `tile_walk.stored_rows`."""
+    super_rows, super_tokens, _, _, length = sizes
+    return length // super_tokens * super_rows + (length % super_tokens + R - 1) // R
+
+
+@gluon.jit
 def end_of(residue, ends):
     """Rows of a class in a super-segment; ``ends``: rows of all classes from its beginning on, how many classes have
     one more, and rows of the longest ones.
