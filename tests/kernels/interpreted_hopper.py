@@ -28,6 +28,7 @@ from dilabench.kernels.block_sparse import key_items
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.fused import apart as apart_places
 from dilabench.kernels.fused import backward, backward_at_once, forward, row_layout
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.tuning import TileConfig
@@ -270,6 +271,8 @@ if __name__ == "__main__":
         mock.patch.object(query_sums, "_PROGRAMS_OF_128_COLUMNS", 1.25),
         mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {64: BACKWARD, 128: BACKWARD}),
         mock.patch.object(tuning, "_SMALLEST_SPECIALIZED_BACKWARD", 32),
+        # So that branches that nest are merged class by class.
+        mock.patch.object(apart_places, "_MANY_TOKENS", 16),
         # So that lists of a few tiles are shared.
         mock.patch.object(key_items, "_LEAST_STEPS", 2),
         mock.patch.object(key_items, "_PROGRAMS", 64),

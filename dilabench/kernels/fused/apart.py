@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -20,15 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.launches import COPY_BYTES, Launches, run
+from dilabench.kernels.launches import COPY_BYTES, Arguments, Launch
 
 # Numbers that a program merges. GigaPath's five branches at 70001 tokens on one H100: 0.150 ms, 0.185 for 4096.
 _TILE = 2048
+# Programs of tokens that are in the same branches are few for fewer.
+_MANY_TOKENS = 128
 # What each branch has begins at a multiple of so many numbers, and so of 16 bytes, whatever the shape: kernels are
 # compiled anew for others.
 _UNIT = COPY_BYTES // 2
-# Of a branch in the table of a merge, before the class of each head.
-_COLUMNS = 6
+# Numbers of a branch in the table before the class of each head.
+_BEFORE_CLASSES = 8
 
 
 class Apart(NamedTuple):
@@ -43,42 +45,34 @@ class ApartPlaces:
     """Where the rows of groups of a single branch stand in `Apart`: n rows (`BranchGroup.stored_rows`) of each head in
     out [B, n, H, D] and lse [B, H, n].
 
-    shape: of all rows, [B, N, H, D]. outs, lses: where groups begin, and the end. classes: that of each head, by group,
-    int32 on the device. table: int32, of each group the units that its out and lse begin at, rate, tokens and rows of a
-    segment, stored rows, and those classes.
+    shape: of all rows, [B, N, H, D]. outs, lses: where groups begin, and the end. table: int32, of each group the units
+    that its out and lse begin at, rate, tokens and rows of a segment, stored rows, and the class of each head. step:
+    where it `is_uniform`, tokens so far apart are in the same branches, and there are many of them.
     """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...]
     outs: tuple[int, ...]
     lses: tuple[int, ...]
-    classes: tuple[Tensor, ...]
     table: Tensor
+    step: int
+    is_uniform: bool
 
     @classmethod
     def of(cls, groups: Sequence[BranchGroup], q: Tensor) -> ApartPlaces:
         """For the results of queries q [B, N, H, D]."""
-        batch, _, heads, dim = q.shape
+        batch, length, heads, dim = q.shape
         rows = tuple(group.stored_rows for group in groups)
         outs = tuple(accumulate((_padded(batch * n * heads * dim) for n in rows), initial=0))
         lses = tuple(accumulate((_padded(batch * n * heads) for n in rows), initial=0))
-        table = np.array(
-            [
-                (
-                    out // _UNIT,
-                    lse // _UNIT,
-                    group.modulus,
-                    group.super_tokens,
-                    group.super_rows,
-                    n,
-                    *group.class_of_head,
-                )
-                for group, n, out, lse in zip(groups, rows, outs, lses, strict=False)
-            ],
-            np.int32,
-        )
-        classes = tuple(_on_device(group.class_of_head, q.device) for group in groups)
-        return cls(tuple(q.shape), rows, outs, lses, classes, torch.from_numpy(table).to(q.device))
+        table = np.zeros((len(rows), _BEFORE_CLASSES + heads + -heads % (COPY_BYTES // 4)), np.int32)
+        for line, group, n, out, lse in zip(table, groups, rows, outs, lses, strict=False):
+            line[:6] = out // _UNIT, lse // _UNIT, group.modulus, group.super_tokens, group.super_rows, n
+            line[_BEFORE_CLASSES : _BEFORE_CLASSES + heads] = group.class_of_head
+        step = lcm(*(group.modulus for group in groups))
+        is_uniform = length // step >= _MANY_TOKENS and not any(group.is_shifted for group in groups)
+        there = torch.from_numpy(table).to(q.device)
+        return cls(tuple(q.shape), rows, outs, lses, there, step, is_uniform)
 
     def room(self, q: Tensor) -> Apart:
         """Room for them, of the dtype of q."""
@@ -95,63 +89,59 @@ class ApartPlaces:
             for n, out, lse in zip(self.rows, self.outs, self.lses, strict=False)
         ]
 
-    def merged(self, apart: Apart, known: Launches) -> tuple[Tensor, Tensor]:
-        """out [B, N, H, D] and lse [B, H, N] of all groups; a row that none covers has out 0 and lse -inf. known: the
-        launches of the pass.
+    def classes(self, index: int) -> Tensor:
+        """The class of each head in a group, [H] int32."""
+        return self.table[index, _BEFORE_CLASSES : _BEFORE_CLASSES + self.shape[2]]
+
+    def merge(self, tensors: dict[str, Tensor]) -> Launch:
+        """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
+        covers.
         """
         batch, length, heads, dim = self.shape
-        out = apart.outs.new_empty(self.shape)
-        lse = apart.lses.new_empty((batch, heads, length))
-        tensors = {"outs": apart.outs, "lses": apart.lses, "out": out, "lse": lse}
-        if known.repeat("merged", tensors):
-            return out, lse
         columns = triton.next_power_of_2(dim)
         rows = max(1, _TILE // columns)
-        arguments = {
-            **{f"{name}_ptr": x for name, x in tensors.items()},
-            "table_ptr": self.table,
-            "length": length,
-            "n_heads": heads,
-            "GROUPS": len(self.rows),
-            "WIDTH": _COLUMNS,
-            "UNIT": _UNIT,
-            "HEAD_DIM": dim,
-            "COLUMNS": columns,
-            "ROWS": rows,
-        }
-        grid = (triton.cdiv(length, rows) * batch * heads,)
-        known.keep("merged", run(_merge_kernel, grid, arguments), tensors)
-        return out, lse
+
+        def arguments(uniform: bool) -> Arguments:
+            step = self.step if uniform else 1
+            own = {
+                **{f"{name}_ptr": x for name, x in tensors.items()},
+                "table_ptr": self.table,
+                "length": length,
+                "n_heads": heads,
+                "step": step,
+                "width": self.table.shape[1],
+                "GROUPS": len(self.rows),
+                "BEFORE_CLASSES": _BEFORE_CLASSES,
+                "UNIFORM": uniform,
+                "UNIT": _UNIT,
+                "HEAD_DIM": dim,
+                "COLUMNS": columns,
+                "ROWS": rows,
+            }
+            return (triton.cdiv(triton.cdiv(length, step), rows) * step * batch * heads,), own
+
+        kind = (tensors["out"].dtype, dim, len(self.rows))
+        return Launch(_merge_kernel, arguments, self.is_uniform, kind)
 
 
 def _padded(elements: int) -> int:
     return elements + -elements % _UNIT
 
 
-@lru_cache(maxsize=256)
-def _on_device(classes: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(classes, dtype=torch.int32, device=device)
-
-
 @triton.jit
-def _own_rows(table_ptr, group, head, n_heads, token, valid, WIDTH: tl.constexpr):
-    """Which tokens a group covers, and the rows that they are stored in."""
-    at = table_ptr + group * (WIDTH + n_heads)
-    rate, segment_tokens, segment_rows = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    inside = token % segment_tokens
-    covered = valid & (inside % rate == tl.load(at + WIDTH + head))
-    return covered, token // segment_tokens * segment_rows + inside // rate
+def _add_own(state, outs_ptr, lses_ptr, lse_at, out_at, seen, column, HEAD_DIM: tl.constexpr):
+    """The running maximum, sum and rows of `_merge_kernel` with those of one more branch."""
+    top, total, merged = state
+    lse = tl.load(lses_ptr + lse_at, seen, float("-inf"))
+    there = (lse != float("-inf"))[:, None] & (column < HEAD_DIM)[None, :]
+    out = tl.load(outs_ptr + out_at[:, None] + column[None, :], there, 0.0)
+    higher = tl.maximum(top, lse)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    kept, share = tl.exp(top - safe), tl.exp(lse - safe)
+    return higher, total * kept + share, merged * kept[:, None] + out.to(tl.float32) * share[:, None]
 
 
-@triton.jit
-def _own_lse(lses_ptr, table_ptr, group, batch, head, n_heads, token, valid, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    covered, row = _own_rows(table_ptr, group, head, n_heads, token, valid, WIDTH)
-    at = table_ptr + group * (WIDTH + n_heads)
-    begin = tl.load(at + 1).to(tl.int64) * UNIT + (batch * n_heads + head).to(tl.int64) * tl.load(at + 5)
-    return tl.load(lses_ptr + begin + row, covered, float("-inf"))
-
-
-@triton.jit(do_not_specialize=("length", "n_heads"))
+@triton.jit(do_not_specialize=("length", "n_heads", "step", "width"))
 def _merge_kernel(
     outs_ptr,
     lses_ptr,
@@ -160,40 +150,56 @@ def _merge_kernel(
     table_ptr,
     length,
     n_heads,
+    step,
+    width,
     GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BEFORE_CLASSES: tl.constexpr,
+    UNIFORM: tl.constexpr,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    # One program: tokens of a head that are ``step`` apart. UNIFORM: a branch covers all of them or none.
     pid = tl.program_id(0)
     head = pid % n_heads
     rest = pid // n_heads
-    blocks = tl.cdiv(length, ROWS)
-    token = (rest % blocks) * ROWS + tl.arange(0, ROWS)
+    place = rest % step
+    rest = rest // step
+    blocks = tl.cdiv(tl.cdiv(length, step), ROWS)
+    turn = (rest % blocks) * ROWS + tl.arange(0, ROWS)
     batch = rest // blocks
+    token = turn * step + place
     valid = token < length
     column = tl.arange(0, COLUMNS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    for group in tl.static_range(GROUPS):
-        own = _own_lse(lses_ptr, table_ptr, group, batch, head, n_heads, token, valid, WIDTH, UNIT)
-        top = tl.maximum(top, own)
-    safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([ROWS], tl.float32)
     merged = tl.zeros([ROWS, COLUMNS], tl.float32)
     for group in tl.static_range(GROUPS):
-        share = tl.exp(_own_lse(lses_ptr, table_ptr, group, batch, head, n_heads, token, valid, WIDTH, UNIT) - safe)
-        total += share
-        _, row = _own_rows(table_ptr, group, head, n_heads, token, valid, WIDTH)
-        at = table_ptr + group * (WIDTH + n_heads)
-        row = batch.to(tl.int64) * tl.load(at + 5) + row
-        begin = tl.load(at).to(tl.int64) * UNIT
-        there = (share != 0.0)[:, None] & (column < HEAD_DIM)[None, :]
-        x = tl.load(outs_ptr + begin + ((row * n_heads + head) * HEAD_DIM)[:, None] + column[None, :], there, 0.0)
-        merged += x.to(tl.float32) * share[:, None]
+        of_group = table_ptr + group * width
+        rate, own_class = tl.load(of_group + 2), tl.load(of_group + BEFORE_CLASSES + head)
+        stored = tl.load(of_group + 5)
+        first_lse = tl.load(of_group + 1).to(tl.int64) * UNIT + (batch * n_heads + head).to(tl.int64) * stored
+        first_out = tl.load(of_group).to(tl.int64) * UNIT + (batch.to(tl.int64) * stored * n_heads + head) * HEAD_DIM
+        if UNIFORM:
+            if place % rate == own_class:
+                row = (place // rate + turn * (step // rate)).to(tl.int64)
+                out_at = first_out + row * (n_heads * HEAD_DIM)
+                top, total, merged = _add_own(
+                    (top, total, merged), outs_ptr, lses_ptr, first_lse + row, out_at, valid, column, HEAD_DIM
+                )
+        else:
+            segment_tokens = tl.load(of_group + 3)
+            segment = token // segment_tokens
+            inside = token - segment * segment_tokens
+            within = inside // rate
+            row = (segment * tl.load(of_group + 4) + within).to(tl.int64)
+            out_at = first_out + row * (n_heads * HEAD_DIM)
+            seen = valid & (inside - within * rate == own_class)
+            top, total, merged = _add_own(
+                (top, total, merged), outs_ptr, lses_ptr, first_lse + row, out_at, seen, column, HEAD_DIM
+            )
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = ((batch.to(tl.int64) * length + token) * n_heads + head)[:, None] * HEAD_DIM + column[None, :]
     tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), valid[:, None] & (column < HEAD_DIM)[None, :])
-    lse_at = (batch * n_heads + head).to(tl.int64) * length + token
-    tl.store(lse_ptr + lse_at, top + tl.log(total), valid)
+    tl.store(lse_ptr + (batch * n_heads + head).to(tl.int64) * length + token, top + tl.log(total), valid)

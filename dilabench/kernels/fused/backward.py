@@ -429,7 +429,7 @@ class _RowSums:
         if self._apart is not None:
             index = self._groups.index(step.group)
             out, lse = self._own[index]
-            return row_sums(out, *given, one_class=OneClass(lse, self._places.classes[index], step.group.super_rows))
+            return row_sums(out, *given, one_class=OneClass(lse, self._places.classes(index), step.group.super_rows))
         stats = row_sums(self._out, *given, self._delta, self._found)
         self._found = self._delta is not None
         return stats

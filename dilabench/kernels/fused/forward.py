@@ -277,17 +277,22 @@ def fused_forward_apart(
     places = known.once("places", lambda: ApartPlaces.of(plan.groups, q))
     apart = places.room(q)
     tensors = []
-    for group, (out, lse) in zip(plan.groups, places.each(apart), strict=True):
+    for group, (own, own_lse) in zip(plan.groups, places.each(apart), strict=True):
         mass = {"mass": log_masses[group.branches[0]]} if log_masses else {}
-        tensors.append({"out": out, "lse": lse, **operands, **mass})
+        tensors.append({"out": own, "lse": own_lse, **operands, **mass})
+    batch, length, num_heads, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty((batch, num_heads, length), dtype=torch.float32, device=q.device)
+    merged = {"outs": apart.outs, "lses": apart.lses, "out": out, "lse": lse}
 
     def prepare() -> Iterator[Launch]:
         for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):
             results = Results(own["out"], own["lse"], own.get("mass"), follows=index > 0, compact=True)
             yield _launch_of(own, results, group, plan.causal, scale, config)
+        yield places.merge(merged)
 
-    known.make(range(len(plan.groups)), tensors, prepare)
-    return *places.merged(apart, known), apart
+    known.make([*range(len(plan.groups)), "merged"], [*tensors, merged], prepare)
+    return out, lse, apart
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:
