@@ -160,7 +160,7 @@ def _groups(
 
 # A later group re-reads and re-writes the output rows it covers, and is further launches: of a row and of a group that
 # is about as much as so many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
-# forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first and without the second).
+# forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first alone).
 _MERGE_COST_PAIRS, _GROUP_COST_PAIRS = 128, 2_000_000
 
 
