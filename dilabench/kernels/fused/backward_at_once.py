@@ -65,10 +65,13 @@ _TWO_PASSES, _OF_SEVERAL_HEADS = 1.27, 1.22
 
 
 def _is_faster(steps: list[AtOnce], q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Whether one launch of each group costs less than two of smaller tiles: those at once overlap, so that only the
+    longest program of all is waited for, and pay for sums of dQ.
+    """
     dim = q.shape[-1]
     step_ms = next(ms for largest, ms in _STEP_MS.items() if dim <= largest)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    at_once = longest_of_all = 0.0
+    shares = longest_of_all = 0.0
     two_passes = len(steps) * _LAUNCH_MS
     slower = step_ms * _TWO_PASSES * (1 if q.shape[2] == k.shape[2] else _OF_SEVERAL_HEADS)
     for group, tiles, _ in steps:
@@ -76,13 +79,13 @@ def _is_faster(steps: list[AtOnce], q: Tensor, k: Tensor, causal: bool) -> bool:
         pairs = q.shape[0] * computed_pairs(group, min(tiles.block_m, group.largest_tile), causal)
         mean = pairs / (rows * tiles.block_m)
         longest = mean * (2 if causal else 1) + _BESIDE_STEPS
-        shared_out = rows / tiles.block_n * (mean + _BESIDE_STEPS) / processors
-        at_once += shared_out
+        # Steps of a multiprocessor.
+        share = rows / tiles.block_n * (mean + _BESIDE_STEPS) / processors
+        shares += share
         longest_of_all = max(longest_of_all, longest)
-        two_passes += slower * max(shared_out, _LONGEST_OF_TWO * longest)
-    sums = _SUMS_MS + _SUMS_MS_OF_MILLION * q.numel() / 1e6
-    launches = len(steps) * _LAUNCH_MS
-    return sums + launches + step_ms * max(at_once, _LONGEST_AT_ONCE * longest_of_all) < two_passes
+        two_passes += slower * max(share, _LONGEST_OF_TWO * longest)
+    at_once = len(steps) * _LAUNCH_MS + step_ms * max(shares, _LONGEST_AT_ONCE * longest_of_all)
+    return at_once + _SUMS_MS + _SUMS_MS_OF_MILLION * q.numel() / 1e6 < two_passes
 
 
 def run_at_once(
