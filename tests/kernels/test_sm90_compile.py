@@ -423,8 +423,10 @@ def narrow(
     return gluon_compiled(kernel, constants, tiles, {"num_warps": 4, "maxnreg": config.max_registers})
 
 
-@pytest.mark.parametrize(("merge", "compact"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(("causal", "cut"), MASKS)
+@pytest.mark.parametrize(
+    ("causal", "cut", "merge", "compact"),
+    [*((*mask, merge, False) for mask in MASKS for merge in (False, True)), (False, True, False, True)],
+)
 @pytest.mark.parametrize(
     "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
 )

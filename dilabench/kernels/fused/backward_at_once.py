@@ -50,7 +50,7 @@ def groups_at_once(plan: ResiduePlan, q: Tensor, k: Tensor) -> list[AtOnce]:
 
 
 # Milliseconds of both ways on one H100, of a step (a tile of queries against one of keys) up to a head dim, and of a
-# launch. Fitted to 212 random plans of one to four branches, up to 64,000 tokens, head dims of 48 to 128
+# launch. Fitted to 212 random plans of one to four branches, up to 56,000 tokens, head dims of 48 to 128
 # (docs/figures/h100-backward-at-once.json): the way that they give takes 1.02 times the faster one's time in the mean.
 _STEP_MS = {64: 0.00145, 128: 0.0024}
 _LAUNCH_MS = 0.0085
