@@ -31,7 +31,7 @@ OUTDATED = (
     # Without the copies of k and v in whole memory lines that it makes where keys are read often.
     | {("h200-gigapath", "fused", 70001, "forward")}
     # With all rows of each branch's own result, of which it keeps those that the branch covers since.
-    | {("h100-gigapath-large", "fused", 70001, "both")}
+    | {(f"h100-gigapath-large{when}", "fused", 70001, "both") for when in ("", "-before")}
     # Without the parts that float32 comes to the kernels in since.
     | {("h200-float32", "fused", 8192, "forward"), ("h200-float32", "fused", 8192, "both")}
     # With a second gradient of out, which took the batch axis of packed shards away and is no longer made.
