@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
@@ -20,9 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launches import COPY_BYTES, Arguments, Launch
 
-# Numbers that a program merges. GigaPath's five branches at 70001 tokens on one H100: 0.150 ms, 0.185 for 4096.
+# Numbers that a program merges. GigaPath's five branches at 70001 tokens took 0.150 ms on one H100 when all rows were
+# stored, and 0.185 with 4096.
 _TILE = 2048
 # Programs of tokens that are in the same branches are few for fewer.
 _MANY_TOKENS = 128
@@ -59,9 +62,9 @@ class ApartPlaces:
     is_uniform: bool
 
     @classmethod
-    def of(cls, groups: Sequence[BranchGroup], q: Tensor) -> ApartPlaces:
-        """For the results of queries q [B, N, H, D]."""
-        batch, length, heads, dim = q.shape
+    def of(cls, groups: Sequence[BranchGroup], shape: Sequence[int], device: torch.device) -> ApartPlaces:
+        """For the results of queries of this shape."""
+        batch, length, heads, dim = shape
         rows = tuple(group.stored_rows for group in groups)
         outs = tuple(accumulate((_padded(batch * n * heads * dim) for n in rows), initial=0))
         lses = tuple(accumulate((_padded(batch * n * heads) for n in rows), initial=0))
@@ -71,8 +74,7 @@ class ApartPlaces:
             line[_BEFORE_CLASSES : _BEFORE_CLASSES + heads] = group.class_of_head
         step = lcm(*(group.modulus for group in groups))
         is_uniform = length // step >= _MANY_TOKENS and not any(group.is_shifted for group in groups)
-        there = torch.from_numpy(table).to(q.device)
-        return cls(tuple(q.shape), rows, outs, lses, there, step, is_uniform)
+        return cls(tuple(shape), rows, outs, lses, torch.from_numpy(table).to(device), step, is_uniform)
 
     def room(self, q: Tensor) -> Apart:
         """Room for them, of the dtype of q."""
@@ -124,17 +126,24 @@ class ApartPlaces:
         return Launch(_merge_kernel, arguments, self.is_uniform, kind)
 
 
+@lru_cache(maxsize=32)
+def apart_places(plan: ResiduePlan, shape: torch.Size, device: torch.device, _kind: type[Tensor]) -> ApartPlaces:
+    """Of the groups of a plan, for tensors of a kind (what has data, or is only traced): those of few lengths stay."""
+    return ApartPlaces.of(plan.groups, shape, device)
+
+
 def _padded(elements: int) -> int:
     return elements + -elements % _UNIT
 
 
 @triton.jit
-def _add_own(state, outs_ptr, lses_ptr, lse_at, out_at, seen, column, HEAD_DIM: tl.constexpr):
+def _add_own(state, out_ptr, lse_ptr, row, seen, n_heads, column, HEAD_DIM: tl.constexpr):
     """The running maximum, sum and rows of `_merge_kernel` with those of one more branch."""
     top, total, merged = state
-    lse = tl.load(lses_ptr + lse_at, seen, float("-inf"))
+    row = row.to(tl.int64)
+    lse = tl.load(lse_ptr + row, seen, float("-inf"))
     there = (lse != float("-inf"))[:, None] & (column < HEAD_DIM)[None, :]
-    out = tl.load(outs_ptr + out_at[:, None] + column[None, :], there, 0.0)
+    out = tl.load(out_ptr + (row * (n_heads * HEAD_DIM))[:, None] + column[None, :], there, 0.0)
     higher = tl.maximum(top, lse)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     kept, share = tl.exp(top - safe), tl.exp(lse - safe)
@@ -179,26 +188,21 @@ def _merge_kernel(
         of_group = table_ptr + group * width
         rate, own_class = tl.load(of_group + 2), tl.load(of_group + BEFORE_CLASSES + head)
         stored = tl.load(of_group + 5)
-        first_lse = tl.load(of_group + 1).to(tl.int64) * UNIT + (batch * n_heads + head).to(tl.int64) * stored
-        first_out = tl.load(of_group).to(tl.int64) * UNIT + (batch.to(tl.int64) * stored * n_heads + head) * HEAD_DIM
+        own_lse = lses_ptr + tl.load(of_group + 1).to(tl.int64) * UNIT + (batch * n_heads + head).to(tl.int64) * stored
+        own_out = outs_ptr + tl.load(of_group).to(tl.int64) * UNIT
+        own_out += (batch.to(tl.int64) * stored * n_heads + head) * HEAD_DIM
+        state = (top, total, merged)
         if UNIFORM:
             if place % rate == own_class:
-                row = (place // rate + turn * (step // rate)).to(tl.int64)
-                out_at = first_out + row * (n_heads * HEAD_DIM)
-                top, total, merged = _add_own(
-                    (top, total, merged), outs_ptr, lses_ptr, first_lse + row, out_at, valid, column, HEAD_DIM
-                )
+                row = place // rate + turn * (step // rate)
+                top, total, merged = _add_own(state, own_out, own_lse, row, valid, n_heads, column, HEAD_DIM)
         else:
             segment_tokens = tl.load(of_group + 3)
             segment = token // segment_tokens
             inside = token - segment * segment_tokens
             within = inside // rate
-            row = (segment * tl.load(of_group + 4) + within).to(tl.int64)
-            out_at = first_out + row * (n_heads * HEAD_DIM)
-            seen = valid & (inside - within * rate == own_class)
-            top, total, merged = _add_own(
-                (top, total, merged), outs_ptr, lses_ptr, first_lse + row, out_at, seen, column, HEAD_DIM
-            )
+            row, seen = segment * tl.load(of_group + 4) + within, valid & (inside - within * rate == own_class)
+            top, total, merged = _add_own(state, own_out, own_lse, row, seen, n_heads, column, HEAD_DIM)
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = ((batch.to(tl.int64) * length + token) * n_heads + head)[:, None] * HEAD_DIM + column[None, :]
     tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), valid[:, None] & (column < HEAD_DIM)[None, :])

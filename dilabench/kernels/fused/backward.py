@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart, ApartPlaces
+from dilabench.kernels.fused.apart import Apart, apart_places
 from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.float_parts import is_readable, readable
+from dilabench.kernels.fused.float_parts import all_readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     IN_PARTS,
@@ -372,9 +372,7 @@ def fused_backward(
     if more := columns_to_add(dim, q.dtype, q.device):
         given = {name: with_columns(x, more) for name, x in given.items()}
     q, k, v, _ = given.values()
-    operands = given
-    if not known.once("whole", lambda: all(is_readable(x, plan.groups) for x in given.values())):
-        operands = {name: readable(x, plan.groups, known, f"parts of {name}") for name, x in given.items()}
+    operands = all_readable(given, plan.groups, known)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     at_once, sums = [], None
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
@@ -416,20 +414,20 @@ class _RowSums:
     def __init__(
         self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, apart: Apart | None, known: Launches
     ) -> None:
-        self._out, self._dout, self._lse = out, dout, lse
-        self._groups, self._apart, self._known = plan.groups, apart, known
+        self._out, self._dout, self._lse, self._known = out, dout, lse, known
         self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and apart is None else None
         self._found = False
+        self._own: dict[int, tuple[Tensor, OneClass]] = {}
         if apart is not None:
-            self._places: ApartPlaces = known.once("places", lambda: ApartPlaces.of(plan.groups, out))
-            self._own = self._places.each(apart)
+            places = apart_places(plan, out.shape, out.device, type(out))
+            for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.each(apart), strict=True)):
+                self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
         given = (self._dout, self._lse, step.stats_layout, self._known, ("row sums", name))
-        if self._apart is not None:
-            index = self._groups.index(step.group)
-            out, lse = self._own[index]
-            return row_sums(out, *given, one_class=OneClass(lse, self._places.classes(index), step.group.super_rows))
+        if self._own:
+            out, one_class = self._own[id(step.group)]
+            return row_sums(out, *given, one_class=one_class)
         stats = row_sums(self._out, *given, self._delta, self._found)
         self._found = self._delta is not None
         return stats

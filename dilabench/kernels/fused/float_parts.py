@@ -46,6 +46,13 @@ def readable(x: Tensor, groups: Sequence[BranchGroup], known: Launches | None = 
     return parts(x, common_modulus(groups), known, name) if come_in_parts(x) else whole_classes(x, groups)
 
 
+def all_readable(given: dict[str, Tensor], groups: Sequence[BranchGroup], known: Launches) -> dict[str, Tensor]:
+    """All of these as kernels read them, each by its name. known: launches of the pass."""
+    if known.once("whole", lambda: all(is_readable(x, groups) for x in given.values())):
+        return given
+    return {name: readable(x, groups, known, f"parts of {name}") for name, x in given.items()}
+
+
 def parts(x: Tensor, modulus: int, known: Launches | None = None, name: object = None) -> Tensor:
     """The parts of float32 ``x [B, N, H, D]`` as bfloat16 [3B, N', H, D'], those of a batch element one after another.
 

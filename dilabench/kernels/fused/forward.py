@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart, ApartPlaces
+from dilabench.kernels.fused.apart import Apart, apart_places
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.float_parts import is_readable, readable
+from dilabench.kernels.fused.float_parts import all_readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import (
@@ -274,7 +274,7 @@ def fused_forward_apart(
     known = launches("forward apart", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
     scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     operands = _as_read(q, k, v, plan, known)
-    places = known.once("places", lambda: ApartPlaces.of(plan.groups, q))
+    places = apart_places(plan, q.shape, q.device, type(q))
     apart = places.room(q)
     tensors = []
     for group, (own, own_lse) in zip(plan.groups, places.each(apart), strict=True):
@@ -297,9 +297,7 @@ def fused_forward_apart(
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:
     """q, k and v as kernels read them."""
-    given = {"q": q, "k": k, "v": v}
-    if not known.once("whole", lambda: all(is_readable(x, plan.groups) for x in given.values())):
-        given = {name: readable(x, plan.groups, known, f"parts of {name}") for name, x in given.items()}
+    given = all_readable({"q": q, "k": k, "v": v}, plan.groups, known)
     if more := known.once("columns", lambda: _columns_to_add(k, plan)):
         # A program copies its queries once.
         given |= {name: with_columns(given[name], more) for name in "kv"}
