@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from dilabench.workload.spec import AUTO_TOKENS, DType
 
 DeviceKind = Literal["cpu", "cuda"]
 DeviceClass = Literal["cpu", "older", "sm80", "sm90"]
+
+CXX_COMPILERS = ("c++", "g++", "clang++")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,12 @@ def detect(device: str = "auto") -> Machine:
         raise EnvironmentNotReady(f"device 'cuda' cannot be used: {no_cuda}; use --device cpu or auto")
     kind: DeviceKind = "cpu" if device == "cpu" or no_cuda else "cuda"
     return Machine(device=kind, gpus=gpus, no_cuda="device cpu was asked for" if device == "cpu" else no_cuda)
+
+
+def cxx_compiler() -> str | None:
+    """Path of the C++ compiler: $CXX, else the first of CXX_COMPILERS that is there."""
+    names = filter(None, (os.environ.get("CXX"), *CXX_COMPILERS))
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:

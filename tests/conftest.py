@@ -72,6 +72,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is visible to torch"))
 
 
+@pytest.fixture
+def with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are those of a machine with a C++ compiler, here or not."""
+    from dilabench.plugins import requirements
+
+    monkeypatch.setattr(requirements, "_unmet_compiler", lambda: None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_device_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Where tests share the processor, their runs need not wait for those of another process, nor for anyone else's."""

@@ -8,20 +8,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from dilabench.errors import PluginError
-from dilabench.machine import Machine
+from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
 from dilabench.plugins.boundary import guarded
 
-_REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
+_REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.+-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
 # The forms that a version may have where it is none.
-_VERSIONS = {"cuda": r"(sm\d{2,3})?", "gpus": r"\d{0,4}"}
+_VERSIONS = {"cuda": r"(sm\d{2,3})?", "gpus": r"\d{0,4}", "c++": ""}
 
 
 def unmet(requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
     """Requirements that this machine does not meet, each with what is there instead.
 
-    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'module' or 'module>=1.2' (an importable module and the version of
-    its distribution), 'some-distribution>=1.2' (a name with a dash is an installed distribution, for modules that
-    several distributions share), and alternatives as in 'cuda>=sm80|cpu'.
+    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler), 'module' or 'module>=1.2' (an importable module
+    and the version of its distribution), 'some-distribution>=1.2' (a name with a dash is an installed distribution, for
+    modules that several distributions share), and alternatives as in 'cuda>=sm80|cpu'.
     """
     return tuple(reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine)))
 
@@ -60,6 +60,8 @@ def _unmet(requirement: str, machine: Machine) -> str | None:
     if name == "gpus":
         needed = int(version or 1)
         return None if len(machine.gpus) >= needed else f"needs {needed} GPUs, have {len(machine.gpus)}"
+    if name == "c++":
+        return _unmet_compiler()
     return _unmet_distribution(name, version) if "-" in name else _unmet_module(name, version)
 
 
@@ -71,6 +73,10 @@ def _unmet_cuda(version: str | None, machine: Machine) -> str | None:
         if machine.compute_capability < needed:
             return f"needs cuda sm{needed} or newer, have sm{machine.compute_capability}"
     return None
+
+
+def _unmet_compiler() -> str | None:
+    return None if cxx_compiler() else f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} is on the path"
 
 
 def _unmet_distribution(name: str, version: str | None) -> str | None:

@@ -62,6 +62,7 @@ def test_configs_are_listed_without_a_suite(cli):
     assert listed.stdout == cli("list", "workloads").stdout
 
 
+@pytest.mark.usefixtures("with_a_compiler")
 @pytest.mark.parametrize("width", [80, 120])
 def test_snapshots(cli, monkeypatch, tmp_path, width):
     monkeypatch.setenv("TERMINAL_WIDTH", str(width))

@@ -1,66 +1,193 @@
-"""torch's CPU kernel in the dtype in which it is faster, against float64."""
+"""Our flash attention in C++ against float64, by every way that it may be compiled and run."""
 
 from __future__ import annotations
 
-import itertools
+import ctypes
+import platform
+import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from dilabench.kernels import cpu_flash
+from dilabench.backends import flash_cpu, math
+from dilabench.errors import EnvironmentNotReady
+from dilabench.kernels.cpu import compiled, flash
+from dilabench.machine import cxx_compiler
 
-HALF = (torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler, none is on the path")
 
-
-@pytest.fixture(params=[False, True], ids=["without instructions for it", "with them"])
-def native(request, monkeypatch) -> bool:
-    """Whether the processor is taken for one that multiplies half precision."""
-    monkeypatch.setattr(cpu_flash, "_MULTIPLIES_FLOAT16", request.param)
-    monkeypatch.setattr(cpu_flash, "_MULTIPLIES_TILES", request.param)
-    return request.param
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+MASKS = [(False, (-1, -1)), (True, (-1, -1)), (True, (30, 0)), (False, (7, 3)), (False, (100, -1)), (False, (-1, 5))]
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
-    return torch.softmax(logits, -1) @ v, torch.logsumexp(logits, -1)
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> int:
+    """So many of them, however little there is to do."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "LEAST_FLOPS", 1)
+        torch.set_num_threads(request.param)
+        yield request.param
+        torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("dtype", "rows"), [*itertools.product(HALF, (40, 200))])
-def test_results_are_those_of_the_kernel_to_rounding(native, dtype, rows, masked):
-    generator = torch.Generator().manual_seed(rows)
-    q, k, v, dout = (torch.randn(2, 2, rows, 16, generator=generator).to(dtype) for _ in range(4))
-    ahead = torch.arange(rows) - torch.arange(rows)[:, None]
-    hidden = (ahead > 0) | (ahead < -9 if masked else ahead > rows)
-
-    def given(backward: bool) -> dict:
-        if not masked:
-            return {"causal": True}
-        of_pass = cpu_flash.compute_dtype(q, backward=backward)
-        return {"mask": torch.zeros(rows, rows, dtype=of_pass).masked_fill_(hidden, -torch.inf)}
-
-    out, lse = cpu_flash.attend(q, k, v, scale=0.25, **given(backward=False))
-    gradients = cpu_flash.attend_backward(dout, q, k, v, out, lse, scale=0.25, **given(backward=True))
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    want, want_lse = exact(*leaves, hidden, 0.25)
-    wanted = torch.autograd.grad(want, leaves, dout.double())
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    assert {x.dtype for x in gradients} == {cpu_flash.compute_dtype(q, backward=True)}
-    rounding = torch.finfo(dtype).eps
-    assert (lse - want_lse).abs().max() < rounding / 4
-    for got, right in zip((out, *gradients), (want, *wanted), strict=True):
-        assert (got.double() - right).norm() / right.norm() < 2 * rounding
+def operands(batch: int, queries: int, keys: int, heads: int, key_heads: int, dim: int, dtype: torch.dtype):
+    q, dout = (torch.randn(batch, queries, heads, dim).to(dtype) for _ in range(2))
+    k, v = (torch.randn(batch, keys, key_heads, dim).to(dtype) for _ in range(2))
+    return q, k, v, dout
 
 
-def test_passes_are_in_float32_where_that_is_faster(native):
-    def dtypes(dtype: torch.dtype, rows: int, dim: int) -> tuple[torch.dtype, torch.dtype]:
-        q = torch.empty(1, 1, rows, dim, dtype=dtype, device="meta")
-        forward, backward = (cpu_flash.compute_dtype(q, backward=one) for one in (False, True))
-        return forward, backward
+def agrees(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **mask: object) -> None:
+    exact = [x.double() for x in (q, k, v)]
+    out, lse = math.attend(*exact, **mask)
+    expected = out, lse, *math.attend_backward(dout.double(), *exact, out, lse, **mask)
+    out, lse = flash_cpu.attend(q, k, v, **mask)
+    found = out, lse, *flash_cpu.attend_backward(dout, q, k, v, out, lse, **mask)
+    assert lse.dtype == torch.float32
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        assert one.shape == other.shape
+        error = (one.double() - other).norm() / other.norm().clamp_min(1e-3)
+        assert error < TOLERANCES[q.dtype], (name, float(error), list(q.shape), list(k.shape), mask)
 
-    single, half, brain = torch.float32, *reversed(HALF)
-    assert dtypes(torch.float64, 32, 64) == (torch.float64, torch.float64)
-    assert dtypes(half, 1024, 192) == ((half, half) if native else (single, single))
-    assert dtypes(brain, 191, 128) == (brain, brain if native else single)
-    assert dtypes(brain, 192, 128) == dtypes(brain, 64, 129) == (brain, brain)
+
+def random_call(draw: random.Random) -> None:
+    key_heads, queries = draw.choice((1, 2, 3)), draw.randrange(1, 300)
+    causal, window = draw.choice(MASKS)
+    keys = queries if causal or window != (-1, -1) else draw.randrange(1, 300)
+    dim, dtype = draw.choice((1, 5, 16, 24, 40, 48, 64, 100, 128, 200)), draw.choice((torch.float32, *TOLERANCES))
+    given = operands(draw.choice((1, 2)), queries, keys, key_heads * draw.choice((1, 2)), key_heads, dim, dtype)
+    agrees(*given, causal=causal, window=window, scale=dim**-0.5)
+
+
+def random_calls(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(12):
+        random_call(draw)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls(threads: int, seed: int) -> None:
+    random_calls(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_narrower_registers(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if platform.machine() != "x86_64" or (processor == "haswell" and not torch.cpu._is_avx2_supported()):
+        pytest.skip(f"this processor runs no code for {processor}")
+    compiled_for(monkeypatch, tmp_path, f"-march={processor}")
+    random_calls(7)
+
+
+@pytest.mark.slow
+def test_threads_of_its_own(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(flash, "openmp_parallel", lambda: 0)
+    random_calls(8)
+
+
+def compiled_for(monkeypatch: pytest.MonkeyPatch, folder: Path, option: str) -> None:
+    """Until the test ends."""
+    monkeypatch.setenv("DILABENCH_CACHE", str(folder))
+    monkeypatch.setattr(compiled, "_for_this_processor", lambda: option)
+    monkeypatch.setattr(flash, "library", compiled.library.__wrapped__)
+
+
+def test_the_last_queries_stand_at_the_last_keys(threads: int) -> None:
+    agrees(*operands(2, 70, 200, 2, 1, 32, torch.float32), causal=True, scale=0.2)
+
+
+def test_queries_that_see_nothing(threads: int) -> None:
+    q, k, v, dout = operands(1, 130, 40, 2, 2, 48, torch.float32)
+    out, lse = flash.attend(q, k, v, left=-1, right=0, scale=0.2)
+    assert torch.equal(lse.isneginf()[0, 0], torch.arange(130) < 90)
+    assert not out[:, :90].any()
+    gradients = flash.attend_backward(dout, q, k, v, out, lse, left=-1, right=0, scale=0.2)
+    rows = [x[:, 90:] for x in (dout, q)]
+    seen = flash.attend_backward(*rows, k, v, out[:, 90:], lse[..., 90:].contiguous(), left=-1, right=0, scale=0.2)
+    assert not gradients[0][:, :90].any()
+    for one, other in zip((gradients[0][:, 90:], *gradients[1:]), seen, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_same_bits_whatever_thread_comes_first(threads: int) -> None:
+    q, k, v, dout = operands(1, 500, 500, 3, 3, 32, torch.float32)
+    mask = {"left": -1, "right": 0, "scale": 0.2}
+    out, lse = flash.attend(q, k, v, **mask)
+    first = flash.attend_backward(dout, q, k, v, out, lse, **mask)
+    for _ in range(5):
+        assert torch.equal(flash.attend(q, k, v, **mask)[0], out)
+        assert all(map(torch.equal, flash.attend_backward(dout, q, k, v, out, lse, **mask), first))
+
+
+@pytest.mark.parametrize("factor", [1e-30, 30.0, 1e4, 1e18])
+def test_large_and_small_logits(factor: float) -> None:
+    q, k, v, dout = operands(1, 90, 90, 1, 1, 16, torch.float32)
+    q *= factor
+    mask = {"causal": True, "scale": 1.0}
+    out, lse = flash_cpu.attend(q, k, v, **mask)
+    expected, expected_lse = math.attend(*(x.double() for x in (q, k, v)), **mask)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    assert out.isfinite().all()
+    if factor < 1e4:
+        # Beyond, float32 does not tell logits apart whose weights differ.
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+        assert all(x.isfinite().all() for x in flash_cpu.attend_backward(dout, q, k, v, out, lse, **mask))
+
+
+def test_weights_that_overflow_are_infinite() -> None:
+    q, k, v, dout = operands(1, 64, 64, 1, 1, 16, torch.float32)
+    out, lse = flash.attend(q, k, v, left=-1, right=-1, scale=0.2)
+    _, _, dv = flash.attend_backward(dout.abs(), q, k, v, out, lse - 1e3, left=-1, right=-1, scale=0.2)
+    assert dv.isposinf().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("nan")])
+def test_what_is_no_number_is_seen(value: float) -> None:
+    q, k, v, _ = operands(1, 200, 200, 1, 1, 16, torch.float32)
+    k[0, 20] = value
+    out, _ = flash.attend(q, k, v, left=-1, right=0, scale=0.2)
+    assert out[0, 20:].isnan().any(-1).all()
+    assert not out[0, :20].isnan().any()
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder, and no library loaded from another."""
+    compiled_for(monkeypatch, tmp_path, compiled._for_this_processor())
+    return tmp_path / "cpu"
+
+
+def test_it_is_compiled_once(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(flash._compiled(), ctypes.CDLL)
+    monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
+    flash._compiled()
+    (library,) = nothing_compiled.iterdir()
+    assert library.suffix == ".so"
+
+
+def test_a_compiler_that_fails_is_told_of(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_for_this_processor", lambda: "-march=none-such")
+    with pytest.raises(EnvironmentNotReady, match=r"does not compile .*flash\.cpp: .*none-such"):
+        flash._compiled()
+    assert list(nothing_compiled.iterdir()) == []
+
+
+def test_no_compiler(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "cxx_compiler", lambda: None)
+    with pytest.raises(EnvironmentNotReady, match=r"needs a C\+\+ compiler, none of c\+\+, g\+\+, clang\+\+"):
+        flash._compiled()
+
+
+@pytest.mark.parametrize("dim", [1, 24, 64, 72, 200, 256])
+def test_a_thread_takes_as_much_room_as_it_is_given(dim: int) -> None:
+    library = flash._compiled()
+    for name, given in (
+        (library.flash_forward_room, flash.forward_room),
+        (library.flash_backward_room, flash.backward_room),
+    ):
+        name.restype = ctypes.c_int64
+        assert name(dim) == given(dim)
+        assert given(dim) % 16 == 0

@@ -38,13 +38,14 @@ def workload(**fields):
     return WorkloadRequest.model_validate({"batch_size": 1, "seq_len": 4096, **fields}).resolve("float32")
 
 
+@pytest.mark.usefixtures("with_a_compiler")
 def test_auto_takes_their_backend_and_it_has_a_process_of_its_own(catalogue):
     (planned,) = expand(
         catalogue, CPU, run_request(catalogue, suite="implementations", run={"implementations": ["strided"]})
     )
     assert (planned.case.backend, planned.requested_backend) == ("their-kernel", "auto")
     assert worker_key(planned.case, catalogue).endswith("+their-kernel")
-    assert catalogue.preferred_backends(CPU)[:2] == ("their-kernel", "sdpa-flash")
+    assert catalogue.preferred_backends(CPU)[:2] == ("their-kernel", "flash-cpu")
 
 
 def test_their_kernels_are_held_against_the_profile(catalogue):

@@ -36,11 +36,11 @@ ONLY = {"dense": {"ring"}, "block-sparse": {"ring"}, "packed": {"ring"}}
 @pytest.fixture
 def everything_installed(monkeypatch, tmp_path):
     """Every library is there, nothing was tuned, and a host has 64 GiB."""
-    for name in ("_unmet_module", "_unmet_distribution"):
+    for name in ("_unmet_module", "_unmet_distribution", "_unmet_compiler"):
         monkeypatch.setattr(requirements, name, lambda *_: None)
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(choice, "SHIPPED", tmp_path)
-    monkeypatch.setattr(variants, "COMPILERS", ())
+    monkeypatch.setattr(variants, "cxx_compiler", lambda: None)
     monkeypatch.setattr(room, "GROUP_LIMIT_FILE", tmp_path / "no limit")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**36, available=2**36))
 

@@ -80,10 +80,11 @@ def test_a_field_that_is_given_is_not_drawn_and_takes_nothing_from_the_others():
         drawn(CPU, count=1, causal=True, window=(8, 8))
 
 
+@pytest.mark.usefixtures("with_a_compiler")
 def test_the_choice_stands_beside_every_way_that_can_serve_it():
     planned = expand(CATALOGUE, CPU, asked()[0])
     assert [(one.case.implementation, one.case.backend) for one in planned] == [
-        *[(name, backend) for name in ("gather", "strided") for backend in ("sdpa-flash", "math")],
+        *[(name, backend) for name in ("gather", "strided") for backend in ("flash-cpu", "sdpa-flash", "math")],
         ("library", None),
     ]
     assert {SHAPE.of(one) for one in planned} == {1}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilabench.backends.adapt import Plain, adapted
 from dilabench.backends.band import Band
-from dilabench.kernels import cpu_flash
+from dilabench.kernels.cpu import aten_flash
 
 QUERY_BLOCK = 256
 # Blocks in the middle of a sequence, and of segments that are alike, have one mask. Elements of the largest one kept.
@@ -23,7 +23,7 @@ MOST_KEPT = 1 << 20
 def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
     if band.windowed:
         return _forward_windowed(q, k, v, band, scale)
-    out, lse = cpu_flash.attend(*_heads_first(q, k, v), causal=band.causal, scale=scale)
+    out, lse = aten_flash.attend(*_heads_first(q, k, v), causal=band.causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
@@ -33,7 +33,7 @@ def _backward(
     if band.windowed:
         return _backward_windowed(dout, q, k, v, out, lse, band, scale)
     dout, q, k, v, out = _heads_first(dout, q, k, v, out)
-    gradients = cpu_flash.attend_backward(dout, q, k, v, out, lse, causal=band.causal, scale=scale)
+    gradients = aten_flash.attend_backward(dout, q, k, v, out, lse, causal=band.causal, scale=scale)
     dq, dk, dv = (x.to(q.dtype) for x in _heads_first(*gradients))
     return dq, dk, dv
 
@@ -44,7 +44,7 @@ def _forward_windowed(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float)
         rows = q[:, start : start + QUERY_BLOCK]
         first, end, mask = _block_mask(rows, start, k.shape[1], band, backward=False)
         block = _heads_first(rows, k[:, first:end], v[:, first:end])
-        out, lse = cpu_flash.attend(*block, mask=mask, scale=scale)
+        out, lse = aten_flash.attend(*block, mask=mask, scale=scale)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return (torch.cat(outs, 1), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
@@ -62,7 +62,7 @@ def _backward_windowed(
         douts, queries, outs = _heads_first(dout[:, rows], q[:, rows], out[:, rows])
         keys, values = _heads_first(k[:, first:end], v[:, first:end])
         results = outs, lse[:, :, rows]
-        gradients = cpu_flash.attend_backward(douts, queries, keys, values, *results, mask=mask, scale=scale)
+        gradients = aten_flash.attend_backward(douts, queries, keys, values, *results, mask=mask, scale=scale)
         dq[:, rows], dk_part, dv_part = _heads_first(*gradients)
         dk[:, first:end] += dk_part
         dv[:, first:end] += dv_part
@@ -79,7 +79,7 @@ def _block_mask(
         return first, end, None
     # Tensors of whoever traces memory are of that trace.
     kept = count * (end - first) <= MOST_KEPT and torch._C._len_torch_dispatch_stack() == 0
-    dtype = cpu_flash.compute_dtype(rows.transpose(1, 2), backward=backward)
+    dtype = aten_flash.compute_dtype(rows.transpose(1, 2), backward=backward)
     return first, end, (_kept_mask if kept else _mask)(band, count, first - start, end - start, dtype)
 
 

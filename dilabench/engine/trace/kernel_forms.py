@@ -1,8 +1,8 @@
 """Kernels as far as their memory goes: what each gives back and what it allocates, while nothing is computed (torch).
 
-Triton kernels are launched on tensors that their callers made, so a launch does nothing here. Libraries that torch
-cannot trace are stood in for, installed or not; FlexAttention gets a form that needs no compiler. A third party's
-operator brings its own fake form (`torch.library.register_fake`).
+Triton kernels, and ours in C++, are launched on tensors that their callers made, so a launch does nothing here.
+Libraries that torch cannot trace are stood in for, installed or not; FlexAttention gets a form that needs no compiler.
+A third party's operator brings its own fake form (`torch.library.register_fake`).
 """
 
 # ruff: noqa: ARG001, ARG005 (what stands in for something takes what that takes)
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
 from dilabench.engine.trace.loop_forms import loop_forms
+from dilabench.kernels.cpu import flash
 
 HOPPER = (9, 0)
 PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=2**40, major=9, minor=0)
@@ -44,6 +45,7 @@ def kernel_forms() -> Iterator[None]:
             (Tensor, "record_stream", lambda x, stream: None),
             (torch.cuda, "_lazy_init", lambda: None),
             (nn.Module, "_apply", _converted),
+            (flash, "_launch", lambda *arguments: None),
             *loop_forms(),
             (flex_attention, "flex_attention", _flex_attention),
             (flex_attention, "create_block_mask", _create_block_mask),

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilabench.kernels import cpu_flash
 from dilabench.kernels.block_sparse.lists import visible_tiles
 from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.cpu import aten_flash
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_sum_dtype(q))
     for block in _query_blocks(plan, q, k):
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
-        mask, empty = _mask(block, plan, q.device, cpu_flash.compute_dtype(inputs[0], backward=False))
-        block_out, block_lse = cpu_flash.attend(*inputs, mask=mask, scale=scale)
+        mask, empty = _mask(block, plan, q.device, aten_flash.compute_dtype(inputs[0], backward=False))
+        block_out, block_lse = aten_flash.attend(*inputs, mask=mask, scale=scale)
         if empty is not None:
             # The kernel divides by zero in a row that sees nothing.
             block_out = block_out.masked_fill(empty[:, None], 0.0)
@@ -65,9 +65,9 @@ def blocked_backward(
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     for block in _query_blocks(plan, q, k):
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
-        mask, _ = _mask(block, plan, q.device, cpu_flash.compute_dtype(inputs[0], backward=True))
+        mask, _ = _mask(block, plan, q.device, aten_flash.compute_dtype(inputs[0], backward=True))
         results = _queries(out, block), lse[:, block.heads, block.rows]
-        gradients = cpu_flash.attend_backward(_queries(dout, block), *inputs, *results, mask=mask, scale=scale)
+        gradients = aten_flash.attend_backward(_queries(dout, block), *inputs, *results, mask=mask, scale=scale)
         dq[:, block.rows, block.heads] = gradients[0].transpose(1, 2)
         _add_keys(dk, block, gradients[1])
         _add_keys(dv, block, gradients[2])

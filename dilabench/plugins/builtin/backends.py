@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dilabench.plugins.builtin.implementations import CUDA, DENSE, HALF
+from dilabench.plugins.builtin.implementations import CPU, CUDA, DENSE, HALF
 from dilabench.plugins.descriptors import Backend, Capabilities
 from dilabench.workload.spec import Workload
 
@@ -47,6 +47,17 @@ BACKENDS = (
         requires=("cuda>=sm80|cpu",),
         kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
         priority={"cpu": 20, "sm80": 30, "sm90": 30},
+    ),
+    Backend(
+        "flash-cpu",
+        "our own flash attention for CPUs, in C++ that is compiled for this processor at first use",
+        "dilabench.backends.flash_cpu:attend",
+        "dilabench.backends.flash_cpu:attend_backward",
+        supports=Capabilities(patterns=DENSE, devices=CPU, dtypes=HALF | {"float32"}),
+        requires=("cpu", "c++"),
+        aligns_ends=True,
+        places_results=True,
+        priority={"cpu": 30},
     ),
     Backend(
         "sdpa-efficient",

@@ -24,6 +24,7 @@ BLOCKS = BLOCK_SPARSE | SELECTED
 SPARSE = BLOCKS | COLUMNS
 HALF = frozenset({"float16", "bfloat16"})
 CUDA = frozenset({"cuda"})
+CPU = frozenset({"cpu"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 BOTH_LAYOUTS = frozenset({"padded", "packed"})
 LONGEST_MASKED = 2**15

@@ -1,10 +1,9 @@
 """The optimizations as things to compare: everything off, each alone, all together."""
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from dilabench.machine import Machine
+from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
 from dilabench.record import Optimizations
 from dilabench.request import RunRequest
 
@@ -12,7 +11,6 @@ NONE = "nothing"
 ALL_TOGETHER = "all together"
 CACHE_ENTRIES = 64
 POOL_BYTES = 2**30
-COMPILERS = ("c++", "g++", "clang++")
 
 
 def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict[str, Any]]:
@@ -46,5 +44,5 @@ def reasons_against(optimizations: Optimizations, machine: Machine) -> Iterator[
     """Why optimizations cannot be switched on here; empty when nothing known speaks against them."""
     if optimizations.cuda_graph and machine.device != "cuda":
         yield f"cuda_graph needs cuda, have {machine.device}"
-    if optimizations.compile and machine.device == "cpu" and not any(map(shutil.which, COMPILERS)):
-        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(COMPILERS)} is on the path"
+    if optimizations.compile and machine.device == "cpu" and not cxx_compiler():
+        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} is on the path"

@@ -1,0 +1,1 @@
+"""Attention on a CPU: torch's own kernel, and ours in C++."""

@@ -1,0 +1,615 @@
+// Flash attention on a CPU, in float32 (Dao et al. 2022; the backward pass by tiles of queries, five products each).
+//
+// Queries lie in the lanes of vector registers: scores stand as [key][query], so that maxima, sums and the merge of
+// blocks go lane by lane, and keys and values are read one number at a time for all queries of a tile. All seven
+// products are one function, `multiply`, which holds a block of results in registers. Several tiles of queries share a
+// copy of a block of keys and values: rows of one head often lie a power of two apart, where caches hold few of them.
+//
+// QUERIES, KEYS, FORWARD_TILES and BACKWARD_TILES are defined by flash.py, which makes room by them.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, VECTORS = 4;  // of 32 registers
+#elif defined(__AVX__)
+constexpr int LANES = 8, VECTORS = 2;  // of 16 registers
+#else
+constexpr int LANES = 4, VECTORS = 4;  // of 32 registers (NEON)
+#endif
+static_assert(QUERIES % (LANES * VECTORS) == 0, "a tile of queries is whole panels");
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.693147180559945309417f;
+
+Floats load(const float* p) {
+  Floats x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+Floats all(float x) { return x - Floats{}; }
+
+// ---- Numbers of 16 bits ------------------------------------------------------------------------------------------
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+Floats widened(Bits x, BFloat16) { return (Floats)(x << 16); }
+Floats widened(Bits x, Float16) {
+  const Bits magnitude = (x & 0x7fff) << 13;
+  // A multiplication moves the exponent of denormal numbers, too.
+  const Bits finite = (Bits)((Floats)magnitude * 0x1p112f);
+  return (Floats)((magnitude >= 0x7c00 << 13 ? magnitude | 0x7f800000 : finite) | (x & 0x8000) << 16);
+}
+
+template <class T>
+Floats load(const T* p) {
+  Halves x;
+  std::memcpy(&x, p, sizeof x);
+  return widened(__builtin_convertvector(x, Bits), T{});
+}
+float one(const float* p) { return *p; }
+template <class T>
+float one(const T* p) {
+  return widened(Bits{} + p->bits, T{})[0];
+}
+
+// ---- Exponentials ------------------------------------------------------------------------------------------------
+
+// 2^x for x up to 128, where it is infinite, to rounding; 0 below 2^-126. NaN stays NaN.
+Floats exp2(Floats x) {
+  const Floats held = x < -127.f ? all(-127.f) : x;
+  const Floats shifted = held + 0x1.8p23f;  // its last bits are the nearest integer
+  const Floats f = held - (shifted - 0x1.8p23f);
+  // The polynomial of least error, 2e-9, on -1/2 to 1/2, where it is 1 at 0.
+  Floats p = all(1.5353343473248647e-4f);
+  p = p * f + 1.3398867983469565e-3f;
+  p = p * f + 9.618437366778962e-3f;
+  p = p * f + 5.55033248671647e-2f;
+  p = p * f + 2.402264791400914e-1f;
+  p = p * f + 6.931472028483353e-1f;
+  p = p * f + 1.f;
+  const Ints scaled = (Ints)p + ((Ints)shifted << 23);
+  return x >= -126.f ? (Floats)scaled : held * 0.f;
+}
+
+// ---- Products ----------------------------------------------------------------------------------------------------
+
+enum class Into { set, add, scale_and_add };
+
+// a[m, k] lies at m * row + k * step: a matrix, or one turned over.
+struct Left {
+  const float* at;
+  int64_t row, step;
+  Left from(int64_t m) const { return {at + m * row, row, step}; }
+};
+struct Rows {
+  float* at;
+  int64_t row;
+};
+
+// c[m][n] = sum over k of a[m, k] b[k][n], for M rows and N vectors of columns. Sums begin at zero and are then added
+// to what is there, which is more exact than one long sum.
+template <int M, int N>
+void block(Into into, int K, Left a, Rows b, Rows c, const float* factors) {
+  Floats sums[M][N] = {};
+  for (int k = 0; k < K; ++k) {
+    Floats columns[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) columns[n] = load(b.at + k * b.row + n * LANES);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const Floats x = all(a.at[m * a.row + k * a.step]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[m][n] += x * columns[n];
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float* p = c.at + m * c.row + n * LANES;
+      if (into == Into::add) sums[m][n] += load(p);
+      if (into == Into::scale_and_add) sums[m][n] += load(p) * load(factors + n * LANES);
+      store(p, sums[m][n]);
+    }
+  }
+}
+
+// Rows whose sums fit into registers beside N vectors of columns.
+constexpr int rows_beside(int n) { return VECTORS == 2 ? (n == 2 ? 6 : 12) : n == 4 ? 6 : n == 3 ? 8 : 12; }
+
+template <int N, int M>
+void last_rows(int rows, Into into, int K, Left a, Rows b, Rows c, const float* factors) {
+  if constexpr (M > 0) {
+    if (rows == M) return block<M, N>(into, K, a, b, c, factors);
+    last_rows<N, M - 1>(rows, into, K, a, b, c, factors);
+  }
+}
+
+template <int N>
+void panel(Into into, int M, int K, Left a, Rows b, Rows c, const float* factors) {
+  constexpr int ROWS = rows_beside(N);
+  int m = 0;
+  for (; m + ROWS <= M; m += ROWS) block<ROWS, N>(into, K, a.from(m), b, {c.at + m * c.row, c.row}, factors);
+  last_rows<N, ROWS - 1>(M - m, into, K, a.from(m), b, {c.at + m * c.row, c.row}, factors);
+}
+
+// The same for any number of rows, and of vectors of columns. `factors`: of the columns, for what is there.
+void multiply(Into into, int M, int vectors, int K, Left a, Rows b, Rows c, const float* factors = nullptr) {
+  for (int n = 0; n < vectors; n += VECTORS) {
+    const int at = n * LANES;
+    const Rows right{b.at + at, b.row}, result{c.at + at, c.row};
+    const float* of_columns = factors ? factors + at : nullptr;
+    switch (std::min(VECTORS, vectors - n)) {
+      case 1:
+        panel<1>(into, M, K, a, right, result, of_columns);
+        break;
+      case 2:
+        panel<2>(into, M, K, a, right, result, of_columns);
+        break;
+      case 3:
+        if constexpr (VECTORS > 2) panel<3>(into, M, K, a, right, result, of_columns);
+        break;
+      case 4:
+        if constexpr (VECTORS > 2) panel<4>(into, M, K, a, right, result, of_columns);
+        break;
+    }
+  }
+}
+
+// ---- Rows to columns ---------------------------------------------------------------------------------------------
+
+template <size_t... I>
+Floats shuffled(Floats a, Floats b, std::index_sequence<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, Ints{(int32_t)I...});
+#endif
+}
+// Of two rows: lanes without a bit stay where they are, and those with it take what the other row has.
+template <int BIT, size_t... I>
+Floats lower(Floats a, Floats b, std::index_sequence<I...>) {
+  return shuffled(a, b, std::index_sequence<(I & BIT ? LANES + I - BIT : I)...>{});
+}
+template <int BIT, size_t... I>
+Floats upper(Floats a, Floats b, std::index_sequence<I...>) {
+  return shuffled(a, b, std::index_sequence<(I & BIT ? LANES + I : I + BIT)...>{});
+}
+
+template <int BIT = 1>
+void turn_over(Floats (&x)[LANES]) {
+  if constexpr (BIT < LANES) {
+    constexpr auto lanes = std::make_index_sequence<LANES>{};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) {
+      if (i & BIT) continue;
+      const Floats a = x[i], b = x[i + BIT];
+      x[i] = lower<BIT>(a, b, lanes);
+      x[i + BIT] = upper<BIT>(a, b, lanes);
+    }
+    turn_over<2 * BIT>(x);
+  }
+}
+
+// columns[d][r] = factor * rows[r][d]; queries behind the last one of a vector are zeros.
+template <class T>
+void to_columns(const T* rows, int64_t stride, int count, int D, float factor, float* columns) {
+  for (int r = 0; r < count; r += LANES) {
+    int d = 0;
+    for (; d + LANES <= D; d += LANES) {
+      Floats x[LANES];
+      for (int i = 0; i < LANES; ++i) x[i] = r + i < count ? load(rows + (r + i) * stride + d) * factor : Floats{};
+      turn_over(x);
+      for (int i = 0; i < LANES; ++i) store(columns + (d + i) * QUERIES + r, x[i]);
+    }
+    for (; d < D; ++d)
+      for (int i = 0; i < LANES; ++i)
+        columns[d * QUERIES + r + i] = r + i < count ? one(rows + (r + i) * stride + d) * factor : 0;
+  }
+}
+
+// rows[r][d] = columns[d][r] * factors[r]
+void to_rows(const float* columns, const float* factors, int count, int D, float* rows, int64_t stride) {
+  for (int r = 0; r < count; r += LANES) {
+    int d = 0;
+    for (; d + LANES <= D; d += LANES) {
+      Floats x[LANES];
+      for (int i = 0; i < LANES; ++i) x[i] = load(columns + (d + i) * QUERIES + r) * load(factors + r);
+      turn_over(x);
+      for (int i = 0; i < LANES && r + i < count; ++i) store(rows + (r + i) * stride + d, x[i]);
+    }
+    for (; d < D; ++d)
+      for (int i = 0; i < LANES && r + i < count; ++i)
+        rows[(r + i) * stride + d] = columns[d * QUERIES + r + i] * factors[r + i];
+  }
+}
+
+// A copy in rows of `width` numbers, zeros behind the D-th.
+template <class T>
+void copy_rows(const T* from, int64_t stride, int count, int D, float factor, float* to, int width) {
+  for (int r = 0; r < count; ++r) {
+    const T* row = from + r * stride;
+    int d = 0;
+    for (; d + LANES <= D; d += LANES) store(to + r * width + d, load(row + d) * factor);
+    for (; d < width; ++d) to[r * width + d] = d < D ? one(row + d) * factor : 0;
+  }
+}
+
+// ---- What queries see --------------------------------------------------------------------------------------------
+
+// A query at p sees keys p - left to p + right; -1 is unbounded.
+struct Band {
+  int64_t left, right;
+  int64_t begin(int64_t p) const { return left < 0 ? 0 : std::max<int64_t>(0, p - left); }
+  int64_t end(int64_t p, int64_t keys) const { return right < 0 ? keys : std::min(keys, p + right + 1); }
+};
+
+// Queries of one head: from row `first`, which stands at key `at`.
+struct Tile {
+  int64_t first, at;
+  int count;
+
+  int64_t last() const { return at + count - 1; }
+  int vectors() const { return (count + LANES - 1) / LANES; }
+  bool sees(const Band& band, int64_t key, int n, int64_t keys) const {
+    return key < band.end(last(), keys) && key + n > band.begin(at);
+  }
+  bool misses(const Band& band, int64_t key, int n, int64_t keys) const {
+    return key + n > band.end(at, keys) || key < band.begin(last());
+  }
+  // Scores [n][QUERIES] of keys that a query does not see become -inf.
+  void hide(const Band& band, int64_t key, int n, float* scores) const {
+    constexpr int64_t FAR = 1 << 30;
+    for (int m = 0; m < n; ++m) {
+      const int64_t ahead = key + m - at;  // of the first query; lane i sees it if ahead - right <= i <= ahead + left
+      const int32_t low = band.right < 0 ? 0 : (int32_t)std::clamp<int64_t>(ahead - band.right, 0, FAR);
+      const int32_t high = band.left < 0 ? FAR : (int32_t)std::clamp<int64_t>(ahead + band.left, -1, FAR);
+      for (int x = 0; x < vectors(); ++x) {
+        Ints lane;
+        for (int i = 0; i < LANES; ++i) lane[i] = x * LANES + i;
+        float* p = scores + m * QUERIES + x * LANES;
+        store(p, ((lane < low) | (lane > high)) ? all(-INFINITY) : load(p));
+      }
+    }
+  }
+};
+
+// ---- What a call is told -----------------------------------------------------------------------------------------
+
+// GOMP_parallel of the OpenMP library that torch runs on: its threads are there already, and wait for work in a loop
+// that threads of ours would have to share cores with.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+
+struct Call {
+  int64_t batch, heads, key_heads, queries, keys, head_dim;
+  Band band;
+  float scale;
+  int32_t threads;
+  float* room;  // `of_thread` numbers for each thread
+  int64_t of_thread;
+  Parallel parallel;  // or null
+
+  int64_t group() const { return heads / key_heads; }
+  int64_t groups(int64_t rows) const { return (queries + rows - 1) / rows; }
+  Tile tile(int64_t row) const {
+    return {row, row + keys - queries, (int)std::min<int64_t>(QUERIES, queries - row)};
+  }
+};
+
+template <class T>
+struct Operand {  // [batch, rows, heads, head_dim], the last one contiguous
+  T* data;
+  int64_t batch, head, row;
+  T* at(int64_t b, int64_t h, int64_t r) const { return data + b * batch + h * head + r * row; }
+};
+
+class Room {  // of one thread, in memory lines
+ public:
+  explicit Room(float* begin) : begin(begin), next(begin) {}
+  float* take(int64_t floats) {
+    float* taken = next;
+    next += (floats + 15) / 16 * 16;
+    return taken;
+  }
+  int64_t taken() const { return next - begin; }
+
+ private:
+  float *begin, *next;
+};
+
+// work(room, next) in every thread; next() is the number of an item that none has begun, or -1.
+template <class Work>
+void in_threads(const Call& call, int64_t items, Work work) {
+  std::atomic<int64_t> begun{0};
+  std::atomic<int> seats{0};
+  auto worker = [&] {
+    work(Room(call.room + seats++ * call.of_thread), [&] {
+      const int64_t item = begun++;
+      return item < items ? item : -1;
+    });
+  };
+  const int threads = (int)std::min<int64_t>(call.threads, items);
+  if (threads <= 1) return worker();
+  if (call.parallel) return call.parallel([](void* w) { (*(decltype(worker)*)w)(); }, &worker, (unsigned)threads, 0);
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; ++t) others.emplace_back(worker);
+  worker();
+  for (auto& other : others) other.join();
+}
+
+// ---- Forward -----------------------------------------------------------------------------------------------------
+
+struct ForwardTile {
+  float *q, *out, *max, *sum;  // q, out [D][QUERIES], the others [QUERIES]
+  Tile tile{};
+  ForwardTile(Room& room, int D)
+      : q(room.take(D * QUERIES)), out(room.take(D * QUERIES)), max(room.take(QUERIES)), sum(room.take(QUERIES)) {}
+};
+
+struct ForwardRoom {
+  std::vector<ForwardTile> tiles;
+  float *keys, *values, *scores, *factors;
+  ForwardRoom(Room& room, int D) {
+    for (int t = 0; t < FORWARD_TILES; ++t) tiles.emplace_back(room, D);
+    keys = room.take(KEYS * D), values = room.take(KEYS * D);
+    scores = room.take(KEYS * QUERIES), factors = room.take(QUERIES);
+  }
+};
+
+// Scores [n][QUERIES] become weights against a new maximum; factors are what older sums have to be multiplied by.
+void weigh(ForwardTile& s, int n, float* scores, float* factors) {
+  for (int x = 0; x < s.tile.vectors(); ++x) {
+    const int at = x * LANES;
+    const Floats before = load(s.max + at);
+    Floats max = before, sum = {};
+    for (int m = 0; m < n; ++m) {
+      const Floats score = load(scores + m * QUERIES + at);
+      max = score > max ? score : max;
+    }
+    const Floats against = max == -INFINITY ? Floats{} : max;
+    for (int m = 0; m < n; ++m) {
+      const Floats weight = exp2(load(scores + m * QUERIES + at) - against);
+      sum += weight;
+      store(scores + m * QUERIES + at, weight);
+    }
+    const Floats factor = exp2(before - against);
+    store(s.max + at, max);
+    store(s.sum + at, load(s.sum + at) * factor + sum);
+    store(factors + at, factor);
+  }
+}
+
+template <class T>
+void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<const T> v, Operand<float> out,
+             float* lse) {
+  const int D = (int)call.head_dim;
+  const int64_t span = QUERIES * FORWARD_TILES, groups = call.groups(span);
+  in_threads(call, call.batch * call.heads * groups, [&](Room space, auto next) {
+    ForwardRoom room(space, D);
+    for (int64_t item; (item = next()) >= 0;) {
+      // Heads one after another, of each the last queries first: under a causal mask they see the most.
+      const int64_t b = item / groups / call.heads, h = item / groups % call.heads, kh = h / call.group();
+      const int64_t first = (groups - 1 - item % groups) * span;
+      const int tiles = (int)((std::min(span, call.queries - first) + QUERIES - 1) / QUERIES);
+      for (int t = 0; t < tiles; ++t) {
+        ForwardTile& s = room.tiles[t];
+        s.tile = call.tile(first + t * QUERIES);
+        to_columns(q.at(b, h, s.tile.first), q.row, s.tile.count, D, call.scale * LOG2_E, s.q);
+        std::fill_n(s.out, D * QUERIES, 0.f);
+        std::fill_n(s.max, QUERIES, -INFINITY);
+        std::fill_n(s.sum, QUERIES, 0.f);
+      }
+      const int64_t end = call.band.end(room.tiles[tiles - 1].tile.last(), call.keys);
+      for (int64_t key = call.band.begin(room.tiles[0].tile.at); key < end; key += KEYS) {
+        const int n = (int)std::min<int64_t>(KEYS, end - key);
+        copy_rows(k.at(b, kh, key), k.row, n, D, 1.f, room.keys, D);
+        copy_rows(v.at(b, kh, key), v.row, n, D, 1.f, room.values, D);
+        for (int t = 0; t < tiles; ++t) {
+          ForwardTile& s = room.tiles[t];
+          if (!s.tile.sees(call.band, key, n, call.keys)) continue;
+          const int vectors = s.tile.vectors();
+          const Rows scores{room.scores, QUERIES};
+          multiply(Into::set, n, vectors, D, {room.keys, D, 1}, {s.q, QUERIES}, scores);
+          if (s.tile.misses(call.band, key, n, call.keys)) s.tile.hide(call.band, key, n, room.scores);
+          weigh(s, n, room.scores, room.factors);
+          multiply(Into::scale_and_add, D, vectors, n, {room.values, 1, D}, scores, {s.out, QUERIES}, room.factors);
+        }
+      }
+      for (int t = 0; t < tiles; ++t) {
+        ForwardTile& s = room.tiles[t];
+        float* result = lse + (b * call.heads + h) * call.queries + s.tile.first;
+        for (int r = 0; r < s.tile.count; ++r) {
+          result[r] = (s.max[r] + std::log2(s.sum[r])) * LN_2;
+          room.factors[r] = s.sum[r] == 0 ? 0 : 1 / s.sum[r];
+        }
+        to_rows(s.out, room.factors, s.tile.count, D, out.at(b, h, s.tile.first), out.row);
+      }
+    }
+  });
+}
+
+// ---- Backward ----------------------------------------------------------------------------------------------------
+
+struct BackwardTile {
+  float *q, *dout, *dq;       // [D][QUERIES]
+  float *q_rows, *dout_rows;  // [QUERIES][width]
+  float *lse, *delta;         // [QUERIES]; delta is rowsum(dout * out)
+  Tile tile{};
+  BackwardTile(Room& room, int D, int width)
+      : q(room.take(D * QUERIES)), dout(room.take(D * QUERIES)), dq(room.take(D * QUERIES)),
+        q_rows(room.take(width * QUERIES)), dout_rows(room.take(width * QUERIES)), lse(room.take(QUERIES)),
+        delta(room.take(QUERIES)) {}
+};
+
+struct BackwardRoom {
+  std::vector<BackwardTile> tiles;
+  float *keys, *values, *weights, *slopes, *factors;
+  BackwardRoom(Room& room, int D, int width) {
+    for (int t = 0; t < BACKWARD_TILES; ++t) tiles.emplace_back(room, D, width);
+    keys = room.take(KEYS * D), values = room.take(KEYS * D);
+    weights = room.take(KEYS * QUERIES), slopes = room.take(KEYS * QUERIES), factors = room.take(QUERIES);
+  }
+};
+
+// A row of dk and dv while they are summed: vectors of any width.
+int whole_vectors(int D) { return (D + 15) / 16 * 16; }
+
+template <class T>
+float row_sum(const T* out, const float* dout, int D) {
+  Floats sums = {};
+  float sum = 0;
+  int d = 0;
+  for (; d + LANES <= D; d += LANES) sums += load(out + d) * load(dout + d);
+  for (; d < D; ++d) sum += one(out + d) * dout[d];
+  for (int i = 0; i < LANES; ++i) sum += sums[i];
+  return sum;
+}
+
+// Scores become weights, and gradients of weights those of scores.
+void differentiate(const BackwardTile& s, int n, float* weights, float* slopes) {
+  for (int x = 0; x < s.tile.vectors(); ++x) {
+    const Floats lse = load(s.lse + x * LANES), delta = load(s.delta + x * LANES);
+    for (int m = 0; m < n; ++m) {
+      const int at = m * QUERIES + x * LANES;
+      const Floats logarithm = load(weights + at) - lse;
+      const Floats weight = exp2(logarithm > 128.f ? all(128.f) : logarithm);
+      store(weights + at, weight);
+      store(slopes + at, weight * (load(slopes + at) - delta));
+    }
+  }
+}
+
+// dk and dv [parts, batch, key_heads, keys, whole_vectors(D)] are added to. Heads that share keys follow each other, so
+// that no two threads add to the same rows; where there are fewer of them than threads, parts of the queries have sums
+// of their own.
+template <class T>
+void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<const T> q, Operand<const T> k,
+              Operand<const T> v, Operand<const T> out, const float* lse, Operand<float> dq, float* dk, float* dv) {
+  const int D = (int)call.head_dim, width = whole_vectors(D);
+  const int64_t span = QUERIES * BACKWARD_TILES, groups = call.groups(span);
+  in_threads(call, call.batch * call.key_heads * parts, [&](Room space, auto next) {
+    BackwardRoom room(space, D, width);
+    std::fill_n(room.factors, QUERIES, call.scale);
+    for (int64_t item; (item = next()) >= 0;) {
+      const int64_t part = item % parts, b = item / parts / call.key_heads, kh = item / parts % call.key_heads;
+      const int64_t sums = ((part * call.batch + b) * call.key_heads + kh) * call.keys * width;
+      // A part takes every so-manieth group, so that all see as much under a causal mask.
+      for (int64_t j = part; j < call.group() * groups; j += parts) {
+        const int64_t h = kh * call.group() + j / groups, first = j % groups * span;
+        const int tiles = (int)((std::min(span, call.queries - first) + QUERIES - 1) / QUERIES);
+        for (int t = 0; t < tiles; ++t) {
+          BackwardTile& s = room.tiles[t];
+          s.tile = call.tile(first + t * QUERIES);
+          const int64_t row = s.tile.first;
+          const int count = s.tile.count;
+          to_columns(q.at(b, h, row), q.row, count, D, call.scale * LOG2_E, s.q);
+          to_columns(dout.at(b, h, row), dout.row, count, D, 1.f, s.dout);
+          copy_rows(q.at(b, h, row), q.row, count, D, call.scale, s.q_rows, width);
+          copy_rows(dout.at(b, h, row), dout.row, count, D, 1.f, s.dout_rows, width);
+          std::fill_n(s.dq, D * QUERIES, 0.f);
+          const float* of_rows = lse + (b * call.heads + h) * call.queries + row;
+          for (int r = 0; r < QUERIES; ++r) {
+            s.delta[r] = r < count ? row_sum(out.at(b, h, row + r), s.dout_rows + r * width, D) : 0;
+            // Queries that see nothing have no weights.
+            s.lse[r] = r < count && of_rows[r] != -INFINITY ? of_rows[r] * LOG2_E : INFINITY;
+          }
+        }
+        const int64_t end = call.band.end(room.tiles[tiles - 1].tile.last(), call.keys);
+        for (int64_t key = call.band.begin(room.tiles[0].tile.at); key < end; key += KEYS) {
+          const int n = (int)std::min<int64_t>(KEYS, end - key);
+          copy_rows(k.at(b, kh, key), k.row, n, D, 1.f, room.keys, D);
+          copy_rows(v.at(b, kh, key), v.row, n, D, 1.f, room.values, D);
+          const int64_t of_keys = sums + key * width;
+          for (int t = 0; t < tiles; ++t) {
+            BackwardTile& s = room.tiles[t];
+            if (!s.tile.sees(call.band, key, n, call.keys)) continue;
+            const int vectors = s.tile.vectors(), columns = width / LANES, count = s.tile.count;
+            const Rows weights{room.weights, QUERIES}, slopes{room.slopes, QUERIES};
+            multiply(Into::set, n, vectors, D, {room.keys, D, 1}, {s.q, QUERIES}, weights);
+            multiply(Into::set, n, vectors, D, {room.values, D, 1}, {s.dout, QUERIES}, slopes);
+            if (s.tile.misses(call.band, key, n, call.keys)) s.tile.hide(call.band, key, n, room.weights);
+            differentiate(s, n, room.weights, room.slopes);
+            multiply(Into::add, D, vectors, n, {room.keys, 1, D}, slopes, {s.dq, QUERIES});
+            multiply(Into::add, n, columns, count, {room.weights, QUERIES, 1}, {s.dout_rows, width}, {dv + of_keys, width});
+            multiply(Into::add, n, columns, count, {room.slopes, QUERIES, 1}, {s.q_rows, width}, {dk + of_keys, width});
+          }
+        }
+        for (int t = 0; t < tiles; ++t) {
+          BackwardTile& s = room.tiles[t];
+          to_rows(s.dq, room.factors, s.tile.count, D, dq.at(b, h, s.tile.first), dq.row);
+        }
+      }
+    }
+  });
+}
+
+// ---- Called from Python ------------------------------------------------------------------------------------------
+
+struct Place {
+  void* data;
+  int64_t batch, head, row;
+  template <class T>
+  operator Operand<T>() const {
+    return {(T*)data, batch, head, row};
+  }
+};
+
+template <class Work>
+void of_type(int type, Work work) {
+  switch (type) {
+    case 0:
+      return work(float{});
+    case 1:
+      return work(BFloat16{});
+    case 2:
+      return work(Float16{});
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void flash_forward(const Call* call, int type, const Place* q, const Place* k, const Place* v, const Place* out,
+                   float* lse) {
+  of_type(type, [&](auto number) { forward<decltype(number)>(*call, *q, *k, *v, *out, lse); });
+}
+
+void flash_backward(const Call* call, int type, int64_t parts, const Place* dout, const Place* q, const Place* k,
+                    const Place* v, const Place* out, const float* lse, const Place* dq, float* dk, float* dv) {
+  of_type(type, [&](auto number) {
+    backward<decltype(number)>(*call, parts, *dout, *q, *k, *v, *out, lse, *dq, dk, dv);
+  });
+}
+
+// Numbers that a thread of a pass takes room for.
+int64_t flash_forward_room(int head_dim) {
+  Room room(nullptr);
+  ForwardRoom(room, head_dim);
+  return room.taken();
+}
+int64_t flash_backward_room(int head_dim) {
+  Room room(nullptr);
+  BackwardRoom(room, head_dim, whole_vectors(head_dim));
+  return room.taken();
+}
+}
