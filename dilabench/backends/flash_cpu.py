@@ -8,13 +8,13 @@ from torch import Tensor
 from dilabench.backends.adapt import Plain, adapted
 from dilabench.backends.band import Band
 from dilabench.kernels.cpu import flash
+from dilabench.kernels.cpu.flash import Mask
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    place = out if out is not None and out.dtype == torch.float32 else None
-    found, lse = flash.attend(q, k, v, left=band.left, right=band.right, scale=scale, out=place)
+    found, lse = flash.attend(q, k, v, Mask(band.left, band.right, scale), _as_summed(out))
     return found.to(q.dtype), lse
 
 
@@ -29,11 +29,14 @@ def _backward(
     scale: float,
     dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    place = dq if dq is not None and dq.dtype == torch.float32 else None
-    sides = {"left": band.left, "right": band.right}
-    of_queries, *of_keys = flash.attend_backward(dout, q, k, v, out, lse, **sides, scale=scale, dq=place)
-    dk, dv = (x.to(k.dtype) for x in of_keys)
-    return of_queries.to(q.dtype), dk, dv
+    mask = Mask(band.left, band.right, scale)
+    found, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, _as_summed(dq))
+    return found.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _as_summed(place: Tensor | None) -> Tensor | None:
+    """The place where results can be written as they are computed."""
+    return place if place is not None and place.dtype == torch.float32 else None
 
 
 attend, attend_backward = adapted(_forward, _backward, Plain(aligns_ends=True, places_results=True))

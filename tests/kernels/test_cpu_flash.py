@@ -14,11 +14,13 @@ from torch import Tensor
 from dilabench.backends import flash_cpu, math
 from dilabench.errors import EnvironmentNotReady
 from dilabench.kernels.cpu import compiled, flash
+from dilabench.kernels.cpu.flash import Mask
 from dilabench.machine import cxx_compiler
 
 pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler, none is on the path")
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+CAUSAL = Mask(-1, 0, 0.2)
 MASKS = [(False, (-1, -1)), (True, (-1, -1)), (True, (30, 0)), (False, (7, 3)), (False, (100, -1)), (False, (-1, 5))]
 
 
@@ -101,12 +103,12 @@ def test_the_last_queries_stand_at_the_last_keys(threads: int) -> None:
 
 def test_queries_that_see_nothing(threads: int) -> None:
     q, k, v, dout = operands(1, 130, 40, 2, 2, 48, torch.float32)
-    out, lse = flash.attend(q, k, v, left=-1, right=0, scale=0.2)
+    out, lse = flash.attend(q, k, v, CAUSAL)
     assert torch.equal(lse.isneginf()[0, 0], torch.arange(130) < 90)
     assert not out[:, :90].any()
-    gradients = flash.attend_backward(dout, q, k, v, out, lse, left=-1, right=0, scale=0.2)
+    gradients = flash.attend_backward(dout, q, k, v, out, lse, CAUSAL)
     rows = [x[:, 90:] for x in (dout, q)]
-    seen = flash.attend_backward(*rows, k, v, out[:, 90:], lse[..., 90:].contiguous(), left=-1, right=0, scale=0.2)
+    seen = flash.attend_backward(*rows, k, v, out[:, 90:], lse[..., 90:], CAUSAL)
     assert not gradients[0][:, :90].any()
     for one, other in zip((gradients[0][:, 90:], *gradients[1:]), seen, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -114,12 +116,11 @@ def test_queries_that_see_nothing(threads: int) -> None:
 
 def test_the_same_bits_whatever_thread_comes_first(threads: int) -> None:
     q, k, v, dout = operands(1, 500, 500, 3, 3, 32, torch.float32)
-    mask = {"left": -1, "right": 0, "scale": 0.2}
-    out, lse = flash.attend(q, k, v, **mask)
-    first = flash.attend_backward(dout, q, k, v, out, lse, **mask)
+    out, lse = flash.attend(q, k, v, CAUSAL)
+    first = flash.attend_backward(dout, q, k, v, out, lse, CAUSAL)
     for _ in range(5):
-        assert torch.equal(flash.attend(q, k, v, **mask)[0], out)
-        assert all(map(torch.equal, flash.attend_backward(dout, q, k, v, out, lse, **mask), first))
+        assert torch.equal(flash.attend(q, k, v, CAUSAL)[0], out)
+        assert all(map(torch.equal, flash.attend_backward(dout, q, k, v, out, lse, CAUSAL), first))
 
 
 @pytest.mark.parametrize("factor", [1e-30, 30.0, 1e4, 1e18])
@@ -139,8 +140,8 @@ def test_large_and_small_logits(factor: float) -> None:
 
 def test_weights_that_overflow_are_infinite() -> None:
     q, k, v, dout = operands(1, 64, 64, 1, 1, 16, torch.float32)
-    out, lse = flash.attend(q, k, v, left=-1, right=-1, scale=0.2)
-    _, _, dv = flash.attend_backward(dout.abs(), q, k, v, out, lse - 1e3, left=-1, right=-1, scale=0.2)
+    out, lse = flash.attend(q, k, v, Mask(-1, -1, 0.2))
+    _, _, dv = flash.attend_backward(dout.abs(), q, k, v, out, lse - 1e3, Mask(-1, -1, 0.2))
     assert dv.isposinf().all()
 
 
@@ -148,7 +149,7 @@ def test_weights_that_overflow_are_infinite() -> None:
 def test_what_is_no_number_is_seen(value: float) -> None:
     q, k, v, _ = operands(1, 200, 200, 1, 1, 16, torch.float32)
     k[0, 20] = value
-    out, _ = flash.attend(q, k, v, left=-1, right=0, scale=0.2)
+    out, _ = flash.attend(q, k, v, CAUSAL)
     assert out[0, 20:].isnan().any(-1).all()
     assert not out[0, :20].isnan().any()
 
@@ -184,10 +185,7 @@ def test_no_compiler(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dim", [1, 24, 64, 72, 200, 256])
 def test_a_thread_takes_as_much_room_as_it_is_given(dim: int) -> None:
     library = flash._compiled()
-    for name, given in (
-        (library.flash_forward_room, flash.forward_room),
-        (library.flash_backward_room, flash.backward_room),
-    ):
-        name.restype = ctypes.c_int64
-        assert name(dim) == given(dim)
-        assert given(dim) % 16 == 0
+    library.flash_forward_room.restype = library.flash_backward_room.restype = ctypes.c_int64
+    assert library.flash_forward_room(dim) == flash.forward_room(dim)
+    assert library.flash_backward_room(dim, ctypes.c_int64(77)) == flash.backward_room(dim, 77)
+    assert flash.forward_room(dim) % 16 == flash.backward_room(dim, 77) % 16 == 0

@@ -227,19 +227,24 @@ void to_columns(const T* rows, int64_t stride, int count, int D, float factor, f
   }
 }
 
-// rows[r][d] = columns[d][r] * factors[r]
-void to_rows(const float* columns, const float* factors, int count, int D, float* rows, int64_t stride) {
+// rows[r][d] = columns[d][r] * factors[r], added to what is there or put in its place
+void to_rows(const float* columns, const float* factors, int count, int D, float* rows, int64_t stride, bool add) {
   for (int r = 0; r < count; r += LANES) {
     int d = 0;
     for (; d + LANES <= D; d += LANES) {
       Floats x[LANES];
       for (int i = 0; i < LANES; ++i) x[i] = load(columns + (d + i) * QUERIES + r) * load(factors + r);
       turn_over(x);
-      for (int i = 0; i < LANES && r + i < count; ++i) store(rows + (r + i) * stride + d, x[i]);
+      for (int i = 0; i < LANES && r + i < count; ++i) {
+        float* p = rows + (r + i) * stride + d;
+        store(p, add ? load(p) + x[i] : x[i]);
+      }
     }
     for (; d < D; ++d)
-      for (int i = 0; i < LANES && r + i < count; ++i)
-        rows[(r + i) * stride + d] = columns[d * QUERIES + r + i] * factors[r + i];
+      for (int i = 0; i < LANES && r + i < count; ++i) {
+        float* p = rows + (r + i) * stride + d;
+        *p = (add ? *p : 0) + columns[d * QUERIES + r + i] * factors[r + i];
+      }
   }
 }
 
@@ -251,6 +256,17 @@ void copy_rows(const T* from, int64_t stride, int count, int D, float factor, fl
     int d = 0;
     for (; d + LANES <= D; d += LANES) store(to + r * width + d, load(row + d) * factor);
     for (; d < width; ++d) to[r * width + d] = d < D ? one(row + d) * factor : 0;
+  }
+}
+
+// Rows of `width` numbers, of which the first D are added to what is there or put in its place.
+void put_rows(const float* from, int width, int64_t count, int D, float* to, int64_t stride, bool add) {
+  for (int64_t r = 0; r < count; ++r) {
+    const float* row = from + r * width;
+    float* p = to + r * stride;
+    int d = 0;
+    for (; d + LANES <= D; d += LANES) store(p + d, add ? load(p + d) + load(row + d) : load(row + d));
+    for (; d < D; ++d) p[d] = (add ? p[d] : 0) + row[d];
   }
 }
 
@@ -302,8 +318,9 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 struct Call {
   int64_t batch, heads, key_heads, queries, keys, head_dim;
   Band band;
-  float scale;
+  float scale, log_count;  // of how often each key counts
   int32_t threads;
+  int32_t onto, keys_onto;  // out is merged with, dq added to what is there; dk and dv are
   float* room;  // `of_thread` numbers for each thread
   int64_t of_thread;
   Parallel parallel;  // or null
@@ -316,7 +333,7 @@ struct Call {
 };
 
 template <class T>
-struct Operand {  // [batch, rows, heads, head_dim], the last one contiguous
+struct Operand {  // [batch, rows, heads, head_dim], the last one contiguous, or a number for each row of a head
   T* data;
   int64_t batch, head, row;
   T* at(int64_t b, int64_t h, int64_t r) const { return data + b * batch + h * head + r * row; }
@@ -375,6 +392,12 @@ struct ForwardRoom {
   }
 };
 
+void begin(ForwardTile& s, int D) {
+  std::fill_n(s.out, D * QUERIES, 0.f);
+  std::fill_n(s.max, QUERIES, -INFINITY);
+  std::fill_n(s.sum, QUERIES, 0.f);
+}
+
 // Scores [n][QUERIES] become weights against a new maximum; factors are what older sums have to be multiplied by.
 void weigh(ForwardTile& s, int n, float* scores, float* factors) {
   for (int x = 0; x < s.tile.vectors(); ++x) {
@@ -400,7 +423,7 @@ void weigh(ForwardTile& s, int n, float* scores, float* factors) {
 
 template <class T>
 void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<const T> v, Operand<float> out,
-             float* lse) {
+             Operand<float> lse) {
   const int D = (int)call.head_dim;
   const int64_t span = QUERIES * FORWARD_TILES, groups = call.groups(span);
   in_threads(call, call.batch * call.heads * groups, [&](Room space, auto next) {
@@ -413,10 +436,15 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
       for (int t = 0; t < tiles; ++t) {
         ForwardTile& s = room.tiles[t];
         s.tile = call.tile(first + t * QUERIES);
+        begin(s, D);
         to_columns(q.at(b, h, s.tile.first), q.row, s.tile.count, D, call.scale * LOG2_E, s.q);
-        std::fill_n(s.out, D * QUERIES, 0.f);
-        std::fill_n(s.max, QUERIES, -INFINITY);
-        std::fill_n(s.sum, QUERIES, 0.f);
+        if (!call.onto) continue;
+        // What is there is as one more key that counts once.
+        to_columns(out.at(b, h, s.tile.first), out.row, s.tile.count, D, 1.f, s.out);
+        for (int r = 0; r < s.tile.count; ++r) {
+          s.max[r] = (*lse.at(b, h, s.tile.first + r) - call.log_count) * LOG2_E;
+          s.sum[r] = s.max[r] == -INFINITY ? 0 : 1;
+        }
       }
       const int64_t end = call.band.end(room.tiles[tiles - 1].tile.last(), call.keys);
       for (int64_t key = call.band.begin(room.tiles[0].tile.at); key < end; key += KEYS) {
@@ -436,12 +464,11 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
       }
       for (int t = 0; t < tiles; ++t) {
         ForwardTile& s = room.tiles[t];
-        float* result = lse + (b * call.heads + h) * call.queries + s.tile.first;
         for (int r = 0; r < s.tile.count; ++r) {
-          result[r] = (s.max[r] + std::log2(s.sum[r])) * LN_2;
+          *lse.at(b, h, s.tile.first + r) = (s.max[r] + std::log2(s.sum[r])) * LN_2 + call.log_count;
           room.factors[r] = s.sum[r] == 0 ? 0 : 1 / s.sum[r];
         }
-        to_rows(s.out, room.factors, s.tile.count, D, out.at(b, h, s.tile.first), out.row);
+        to_rows(s.out, room.factors, s.tile.count, D, out.at(b, h, s.tile.first), out.row, false);
       }
     }
   });
@@ -463,10 +490,12 @@ struct BackwardTile {
 struct BackwardRoom {
   std::vector<BackwardTile> tiles;
   float *keys, *values, *weights, *slopes, *factors;
-  BackwardRoom(Room& room, int D, int width) {
+  float *dk, *dv;  // [number of keys][width]
+  BackwardRoom(Room& room, int D, int width, int64_t number_of_keys) {
     for (int t = 0; t < BACKWARD_TILES; ++t) tiles.emplace_back(room, D, width);
     keys = room.take(KEYS * D), values = room.take(KEYS * D);
     weights = room.take(KEYS * QUERIES), slopes = room.take(KEYS * QUERIES), factors = room.take(QUERIES);
+    dk = room.take(number_of_keys * width), dv = room.take(number_of_keys * width);
   }
 };
 
@@ -498,20 +527,21 @@ void differentiate(const BackwardTile& s, int n, float* weights, float* slopes) 
   }
 }
 
-// dk and dv [parts, batch, key_heads, keys, whole_vectors(D)] are added to. Heads that share keys follow each other, so
-// that no two threads add to the same rows; where there are fewer of them than threads, parts of the queries have sums
-// of their own.
+// An item is the heads that share keys, so that no two threads write the same rows of dk and dv. Where there are fewer
+// items than threads, each of `parts` of the queries is an item: dk and dv are [parts * batch, ...] then.
 template <class T>
 void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<const T> q, Operand<const T> k,
-              Operand<const T> v, Operand<const T> out, const float* lse, Operand<float> dq, float* dk, float* dv) {
+              Operand<const T> v, Operand<const T> out, Operand<float> lse, Operand<float> dq, Operand<float> dk,
+              Operand<float> dv) {
   const int D = (int)call.head_dim, width = whole_vectors(D);
   const int64_t span = QUERIES * BACKWARD_TILES, groups = call.groups(span);
   in_threads(call, call.batch * call.key_heads * parts, [&](Room space, auto next) {
-    BackwardRoom room(space, D, width);
+    BackwardRoom room(space, D, width, call.keys);
     std::fill_n(room.factors, QUERIES, call.scale);
     for (int64_t item; (item = next()) >= 0;) {
       const int64_t part = item % parts, b = item / parts / call.key_heads, kh = item / parts % call.key_heads;
-      const int64_t sums = ((part * call.batch + b) * call.key_heads + kh) * call.keys * width;
+      std::fill_n(room.dk, call.keys * width, 0.f);
+      std::fill_n(room.dv, call.keys * width, 0.f);
       // A part takes every so-manieth group, so that all see as much under a causal mask.
       for (int64_t j = part; j < call.group() * groups; j += parts) {
         const int64_t h = kh * call.group() + j / groups, first = j % groups * span;
@@ -526,11 +556,13 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
           copy_rows(q.at(b, h, row), q.row, count, D, call.scale, s.q_rows, width);
           copy_rows(dout.at(b, h, row), dout.row, count, D, 1.f, s.dout_rows, width);
           std::fill_n(s.dq, D * QUERIES, 0.f);
-          const float* of_rows = lse + (b * call.heads + h) * call.queries + row;
-          for (int r = 0; r < QUERIES; ++r) {
-            s.delta[r] = r < count ? row_sum(out.at(b, h, row + r), s.dout_rows + r * width, D) : 0;
-            // Queries that see nothing have no weights.
-            s.lse[r] = r < count && of_rows[r] != -INFINITY ? of_rows[r] * LOG2_E : INFINITY;
+          // Queries that see nothing have no weights.
+          std::fill_n(s.lse, QUERIES, INFINITY);
+          std::fill_n(s.delta, QUERIES, 0.f);
+          for (int r = 0; r < count; ++r) {
+            const float of_row = *lse.at(b, h, row + r);
+            if (of_row != -INFINITY) s.lse[r] = (of_row - call.log_count) * LOG2_E;
+            s.delta[r] = row_sum(out.at(b, h, row + r), s.dout_rows + r * width, D);
           }
         }
         const int64_t end = call.band.end(room.tiles[tiles - 1].tile.last(), call.keys);
@@ -538,7 +570,7 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
           const int n = (int)std::min<int64_t>(KEYS, end - key);
           copy_rows(k.at(b, kh, key), k.row, n, D, 1.f, room.keys, D);
           copy_rows(v.at(b, kh, key), v.row, n, D, 1.f, room.values, D);
-          const int64_t of_keys = sums + key * width;
+          const Rows dk_rows{room.dk + key * width, width}, dv_rows{room.dv + key * width, width};
           for (int t = 0; t < tiles; ++t) {
             BackwardTile& s = room.tiles[t];
             if (!s.tile.sees(call.band, key, n, call.keys)) continue;
@@ -549,15 +581,18 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
             if (s.tile.misses(call.band, key, n, call.keys)) s.tile.hide(call.band, key, n, room.weights);
             differentiate(s, n, room.weights, room.slopes);
             multiply(Into::add, D, vectors, n, {room.keys, 1, D}, slopes, {s.dq, QUERIES});
-            multiply(Into::add, n, columns, count, {room.weights, QUERIES, 1}, {s.dout_rows, width}, {dv + of_keys, width});
-            multiply(Into::add, n, columns, count, {room.slopes, QUERIES, 1}, {s.q_rows, width}, {dk + of_keys, width});
+            multiply(Into::add, n, columns, count, {room.weights, QUERIES, 1}, {s.dout_rows, width}, dv_rows);
+            multiply(Into::add, n, columns, count, {room.slopes, QUERIES, 1}, {s.q_rows, width}, dk_rows);
           }
         }
         for (int t = 0; t < tiles; ++t) {
           BackwardTile& s = room.tiles[t];
-          to_rows(s.dq, room.factors, s.tile.count, D, dq.at(b, h, s.tile.first), dq.row);
+          to_rows(s.dq, room.factors, s.tile.count, D, dq.at(b, h, s.tile.first), dq.row, call.onto);
         }
       }
+      const int64_t item_of = part * call.batch + b;
+      put_rows(room.dk, width, call.keys, D, dk.at(item_of, kh, 0), dk.row, call.keys_onto);
+      put_rows(room.dv, width, call.keys, D, dv.at(item_of, kh, 0), dv.row, call.keys_onto);
     }
   });
 }
@@ -590,14 +625,15 @@ void of_type(int type, Work work) {
 extern "C" {
 
 void flash_forward(const Call* call, int type, const Place* q, const Place* k, const Place* v, const Place* out,
-                   float* lse) {
-  of_type(type, [&](auto number) { forward<decltype(number)>(*call, *q, *k, *v, *out, lse); });
+                   const Place* lse) {
+  of_type(type, [&](auto number) { forward<decltype(number)>(*call, *q, *k, *v, *out, *lse); });
 }
 
 void flash_backward(const Call* call, int type, int64_t parts, const Place* dout, const Place* q, const Place* k,
-                    const Place* v, const Place* out, const float* lse, const Place* dq, float* dk, float* dv) {
+                    const Place* v, const Place* out, const Place* lse, const Place* dq, const Place* dk,
+                    const Place* dv) {
   of_type(type, [&](auto number) {
-    backward<decltype(number)>(*call, parts, *dout, *q, *k, *v, *out, lse, *dq, dk, dv);
+    backward<decltype(number)>(*call, parts, *dout, *q, *k, *v, *out, *lse, *dq, *dk, *dv);
   });
 }
 
@@ -607,9 +643,9 @@ int64_t flash_forward_room(int head_dim) {
   ForwardRoom(room, head_dim);
   return room.taken();
 }
-int64_t flash_backward_room(int head_dim) {
+int64_t flash_backward_room(int head_dim, int64_t keys) {
   Room room(nullptr);
-  BackwardRoom(room, head_dim, whole_vectors(head_dim));
+  BackwardRoom(room, head_dim, whole_vectors(head_dim), keys);
   return room.taken();
 }
 }

@@ -6,7 +6,8 @@ Queries stand at the last keys: of M queries over L keys the one at row i stands
 from __future__ import annotations
 
 import ctypes
-from math import gcd
+from dataclasses import dataclass
+from math import gcd, log
 
 import torch
 from torch import Tensor
@@ -25,10 +26,9 @@ LEAST_FLOPS = 1_000_000
 class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "queries", "keys", "head_dim")),
-        ("left", ctypes.c_int64),
-        ("right", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("left", "right")),
+        *((name, ctypes.c_float) for name in ("scale", "log_count")),
+        *((name, ctypes.c_int32) for name in ("threads", "onto", "keys_onto")),
         ("room", ctypes.c_void_p),
         ("of_thread", ctypes.c_int64),
         ("parallel", ctypes.c_void_p),
@@ -39,21 +39,43 @@ class _Place(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
 
 
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times."""
+
+    left: int
+    right: int
+    scale: float
+    count: int = 1
+
+    def flops(self, q: Tensor, k: Tensor) -> int:
+        """About so many floating-point operations of one product."""
+        seen = k.shape[1] if self.left < 0 else min(k.shape[1], self.left + 1)
+        return 2 * q.numel() * seen // (2 if self.left < 0 <= self.right else 1)
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    onto: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M], both float32, of q [B, M, H, D] and k, v [B, L, K, D], of one type.
 
-    The last dim of each is contiguous. A query at p sees keys p - left to p + right; -1 is unbounded. `out`: where to
-    write it, float32. Rows that see nothing are 0 and -inf.
+    The last dim of each is contiguous. `out`, `lse`: where to put them, float32, strides as they come. `onto`: they
+    hold the results of other keys, which these are merged with. Rows that see nothing are 0 and -inf.
     """
     B, M, H, D = q.shape
     if out is None:
         out = q.new_empty(q.shape, dtype=torch.float32)
-    lse = q.new_empty((B, H, M), dtype=torch.float32)
-    threads = _threads(4 * D * _pairs(q, k, left, right))
-    room = q.new_empty(threads * forward_room(D), dtype=torch.float32)
-    _launch("flash_forward", (q, k, left, right, scale, threads, room), (q, k, v, out, lse))
+    if lse is None:
+        lse = q.new_empty((B, H, M), dtype=torch.float32)
+    threads = _threads(2 * mask.flops(q, k))
+    room = q.new_empty((threads, forward_room(D)), dtype=torch.float32)
+    _launch("flash_forward", q, k, mask, (onto, False), room, (q, k, v, out, lse))
     return out, lse
 
 
@@ -64,30 +86,32 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
-    left: int,
-    right: int,
-    scale: float,
+    mask: Mask,
     dq: Tensor | None = None,
+    onto: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq like q, dk and dv like k, in float32; out and lse, contiguous, may be those of a larger softmax.
+    """dq like q, dk and dv like k, in float32; out and lse may be those of a larger softmax.
 
-    The same bits in every call with as many threads: where the heads of keys are fewer, each part of the queries has
-    sums of its own.
+    `dq`: where to put it. `onto`: dq, dk and dv of other keys or queries, which are added to in place. The same bits in
+    every call with as many threads: where heads of keys are fewer, each part of the queries has sums of its own.
     """
-    B, _, _, D = q.shape
-    L, K = k.shape[1:3]
-    if dq is None:
-        dq = q.new_empty(q.shape, dtype=torch.float32)
-    threads = _threads(10 * D * _pairs(q, k, left, right))
+    B, L, K, D = k.shape
+    threads = _threads(5 * mask.flops(q, k))
     parts = _parts(threads, B * K)
-    sums = q.new_zeros((2, parts, B, K, L, whole_vectors(D)), dtype=torch.float32)
-    room = q.new_empty(threads * backward_room(D), dtype=torch.float32)
-    tensors = (dout, q, k, v, out, lse, dq, *sums)
-    _launch("flash_backward", (q, k, left, right, scale, threads, room), tensors, parts)
-    del room
-    dk, dv = sums.squeeze(1) if parts == 1 else sums.sum(1)
-    return dq, *(x[..., :D].transpose(1, 2) for x in (dk, dv))
+    if onto is not None:
+        dq = onto[0]
+    elif dq is None:
+        dq = q.new_empty(q.shape, dtype=torch.float32)
+    in_place = onto is not None and parts == 1
+    dk, dv = onto[1:] if onto and in_place else q.new_empty((2, parts * B, L, K, D), dtype=torch.float32)
+    room = q.new_empty((threads, backward_room(D, L)), dtype=torch.float32)
+    places = (dout, q, k, v, out, lse, dq, dk, dv)
+    _launch("flash_backward", q, k, mask, (onto is not None, in_place), room, places, parts)
+    if parts > 1:
+        dk, dv = (x.unflatten(0, (parts, B)).sum(0) for x in (dk, dv))
+    if onto is None or in_place:
+        return dq, dk, dv
+    return dq, onto[1].add_(dk), onto[2].add_(dv)
 
 
 def forward_room(head_dim: int) -> int:
@@ -96,47 +120,46 @@ def forward_room(head_dim: int) -> int:
     return FORWARD_TILES * tile + 2 * KEYS * head_dim + KEYS * QUERIES + QUERIES
 
 
-def backward_room(head_dim: int) -> int:
-    """Numbers that a thread of a backward pass takes; a multiple of 16."""
-    tile = (3 * head_dim + 2 * whole_vectors(head_dim)) * QUERIES + 2 * QUERIES
-    return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 2 * KEYS * QUERIES + QUERIES
-
-
-def whole_vectors(head_dim: int) -> int:
-    """Numbers of a row of dk and dv while they are summed."""
-    return -(-head_dim // LANES) * LANES
+def backward_room(head_dim: int, keys: int) -> int:
+    """Numbers that a thread of a backward pass over so many keys takes; a multiple of 16."""
+    width = -(-head_dim // LANES) * LANES
+    tile = (3 * head_dim + 2 * width) * QUERIES + 2 * QUERIES
+    return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 2 * KEYS * QUERIES + QUERIES + 2 * keys * width
 
 
 def _launch(
-    function: str, call: tuple[Tensor, Tensor, int, int, float, int, Tensor], tensors: tuple[Tensor, ...], *more: int
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    onto: tuple[bool, bool],
+    room: Tensor,
+    tensors: tuple[Tensor, ...],
+    *numbers: int,
 ) -> None:
     """Call the C++. All memory is asked for outside: where it is traced, nothing is launched (`engine.trace`)."""
-    q, k, left, right, scale, threads, room = call
     B, M, H, D = q.shape
-    told = _Call(
-        *(B, H, k.shape[2], M, k.shape[1], D, left, right, scale, threads),
-        *(room.data_ptr(), room.numel() // threads, openmp_parallel()),
+    call = _Call(
+        *(B, H, k.shape[2], M, k.shape[1], D, mask.left, mask.right, mask.scale, log(mask.count)),
+        *(room.shape[0], *onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
-    # Strides of [B, M, H, D]; other tensors are contiguous.
-    places = (
-        ctypes.byref(_Place(x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)))
-        if x.ndim == 4
-        else ctypes.c_void_p(x.data_ptr())
-        for x in tensors
+    places = (ctypes.byref(_Place(x.data_ptr(), *_strides(x))) for x in tensors)
+    getattr(_compiled(), function)(
+        ctypes.byref(call), TYPES[q.dtype], *(ctypes.c_int64(number) for number in numbers), *places
     )
-    numbers = (ctypes.c_int64(one) for one in more)
-    getattr(_compiled(), function)(ctypes.byref(told), TYPES[q.dtype], *numbers, *places)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """From one batch item, head and row to the next, of [B, M, H, D] or [B, H, M]."""
+    if x.ndim == 4:
+        batch, row, head, _ = x.stride()
+        return batch, head, row
+    batch, head, row = x.stride()
+    return batch, head, row
 
 
 def _compiled() -> ctypes.CDLL:
     return library("flash.cpp", QUERIES=QUERIES, KEYS=KEYS, FORWARD_TILES=FORWARD_TILES, BACKWARD_TILES=BACKWARD_TILES)
-
-
-def _pairs(q: Tensor, k: Tensor, left: int, right: int) -> int:
-    """About so many pairs of a query and a key that it sees."""
-    seen = k.shape[1] if left < 0 else min(k.shape[1], left + 1)
-    ahead = 1 if right < 0 or left >= 0 else 2
-    return q.shape[0] * q.shape[1] * q.shape[2] * seen // ahead
 
 
 def _parts(threads: int, items: int) -> int:
