@@ -85,6 +85,59 @@ class AttendBackward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class Merge(Protocol):
+    """As `Attend`, but the results are merged into `out` and `lse`, which hold those of other keys, in place.
+
+    Both have any outer strides, and no two numbers of theirs are at one place. `fresh`: they hold nothing yet. `count`:
+    each key counts as often.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+        fresh: bool,
+        count: int,
+    ) -> None: ...
+
+
+class AddGradients(Protocol):
+    """As `AttendBackward`, but gradients are added to `dq`, `dk` and `dv` in place; lse has any outer strides."""
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        causal: bool,
+        window: Window = UNBOUNDED,
+        scale: float,
+        count: int,
+    ) -> None: ...
+
+
+class MergingKernel(NamedTuple):
+    """What a backend calls where results belong among those of other keys; `dtypes`: of all tensors but lse."""
+
+    merge: Merge
+    add_gradients: AddGradients
+    dtypes: frozenset[torch.dtype]
+
+
 class AttendPacked(Protocol):
     """As `Attend`, within each of several sequences that follow each other along one axis.
 
@@ -156,6 +209,7 @@ class LoadedBackend:
     aligns_ends: under a causal mask it takes fewer queries than keys, the last query seeing the last key.
     places_results: `attend` also takes `out`, and `attend_backward` takes `dq`, with the shape of q, the last dim
     contiguous and any outer strides: where to write what it then returns.
+    merging: its kernel that merges results and adds gradients in place, if it has one.
     """
 
     name: str
@@ -164,6 +218,7 @@ class LoadedBackend:
     aligns_ends: bool = False
     places_results: bool = False
     packed: PackedKernel | None = None
+    merging: MergingKernel | None = None
 
     def require_backward(self) -> AttendBackward:
         """The backward pass; raises ValueError for a backend that has none."""

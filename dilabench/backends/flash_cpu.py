@@ -7,8 +7,10 @@ from torch import Tensor
 
 from dilabench.backends.adapt import Plain, adapted
 from dilabench.backends.band import Band
+from dilabench.contracts import MergingKernel
 from dilabench.kernels.cpu import flash
 from dilabench.kernels.cpu.flash import Mask
+from dilabench.workload.spec import UNBOUNDED, Window
 
 
 def _forward(
@@ -40,3 +42,47 @@ def _as_summed(place: Tensor | None) -> Tensor | None:
 
 
 attend, attend_backward = adapted(_forward, _backward, Plain(aligns_ends=True, places_results=True))
+
+
+def _merge(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    window: Window = UNBOUNDED,
+    scale: float,
+    fresh: bool,
+    count: int,
+) -> None:
+    flash.attend(q, k, v, _mask(q, k, causal, window, scale, count), out, lse, onto=not fresh)
+
+
+def _add_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    causal: bool,
+    window: Window = UNBOUNDED,
+    scale: float,
+    count: int,
+) -> None:
+    mask = _mask(q, k, causal, window, scale, count)
+    flash.attend_backward(dout, q, k, v, out, lse, mask, onto=(dq, dk, dv))
+
+
+def _mask(q: Tensor, k: Tensor, causal: bool, window: Window, scale: float, count: int) -> Mask:
+    band = Band.of(causal, window, q.shape[1], k.shape[1])
+    return Mask(band.left, band.right, scale, count)
+
+
+merging = MergingKernel(_merge, _add_gradients, frozenset({torch.float32}))

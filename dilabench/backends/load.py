@@ -18,6 +18,8 @@ class Described(Protocol):
     @property
     def packed_target(self) -> str | None: ...
     @property
+    def merging_target(self) -> str | None: ...
+    @property
     def aligns_ends(self) -> bool: ...
     @property
     def places_results(self) -> bool: ...
@@ -33,4 +35,5 @@ def load_backend(backend: Described) -> LoadedBackend:
         aligns_ends=backend.aligns_ends,
         places_results=backend.places_results,
         packed=load_target(backend.packed_target) if backend.packed_target else None,
+        merging=load_target(backend.merging_target) if backend.merging_target else None,
     )

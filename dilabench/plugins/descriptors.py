@@ -189,6 +189,7 @@ class Backend:
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch; where it has none, our
     own tiles take its place on CUDA and the row says so (note `own_tiles`), and a CPU calls sequences one by one.
+    `merging_target`: its `contracts.MergingKernel`, which writes results where those of other keys are already.
     `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
     that names no priority there. `tried_for`: as for an implementation. `library`: it brings a library of its own,
     which gets a process of its own. `install`: the command that installs it. `family`: the name that generations of one
@@ -200,6 +201,7 @@ class Backend:
     target: str
     backward_target: str | None = None
     packed_target: str | None = None
+    merging_target: str | None = None
     supports: Capabilities = DENSE_KERNEL
     requires: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()

@@ -60,7 +60,16 @@ WORDS: Mapping[str, frozenset[str]] = {
     "merge_grads": frozenset({"exact", "detached"}),
 }
 LEAST = {"head_dim_multiple": 1, "max_head_dim": 1, "max_world_size": 1, "priority": 0, "budget_s": 0}
-TARGETS = {"target", "backward_target", "packed_target", "sharding", "follow_up", "analysis", "projections"}
+TARGETS = {
+    "target",
+    "backward_target",
+    "packed_target",
+    "merging_target",
+    "sharding",
+    "follow_up",
+    "analysis",
+    "projections",
+}
 # Words that stand for names on the command line. Suite `all` is ours.
 RESERVED = frozenset({"all", "auto"})
 _NAME = re.compile(r"\w[\w.-]*")

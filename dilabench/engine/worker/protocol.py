@@ -37,6 +37,7 @@ class BackendSpec(Model):
     target: str
     backward_target: str | None = None
     packed_target: str | None = None
+    merging_target: str | None = None
     aligns_ends: bool = False
     places_results: bool = False
 

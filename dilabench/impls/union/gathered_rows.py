@@ -95,6 +95,17 @@ class GatheredRows:
         """Add rows to total [B, N, K, D]."""
         total.flatten(1, 2).index_add_(1, self.index.keys, part.reshape(len(total), -1, total.shape[-1]))
 
+    @property
+    def count(self) -> int:
+        """How often each pair counts."""
+        return 1
+
+    def places(self, _x: Tensor, _lse: Tensor) -> None:
+        """None: rows are copies."""
+
+    def key_place(self, _x: Tensor) -> None:
+        """None: rows are copies."""
+
     def release(self, *rows: Tensor) -> None:
         """Give the buffers of rows back to the pool."""
         for buffer in rows:

@@ -43,6 +43,7 @@ class AllTokens:
     options: Mapping[str, Any] = field(default_factory=dict)
     rate: int = 1
     whole: bool = True
+    count: int = 1
 
     def queries(self, x: Tensor) -> Tensor:
         """x [1, T, H, D] itself."""
@@ -72,6 +73,12 @@ class AllTokens:
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add a part to total [1, T, K, D]."""
         total.add_(part)
+
+    def places(self, _x: Tensor, _lse: Tensor) -> None:
+        """None: kernels that merge in place know no packed sequences."""
+
+    def key_place(self, _x: Tensor) -> None:
+        """None, as for `places`."""
 
     def release(self, *rows: Tensor) -> None:
         """Nothing was taken."""

@@ -50,10 +50,13 @@ class RectangleUnion(Union):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Union.forward`; kept of a call are its out and lse."""
         output = onto or self._empty_output(q)
+        merging = None if self.detached else self._merging(q)
 
         def attend(share: Sequence[Rectangle]) -> list[Tensor]:
             kept: list[Tensor] = []
             for rows in share:
+                if merging and self._merge(merging, rows, q, k, v, *output, fresh=rows.first and onto is None):
+                    continue
                 result = self._attend(rows, q, k, v)
                 (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
                 if self.detached:
@@ -82,6 +85,7 @@ class RectangleUnion(Union):
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         dq, dk, dv = onto or (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        merging = self._merging(q)
         shares = self._shares_of(q)
         means: OwnMeans | None = None
         if self.detached:
@@ -96,6 +100,8 @@ class RectangleUnion(Union):
                     means.add(rows, *(result or self._attend(rows, q, k, v)))
             for rows in shares[index]:
                 own = means.as_out(rows) if means else None
+                if merging and self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, (dq, dk, dv)):
+                    continue
                 of_queries, *of_keys = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
                 rows.add_queries(dq, of_queries)
                 for total, part in zip((dk, dv), of_keys, strict=True):

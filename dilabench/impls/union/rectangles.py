@@ -41,8 +41,8 @@ class Rectangle:
 
     @property
     def log_count(self) -> float:
-        """Logarithm of how many branches give its pairs."""
-        return log(len(self.parts))
+        """Logarithm of how often its pairs count."""
+        return log(self.count)
 
     @property
     def rate(self) -> int:
@@ -92,6 +92,19 @@ class Rectangle:
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add rows to total [B, N, K, D]."""
         self.seen.add_keys(total, part)
+
+    @property
+    def count(self) -> int:
+        """How many branches give its pairs."""
+        return len(self.parts)
+
+    def places(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows of x [B, N, H, D] and lse [B, H, N] as views, where they can be."""
+        return self.rows.places(x, lse)
+
+    def key_place(self, x: Tensor) -> Tensor | None:
+        """Rows of x [B, N, K, D] as a view, where they can be."""
+        return self.seen.key_place(x)
 
     def release(self, *rows: Tensor) -> None:
         """Do nothing: views own no memory."""

@@ -71,6 +71,21 @@ class StridedRows:
         """Add rows to total [B, N, K, D]."""
         self._key_view(total).add_(self._apart(part))
 
+    @property
+    def count(self) -> int:
+        """How often each pair counts."""
+        return 1
+
+    def places(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows of x and lse as views; None where batch items and stack are no one axis."""
+        rows, lse_rows = self.queries(x), self.lse(lse)
+        return (rows, lse_rows) if _share_memory(rows, x) and _share_memory(lse_rows, lse) else None
+
+    def key_place(self, x: Tensor) -> Tensor | None:
+        """Rows of x [B, N, K, D] as a view; None as for `places`."""
+        rows = self.keys(x)
+        return rows if _share_memory(rows, x) else None
+
     def release(self, *rows: Tensor) -> None:
         """Do nothing: views own no memory."""
 
@@ -103,6 +118,10 @@ class StridedRows:
         """Rows [S, G, A, L]."""
         as_tokens = lse.transpose(1, 2).unsqueeze(-1)
         return self._view(as_tokens, self.call.start.head, self.call.heads).squeeze(-1).transpose(-1, -2)
+
+
+def _share_memory(x: Tensor, other: Tensor) -> bool:
+    return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def strided_rows(workload: Workload, copied: int = 0) -> tuple[StridedRows, ...]:

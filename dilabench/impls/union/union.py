@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dilabench.contracts import AttendBackward, LoadedBackend
+from dilabench.contracts import AttendBackward, LoadedBackend, MergingKernel
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.workload.spec import Window, Workload
@@ -63,6 +63,19 @@ class Rows(Protocol):
 
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add [G, L, A', D] to the rows of a [B, N, K, D]."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How often each pair counts."""
+        ...
+
+    def places(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows of x [B, N, H, D] and lse [B, H, N] as views, to be written to; None where they would be copies."""
+        ...
+
+    def key_place(self, x: Tensor) -> Tensor | None:
+        """Rows of x [B, N, K, D] as a view; None where they would be a copy."""
         ...
 
     def release(self, *rows: Tensor) -> None:
@@ -116,11 +129,17 @@ class Union:
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
         output = onto
         kept: list[Tensor] = []
+        merging = None if self.detached else self._merging(q)
         for rows in self.rows(q.device):
+            becomes_output = output is None and rows.whole and not self.detached
+            if merging and not becomes_output:
+                output = output or self._empty_output(q)
+                if self._merge(merging, rows, q, k, v, *output, fresh=rows.first and onto is None):
+                    continue
             result = self._attend(rows, q, k, v)
             if self.detached:
                 kept.append(self._with_own_zero_keys(rows, len(q), *result))
-            if output is None and rows.whole and not self.detached:
+            if becomes_output:
                 output = _as_output(q, *result)
             else:
                 output = output or self._empty_output(q)
@@ -131,6 +150,32 @@ class Union:
         if self.zero_keys is not None and not self.detached:
             add_null_mass_(*output, self.zero_keys)
         return *output, kept
+
+    def _merging(self, q: Tensor) -> MergingKernel | None:
+        """The kernel that writes results of such tensors where those of other keys are, if the backend has one."""
+        kernel = self.backend.merging
+        return kernel if kernel and q.dtype in kernel.dtypes else None
+
+    def _merge(
+        self,
+        kernel: MergingKernel,
+        rows: Rows,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        fresh: bool,
+    ) -> bool:
+        """Whether a call's results were merged into out and lse: not where their rows are no views."""
+        places = rows.places(out, lse)
+        if places is None:
+            return False
+        taken = rows.queries(q), rows.keys(k), rows.keys(v)
+        kernel.merge(*taken, *places, **self._mask(rows), fresh=fresh, count=rows.count)
+        rows.release(*taken)
+        return True
 
     def _attend(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         taken = rows.queries(q), rows.keys(k), rows.keys(v)
@@ -164,13 +209,19 @@ class Union:
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+        merging = self._merging(q)
         total = onto
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[index] if kept else None
             if self.detached and own is None:
                 own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))
+            becomes_total = total is None and rows.whole
+            if merging and not becomes_total:
+                total = total or (_zeros(q), _zeros(k), _zeros(v))
+                if self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, total):
+                    continue
             share = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
-            if total is None and rows.whole:
+            if becomes_total:
                 dq, dk, dv = (part.reshape(x.shape).contiguous() for part, x in zip(share, (q, k, v), strict=True))
                 total = dq, dk, dv
             else:
@@ -201,6 +252,31 @@ class Union:
         if own is None:
             rows.release(out_rows)
         return share
+
+    def _add_gradients(
+        self,
+        kernel: MergingKernel,
+        rows: Rows,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        own: Tensor | None,
+        total: tuple[Tensor, Tensor, Tensor],
+    ) -> bool:
+        """Whether a call's gradients were added to the total: not where their rows are no views."""
+        of_queries = rows.places(total[0], lse)
+        dk, dv = (rows.key_place(x) for x in total[1:])
+        if of_queries is None or dk is None or dv is None:
+            return False
+        dq, lse_rows = of_queries
+        taken = rows.queries(dout), rows.queries(q), rows.keys(k), rows.keys(v)
+        out_rows = rows.queries(out) if own is None else own
+        mask = self._mask(rows)
+        kernel.add_gradients(*taken, out_rows, lse_rows, dq, dk, dv, **mask, count=rows.count)
+        return True
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         """Causal and scale as they are; a window of positions as one of rows."""

@@ -53,6 +53,7 @@ BACKENDS = (
         "our own flash attention for CPUs, in C++ that is compiled for this processor at first use",
         "dilabench.backends.flash_cpu:attend",
         "dilabench.backends.flash_cpu:attend_backward",
+        merging_target="dilabench.backends.flash_cpu:merging",
         supports=Capabilities(patterns=DENSE, devices=CPU, dtypes=HALF | {"float32"}),
         requires=("cpu", "c++"),
         aligns_ends=True,

@@ -95,7 +95,8 @@ def _order(case: Case, device: str, catalogue: Catalogue) -> tuple[dict[str, Any
         if case.backend not in catalogue.backends:
             return {}, f"no backend {case.backend!r}"
         one = catalogue.backends.get(case.backend)
-        named = ("name", "target", "backward_target", "packed_target", "aligns_ends", "places_results")
+        targets = ("target", "backward_target", "packed_target", "merging_target")
+        named = ("name", *targets, "aligns_ends", "places_results")
         backend = {name: getattr(one, name) for name in named}
         dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
         if reasons := catalogue.unsupported(one, dense, device):
