@@ -1,9 +1,11 @@
 """What this machine has, found without importing torch: NVML for GPUs, package metadata for torch."""
 
+import functools
 import importlib.util
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,9 +71,24 @@ def detect(device: str = "auto") -> Machine:
 
 
 def cxx_compiler() -> str | None:
-    """Path of the C++ compiler: $CXX, else the first of CXX_COMPILERS that is there."""
-    names = filter(None, (os.environ.get("CXX"), *CXX_COMPILERS))
-    return next(filter(None, map(shutil.which, names)), None)
+    """Path of the first of $CXX and CXX_COMPILERS that is there and reads C++17 with its standard library."""
+    return _first_working(os.environ.get("CXX"), os.environ.get("PATH"))
+
+
+@functools.cache
+def _first_working(named: str | None, _path: str | None) -> str | None:
+    found = map(shutil.which, filter(None, (named, *CXX_COMPILERS)))
+    return next((path for path in found if path and _reads_cxx(path)), None)
+
+
+def _reads_cxx(compiler: str) -> bool:
+    """A command of that name may be a stub that says what to install, or a compiler without headers."""
+    reading = [compiler, "-std=c++17", "-E", "-x", "c++", "-"]
+    try:
+        done = subprocess.run(reading, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:

@@ -1,12 +1,13 @@
 """What a machine means for a run: device, dtype, and why CUDA is not used."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from dilabench import machine
 from dilabench.errors import EnvironmentNotReady
-from dilabench.machine import Machine, detect
+from dilabench.machine import Machine, cxx_compiler, detect
 from dilabench.record import GpuInfo
 
 
@@ -89,3 +90,24 @@ def test_torch_version_is_read_without_importing_it(monkeypatch, tmp_path):
     assert machine.torch_cuda_version() == "13.0"
     version.write_text("__version__ = '2.13.0+cpu'\ncuda = None\n")
     assert machine.torch_cuda_version() is None
+
+
+def _command(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_first_compiler_that_works_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "none-such")
+    assert cxx_compiler() is None
+    _command(tmp_path, "c++", "echo 'no developer tools were found' >&2; exit 1")
+    working = _command(tmp_path, "g++", "exit 0")
+    # What is on a path is looked for once in a process.
+    monkeypatch.setenv("PATH", f"{tmp_path}:")
+    assert cxx_compiler() == str(working)
+    named = _command(tmp_path, "mine", "exit 0")
+    monkeypatch.setenv("CXX", str(named))
+    assert cxx_compiler() == str(named)

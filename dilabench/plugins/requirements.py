@@ -76,7 +76,7 @@ def _unmet_cuda(version: str | None, machine: Machine) -> str | None:
 
 
 def _unmet_compiler() -> str | None:
-    return None if cxx_compiler() else f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} is on the path"
+    return None if cxx_compiler() else f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here"
 
 
 def _unmet_distribution(name: str, version: str | None) -> str | None:

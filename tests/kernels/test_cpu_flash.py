@@ -17,7 +17,7 @@ from dilabench.kernels.cpu import compiled, flash
 from dilabench.kernels.cpu.flash import Mask
 from dilabench.machine import cxx_compiler
 
-pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler, none is on the path")
+pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler, none works here")
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 CAUSAL = Mask(-1, 0, 0.2)

@@ -40,7 +40,7 @@ def library(source: str, **constants: int) -> ctypes.CDLL:
     path = SOURCES / source
     found = cxx_compiler()
     if found is None:
-        raise EnvironmentNotReady(f"{source} needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} is on the path")
+        raise EnvironmentNotReady(f"{source} needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here")
     defined = (f"-D{name}={value}" for name, value in constants.items())
     command = [found, *FLAGS, _for_this_processor(), *defined, str(path)]
     compiled = cache_folder() / "cpu" / f"{path.stem}-{_identity(command, path)}.so"

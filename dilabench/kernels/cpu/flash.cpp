@@ -358,15 +358,18 @@ template <class Work>
 void in_threads(const Call& call, int64_t items, Work work) {
   std::atomic<int64_t> begun{0};
   std::atomic<int> seats{0};
+  const int threads = (int)std::min<int64_t>(call.threads, items);
   auto worker = [&] {
-    work(Room(call.room + seats++ * call.of_thread), [&] {
+    const int seat = seats++;
+    if (seat >= threads) return;
+    work(Room(call.room + seat * call.of_thread), [&] {
       const int64_t item = begun++;
       return item < items ? item : -1;
     });
   };
-  const int threads = (int)std::min<int64_t>(call.threads, items);
   if (threads <= 1) return worker();
-  if (call.parallel) return call.parallel([](void* w) { (*(decltype(worker)*)w)(); }, &worker, (unsigned)threads, 0);
+  // All of its threads, for a library that is asked for fewer ends the others, and begins them anew in the next call.
+  if (call.parallel) return call.parallel([](void* w) { (*(decltype(worker)*)w)(); }, &worker, 0, 0);
   std::vector<std::thread> others;
   for (int t = 1; t < threads; ++t) others.emplace_back(worker);
   worker();

@@ -97,7 +97,8 @@ def attend_backward(
     """
     B, L, K, D = k.shape
     threads = _threads(5 * mask.flops(q, k))
-    parts = _parts(threads, B * K)
+    of_keys = q.shape[2] // K * -(-q.shape[1] // (QUERIES * BACKWARD_TILES))
+    parts = min(of_keys, _parts(threads, B * K))
     if onto is not None:
         dq = onto[0]
     elif dq is None:

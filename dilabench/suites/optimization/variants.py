@@ -45,4 +45,4 @@ def reasons_against(optimizations: Optimizations, machine: Machine) -> Iterator[
     if optimizations.cuda_graph and machine.device != "cuda":
         yield f"cuda_graph needs cuda, have {machine.device}"
     if optimizations.compile and machine.device == "cpu" and not cxx_compiler():
-        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} is on the path"
+        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} works here"

@@ -28,10 +28,8 @@ OUTDATED = (
     | {("h200-dilated-backward", "fused", 131072, "backward"), ("h200-extreme", "fused", 65536, "both")}
     # With copies of q, k, v and dout that a length off the dilation rates no longer needs (`h200-gigapath`).
     | {("h200-field", "fused", 65000, "both")}
-    # Without the copies of k and v in whole memory lines that it makes where keys are read often.
-    | {("h200-gigapath", "fused", 70001, "forward")}
     # With all rows of each branch's own result, of which it keeps those that the branch covers since.
-    | {(f"h100-gigapath-large{when}", "fused", 70001, "both") for when in ("", "-before")}
+    | {("h100-gigapath-large-before", "fused", 70001, "both")}
     # Without the parts that float32 comes to the kernels in since.
     | {("h200-float32", "fused", 8192, "forward"), ("h200-float32", "fused", 8192, "both")}
     # With a second gradient of out, which took the batch axis of packed shards away and is no longer made.
