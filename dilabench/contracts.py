@@ -88,8 +88,8 @@ class AttendBackward(Protocol):
 class Merge(Protocol):
     """As `Attend`, but the results are merged into `out` and `lse`, which hold those of other keys, in place.
 
-    Both have any outer strides, and no two numbers of theirs are at one place. `fresh`: they hold nothing yet. `count`:
-    each key counts as often.
+    Both have any outer strides, and no two numbers of theirs are at one place. lse is [S, G, H, M] where S times G are
+    the batch: its two axes need not be one. `fresh`: they hold nothing yet. `count`: each key counts as often.
     """
 
     def __call__(
@@ -109,7 +109,7 @@ class Merge(Protocol):
 
 
 class AddGradients(Protocol):
-    """As `AttendBackward`, but gradients are added to `dq`, `dk` and `dv` in place; lse has any outer strides."""
+    """As `AttendBackward`, but gradients are added to `dq`, `dk` and `dv` in place; lse is as for `Merge`."""
 
     def __call__(
         self,

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -16,6 +18,7 @@ P = ParamSpec("P")
 
 DEBUG_VARIABLE = "DILABENCH_DEBUG"
 # Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
+AGAIN_S = 0.01
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = b"ending: what was measured is being saved; once more ends at once, and --resume goes on from there\n"
 
@@ -68,9 +71,11 @@ def require_working_folder() -> None:
 def end_by_signals() -> None:
     """From now on, have every signal that asks for an end do what Ctrl-C does.
 
-    What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup).
+    What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup). Where a library
+    keeps exceptions to itself, as pydantic does for those of isinstance, the interrupt comes again.
     """
     came = 0
+    other_hook = sys.unraisablehook
 
     def end(_number: int, _frame: Any) -> None:
         nonlocal came
@@ -81,6 +86,16 @@ def end_by_signals() -> None:
         with contextlib.suppress(OSError):
             os.write(2, SAVING)
 
+    def again(kept: "sys.UnraisableHookArgs") -> None:
+        nonlocal came
+        if issubclass(kept.exc_type, KeyboardInterrupt):
+            came -= 1
+            # From a thread: what is raised in here is lost as well.
+            threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        else:
+            other_hook(kept)
+
+    sys.unraisablehook = again
     for one in ENDING:
         if signal.getsignal(one) not in (signal.SIG_IGN, None):
             signal.signal(one, end)

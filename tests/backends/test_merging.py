@@ -40,8 +40,10 @@ def rows_of(whole: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("dim", [16, 40])
-def test_results_are_merged_where_they_are(kernel: MergingKernel, causal: bool, count: int, dim: int) -> None:
+@pytest.mark.parametrize(("dim", "split"), [(16, (1, 2)), (40, (2, 1))])
+def test_results_are_merged_where_they_are(
+    kernel: MergingKernel, causal: bool, count: int, dim: int, split: tuple[int, int]
+) -> None:
     torch.manual_seed(count)
     mask = {"causal": causal, "scale": 0.3}
     whole_q, whole_out = torch.randn(2, 150, 4, dim), torch.randn(2, 150, 4, dim)
@@ -57,14 +59,14 @@ def test_results_are_merged_where_they_are(kernel: MergingKernel, causal: bool, 
     expected = out.double().clone(), lse.double().clone()
     merge_rows_(*expected, part_out, part_lse + log(count))
 
-    kernel.merge(q, k, v, out, lse, **mask, fresh=False, count=count)
+    kernel.merge(q, k, v, out, lse.unflatten(0, split), **mask, fresh=False, count=count)
     torch.testing.assert_close(out.double(), expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
     for now, then in zip((whole_out, whole_lse.transpose(1, 2)), (before[0], before[1].transpose(1, 2)), strict=True):
         assert torch.equal(now[:, ::2], then[:, ::2])
         assert torch.equal(now[:, :, :2], then[:, :, :2])
 
-    kernel.merge(q, k, v, out, lse, **mask, fresh=True, count=count)
+    kernel.merge(q, k, v, out, lse.unflatten(0, split), **mask, fresh=True, count=count)
     torch.testing.assert_close(out.double(), part_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), part_lse + log(count), rtol=1e-5, atol=1e-5)
 
@@ -82,7 +84,7 @@ def test_gradients_are_added_where_they_are(kernel: MergingKernel, count: int, d
     lse = lse + 0.5 + log(count)
     shares = math.attend_backward(dout.double(), *exact, out, lse - log(count), **mask)
     expected = [x.double() + share for x, share in zip((rows_of(totals), of_keys, of_values), shares, strict=True)]
-    given = dout, q, k, v, out.float(), lse.float()
+    given = dout, q, k, v, out.float(), lse.float()[None]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -98,8 +100,8 @@ def test_no_keys_at_all(kernel: MergingKernel) -> None:
     nothing = torch.empty(1, 0, 2, 16)
     before = out.clone(), lse.clone()
     mask = {"causal": False, "scale": 1.0, "count": 1}
-    kernel.merge(q, nothing, nothing, out, lse, **mask, fresh=False)
+    kernel.merge(q, nothing, nothing, out, lse[None], **mask, fresh=False)
     torch.testing.assert_close((out, lse), before)
-    kernel.merge(q, nothing, nothing, out, lse, **mask, fresh=True)
+    kernel.merge(q, nothing, nothing, out, lse[None], **mask, fresh=True)
     assert not out.any()
     assert lse.isneginf().all()

@@ -377,3 +377,26 @@ def test_temporary_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
         remove_left_over()
         assert living.is_dir()
     assert sorted(tmp_path.iterdir()) == [young]
+
+
+KEPT = """
+import os, signal, time
+from dilabench.cli.guard import end_by_signals
+
+class Deaf:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+end_by_signals()
+try:
+    Deaf()
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("ended")
+"""
+
+
+def test_an_interrupt_that_a_library_keeps_to_itself_comes_again():
+    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")

@@ -16,7 +16,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_every_record_in_the_documentation_is_shown(cli, path):
     result = cli("report", str(path))
     assert result.exit_code == 0, result.stderr
-    assert json.loads(path.read_text())["environment"]["gpus"][0]["name"] in result.stdout
+    environment = json.loads(path.read_text())["environment"]
+    device = environment["gpus"][0]["name"] if environment["gpus"] else environment["cpu"]["model"]
+    assert device in result.stdout
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "figures").glob("*.json")), ids=lambda path: path.stem)

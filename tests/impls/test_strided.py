@@ -1,6 +1,7 @@
 """`strided` reads in place, needs little memory, and takes tensors of other layouts as well."""
 
 import weakref
+from math import log
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilabench.backends import math
 from dilabench.backends.sdpa import flash as sdpa_flash
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls import strided
 from dilabench.impls.union import strided_rows
+from dilabench.impls.union.merging import merge_rows_
+from dilabench.impls.union.rectangle_union import rectangle_union
 from dilabench.workload.spec import Workload
+
+CPU = torch.device("cpu")
 
 
 def workload(**fields: object) -> Workload:
@@ -209,3 +214,71 @@ def test_a_call_can_be_captured_in_a_cuda_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, attention(q, k, v))
+
+
+class InPlace:
+    """A kernel that merges in place, by plain ones, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.merged = self.added = 0
+
+    def merge(self, q: Any, k: Any, v: Any, out: Tensor, lse: Tensor, *, fresh: bool, count: int, **mask: Any) -> None:
+        self.merged += 1
+        part_out, part_lse = math.attend(q, k, v, **mask)
+        lse_rows = lse.flatten(0, 1).clone()
+        if fresh:
+            out.copy_(part_out)
+            lse_rows = part_lse + log(count)
+        else:
+            merge_rows_(out, lse_rows, part_out, part_lse + log(count))
+        lse.copy_(lse_rows.unflatten(0, lse.shape[:2]))
+
+    def add_gradients(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, *places: Tensor, count: int, **mask: Any
+    ) -> None:
+        self.added += 1
+        shares = math.attend_backward(dout, q, k, v, out, lse.flatten(0, 1) - log(count), **mask)
+        for place, share in zip(places, shares, strict=True):
+            place += share
+
+    def backend(self, dtype: torch.dtype = torch.float32) -> LoadedBackend:
+        kernel = MergingKernel(self.merge, self.add_gradients, frozenset({dtype}))
+        return LoadedBackend("test", math.attend, math.attend_backward, merging=kernel)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("fields", [{}, {"causal": True, "num_kv_heads": 2}, {"seq_len": 500}])
+@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
+@pytest.mark.parametrize("in_rectangles", [False, True])
+def test_a_kernel_that_merges_writes_where_results_belong(
+    batch: int, fields: dict[str, Any], merge_grad: str, in_rectangles: bool
+) -> None:
+    pattern = {
+        "kind": "dilated",
+        "segment_lengths": (128, 256, 512),
+        "dilation_rates": (1, 2, 4),
+        "merge_grad": merge_grad,
+    }
+    asked = workload(batch_size=batch, head_dim=16, pattern=pattern, mode="both", **fields)
+    kernel = InPlace()
+    build = rectangle_union if in_rectangles else strided.padded
+    unions = [build(asked, BuildContext(device=CPU, backend=one)) for one in (kernel.backend(), context().backend)]
+    q, k, v = tensors(asked)
+    dout = torch.randn(q.shape)
+    (out, lse, *_), (plain_out, plain_lse, *_) = (one.forward(q, k, v) for one in unions)
+    torch.testing.assert_close((out, lse), (plain_out, plain_lse))
+    shares = [one.backward(dout, q, k, v, out, lse) for one in unions]
+    torch.testing.assert_close(*shares, rtol=1e-4, atol=1e-5)
+    calls = len(unions[0].rows(CPU))
+    # The first call of all rows gives the output itself, and detached weights need every result for itself.
+    whole = sum(one.whole for one in unions[0].rows(CPU))
+    assert kernel.added == calls - whole
+    assert kernel.merged == (0 if merge_grad == "detached" else calls - whole)
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    kernel = InPlace()
+    asked = workload(dtype="float64")
+    q, k, v = tensors(asked)
+    strided.build(asked, BuildContext(device=CPU, backend=kernel.backend()))(q, k, v)
+    assert kernel.merged == 0

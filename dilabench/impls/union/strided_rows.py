@@ -77,9 +77,9 @@ class StridedRows:
         return 1
 
     def places(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows of x and lse as views; None where batch items and stack are no one axis."""
-        rows, lse_rows = self.queries(x), self.lse(lse)
-        return (rows, lse_rows) if _share_memory(rows, x) and _share_memory(lse_rows, lse) else None
+        """Rows [S·G, L, A, D] of x and [S, G, A, L] of lse as views; None where S and G are no one axis of x."""
+        rows = self.queries(x)
+        return (rows, self._lse_view(lse)) if _share_memory(rows, x) else None
 
     def key_place(self, x: Tensor) -> Tensor | None:
         """Rows of x [B, N, K, D] as a view; None as for `places`."""

@@ -71,7 +71,9 @@ class Rows(Protocol):
         ...
 
     def places(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows of x [B, N, H, D] and lse [B, H, N] as views, to be written to; None where they would be copies."""
+        """Rows [S·G, L, A, D] of x [B, N, H, D] and [S, G, A, L] of lse [B, H, N] as views, to be written to; None
+        where rows of x would be copies.
+        """
         ...
 
     def key_place(self, x: Tensor) -> Tensor | None:

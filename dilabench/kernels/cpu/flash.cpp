@@ -333,10 +333,18 @@ struct Call {
 };
 
 template <class T>
-struct Operand {  // [batch, rows, heads, head_dim], the last one contiguous, or a number for each row of a head
+struct Operand {  // [batch, rows, heads, head_dim], the last one contiguous
   T* data;
   int64_t batch, head, row;
   T* at(int64_t b, int64_t h, int64_t r) const { return data + b * batch + h * head + r * row; }
+};
+
+struct Lse {  // [batch, heads, rows]; the batch may lie on two axes, `inner` items on the second
+  float* data;
+  int64_t outer, inner, batch, head, row;
+  float* at(int64_t b, int64_t h, int64_t r) const {
+    return data + b / inner * outer + b % inner * batch + h * head + r * row;
+  }
 };
 
 class Room {  // of one thread, in memory lines
@@ -426,7 +434,7 @@ void weigh(ForwardTile& s, int n, float* scores, float* factors) {
 
 template <class T>
 void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<const T> v, Operand<float> out,
-             Operand<float> lse) {
+             Lse lse) {
   const int D = (int)call.head_dim;
   const int64_t span = QUERIES * FORWARD_TILES, groups = call.groups(span);
   in_threads(call, call.batch * call.heads * groups, [&](Room space, auto next) {
@@ -444,8 +452,9 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
         if (!call.onto) continue;
         // What is there is as one more key that counts once.
         to_columns(out.at(b, h, s.tile.first), out.row, s.tile.count, D, 1.f, s.out);
+        const float* of_rows = lse.at(b, h, s.tile.first);
         for (int r = 0; r < s.tile.count; ++r) {
-          s.max[r] = (*lse.at(b, h, s.tile.first + r) - call.log_count) * LOG2_E;
+          s.max[r] = (of_rows[r * lse.row] - call.log_count) * LOG2_E;
           s.sum[r] = s.max[r] == -INFINITY ? 0 : 1;
         }
       }
@@ -467,8 +476,9 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
       }
       for (int t = 0; t < tiles; ++t) {
         ForwardTile& s = room.tiles[t];
+        float* of_rows = lse.at(b, h, s.tile.first);
         for (int r = 0; r < s.tile.count; ++r) {
-          *lse.at(b, h, s.tile.first + r) = (s.max[r] + std::log2(s.sum[r])) * LN_2 + call.log_count;
+          of_rows[r * lse.row] = (s.max[r] + std::log2(s.sum[r])) * LN_2 + call.log_count;
           room.factors[r] = s.sum[r] == 0 ? 0 : 1 / s.sum[r];
         }
         to_rows(s.out, room.factors, s.tile.count, D, out.at(b, h, s.tile.first), out.row, false);
@@ -534,7 +544,7 @@ void differentiate(const BackwardTile& s, int n, float* weights, float* slopes) 
 // items than threads, each of `parts` of the queries is an item: dk and dv are [parts * batch, ...] then.
 template <class T>
 void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<const T> q, Operand<const T> k,
-              Operand<const T> v, Operand<const T> out, Operand<float> lse, Operand<float> dq, Operand<float> dk,
+              Operand<const T> v, Operand<const T> out, Lse lse, Operand<float> dq, Operand<float> dk,
               Operand<float> dv) {
   const int D = (int)call.head_dim, width = whole_vectors(D);
   const int64_t span = QUERIES * BACKWARD_TILES, groups = call.groups(span);
@@ -562,8 +572,9 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
           // Queries that see nothing have no weights.
           std::fill_n(s.lse, QUERIES, INFINITY);
           std::fill_n(s.delta, QUERIES, 0.f);
+          const float* of_rows = lse.at(b, h, row);
           for (int r = 0; r < count; ++r) {
-            const float of_row = *lse.at(b, h, row + r);
+            const float of_row = of_rows[r * lse.row];
             if (of_row != -INFINITY) s.lse[r] = (of_row - call.log_count) * LOG2_E;
             s.delta[r] = row_sum(out.at(b, h, row + r), s.dout_rows + r * width, D);
           }
@@ -628,12 +639,12 @@ void of_type(int type, Work work) {
 extern "C" {
 
 void flash_forward(const Call* call, int type, const Place* q, const Place* k, const Place* v, const Place* out,
-                   const Place* lse) {
+                   const Lse* lse) {
   of_type(type, [&](auto number) { forward<decltype(number)>(*call, *q, *k, *v, *out, *lse); });
 }
 
 void flash_backward(const Call* call, int type, int64_t parts, const Place* dout, const Place* q, const Place* k,
-                    const Place* v, const Place* out, const Place* lse, const Place* dq, const Place* dk,
+                    const Place* v, const Place* out, const Lse* lse, const Place* dq, const Place* dk,
                     const Place* dv) {
   of_type(type, [&](auto number) {
     backward<decltype(number)>(*call, parts, *dout, *q, *k, *v, *out, *lse, *dq, *dk, *dv);

@@ -39,6 +39,13 @@ class _Place(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
 
 
+class _Lse(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("outer", "inner", "batch", "head", "row")),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Mask:
     """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times."""
@@ -65,7 +72,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M], both float32, of q [B, M, H, D] and k, v [B, L, K, D], of one type.
 
-    The last dim of each is contiguous. `out`, `lse`: where to put them, float32, strides as they come. `onto`: they
+    The last dim of each is contiguous. `out`, `lse`: where to put them, float32, strides as they come; lse may be
+    [S, G, H, M] where S times G are the batch. `onto`: they
     hold the results of other keys, which these are merged with. Rows that see nothing are 0 and -inf.
     """
     B, M, H, D = q.shape
@@ -75,7 +83,7 @@ def attend(
         lse = q.new_empty((B, H, M), dtype=torch.float32)
     threads = _threads(2 * mask.flops(q, k))
     room = q.new_empty((threads, forward_room(D)), dtype=torch.float32)
-    _launch("flash_forward", q, k, mask, (onto, False), room, (q, k, v, out, lse))
+    _launch("flash_forward", q, k, mask, (onto, False), room, (q, k, v, out, lse), lse)
     return out, lse
 
 
@@ -107,7 +115,7 @@ def attend_backward(
     dk, dv = onto[1:] if onto and in_place else q.new_empty((2, parts * B, L, K, D), dtype=torch.float32)
     room = q.new_empty((threads, backward_room(D, L)), dtype=torch.float32)
     places = (dout, q, k, v, out, lse, dq, dk, dv)
-    _launch("flash_backward", q, k, mask, (onto is not None, in_place), room, places, parts)
+    _launch("flash_backward", q, k, mask, (onto is not None, in_place), room, places, lse, parts)
     if parts > 1:
         dk, dv = (x.unflatten(0, (parts, B)).sum(0) for x in (dk, dv))
     if onto is None or in_place:
@@ -136,6 +144,7 @@ def _launch(
     onto: tuple[bool, bool],
     room: Tensor,
     tensors: tuple[Tensor, ...],
+    lse: Tensor,
     *numbers: int,
 ) -> None:
     """Call the C++. All memory is asked for outside: where it is traced, nothing is launched (`engine.trace`)."""
@@ -144,19 +153,21 @@ def _launch(
         *(B, H, k.shape[2], M, k.shape[1], D, mask.left, mask.right, mask.scale, log(mask.count)),
         *(room.shape[0], *onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
-    places = (ctypes.byref(_Place(x.data_ptr(), *_strides(x))) for x in tensors)
-    getattr(_compiled(), function)(
-        ctypes.byref(call), TYPES[q.dtype], *(ctypes.c_int64(number) for number in numbers), *places
-    )
+    before = (ctypes.c_int64(number) for number in numbers)
+    places = (ctypes.byref(_lse(x) if x is lse else _place(x)) for x in tensors)
+    getattr(_compiled(), function)(ctypes.byref(call), TYPES[q.dtype], *before, *places)
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """From one batch item, head and row to the next, of [B, M, H, D] or [B, H, M]."""
-    if x.ndim == 4:
-        batch, row, head, _ = x.stride()
-        return batch, head, row
-    batch, head, row = x.stride()
-    return batch, head, row
+def _place(x: Tensor) -> _Place:
+    """Of [B, M, H, D], whose last axis is contiguous."""
+    batch, row, head, _ = x.stride()
+    return _Place(x.data_ptr(), batch, head, row)
+
+
+def _lse(lse: Tensor) -> _Lse:
+    """Of [B, H, M], or of [S, G, H, M] where S times G are the batch."""
+    *outer, batch, head, row = lse.stride()
+    return _Lse(lse.data_ptr(), outer[0] if outer else 0, lse.shape[-3], batch, head, row)
 
 
 def _compiled() -> ctypes.CDLL:
