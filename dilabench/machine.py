@@ -91,6 +91,15 @@ def _reads_cxx(compiler: str) -> bool:
     return done.returncode == 0
 
 
+@functools.cache
+def multiplies_bfloat16_tiles() -> bool:
+    """Whether the processor has tile registers (AMX), which multiply bfloat16 several times as fast."""
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; as for CUDA, the list ends at the first unknown entry.
 

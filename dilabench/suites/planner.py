@@ -213,18 +213,23 @@ class Planner:
         )
 
     def choose_backend(self, case: Case) -> tuple[str | None, str]:
-        """What backend `auto` means for a case here: the one of highest priority that can serve it.
+        """What backend `auto` means for a case here: the one of highest priority that can serve it and is tried for it.
 
-        The second value says what stands against those that came before it.
+        Where none is tried for it, the first that can serve it. The second value says what stands against those that
+        came before it.
         """
         against: list[str] = []
+        able: str | None = None
         for name in self.catalogue.preferred_backends(self.machine):
             trial = case.model_copy(update={"backend": name})
             reasons = self.catalogue.reasons_against_backend(trial, self.machine)
             if not reasons:
+                able = able or name
+                reasons = self.catalogue.reasons_untried(trial, self.machine)
+            if not reasons:
                 return name, "; ".join(against)
             against.append(f"{name}: {', '.join(reasons)}")
-        return None, "; ".join(against) or "none has a priority on this class of device"
+        return able, "; ".join(against) or "none has a priority on this class of device"
 
 
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:

@@ -4,6 +4,7 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.plugins.builtin import backends
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.plugins.manager import discover
@@ -181,3 +182,22 @@ def test_a_field_that_would_change_nothing_is_refused(catalogue, suite, assignme
 )
 def test_a_field_waits_for_a_pattern_of_the_suite(catalogue, suite, assignments, run):
     assert plan(catalogue, suite, assignments=assignments, run=run)
+
+
+@pytest.mark.usefixtures("with_a_compiler")
+@pytest.mark.parametrize(
+    ("fields", "tiles", "expected"),
+    [
+        ({"dtype": "bfloat16"}, True, "sdpa-flash"),
+        ({"dtype": "bfloat16"}, False, "flash-cpu"),
+        ({"dtype": "float16"}, True, "flash-cpu"),
+        ({"dtype": "bfloat16", "window": "64,0", "causal": "true"}, True, "flash-cpu"),
+        ({"dtype": "bfloat16", "mode": "both"}, True, "flash-cpu"),
+    ],
+)
+def test_auto_leaves_products_of_bfloat16_to_tile_registers(catalogue, monkeypatch, fields, tiles, expected):
+    monkeypatch.setattr(backends, "multiplies_bfloat16_tiles", lambda: tiles)
+    (planned,) = plan(catalogue, run={"implementations": ["gather"]}, workload=fields)
+    assert planned.case.backend == expected
+    (asked,) = plan(catalogue, run={"implementations": ["gather"], "backends": ["flash-cpu"]}, workload=fields)
+    assert (asked.case.backend, asked.skip) == ("flash-cpu", None)
