@@ -319,8 +319,7 @@ struct Call {
   int64_t batch, heads, key_heads, queries, keys, head_dim;
   Band band;
   float scale, log_count;  // of how often each key counts
-  int32_t threads;
-  int32_t onto, keys_onto;  // out is merged with, dq added to what is there; dk and dv are
+  int32_t threads, onto;   // onto: results are merged with, gradients added to what is there
   float* room;  // `of_thread` numbers for each thread
   int64_t of_thread;
   Parallel parallel;  // or null
@@ -436,7 +435,10 @@ template <class T>
 void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<const T> v, Operand<float> out,
              Lse lse) {
   const int D = (int)call.head_dim;
-  const int64_t span = QUERIES * FORWARD_TILES, groups = call.groups(span);
+  // Fewer tiles share copies of keys where threads would have nothing to do.
+  int64_t span = QUERIES * FORWARD_TILES;
+  while (span > QUERIES && call.batch * call.heads * call.groups(span) < 2 * call.threads) span /= 2;
+  const int64_t groups = call.groups(span);
   in_threads(call, call.batch * call.heads * groups, [&](Room space, auto next) {
     ForwardRoom room(space, D);
     for (int64_t item; (item = next()) >= 0;) {
@@ -541,7 +543,8 @@ void differentiate(const BackwardTile& s, int n, float* weights, float* slopes) 
 }
 
 // An item is the heads that share keys, so that no two threads write the same rows of dk and dv. Where there are fewer
-// items than threads, each of `parts` of the queries is an item: dk and dv are [parts * batch, ...] then.
+// than threads, each of `parts` of the queries is an item: then dk and dv are zeros for [parts * batch] batch items, in
+// rows of whole vectors, and added to as they are.
 template <class T>
 void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<const T> q, Operand<const T> k,
               Operand<const T> v, Operand<const T> out, Lse lse, Operand<float> dq, Operand<float> dk,
@@ -549,12 +552,16 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
   const int D = (int)call.head_dim, width = whole_vectors(D);
   const int64_t span = QUERIES * BACKWARD_TILES, groups = call.groups(span);
   in_threads(call, call.batch * call.key_heads * parts, [&](Room space, auto next) {
-    BackwardRoom room(space, D, width, call.keys);
+    BackwardRoom room(space, D, width, parts == 1 ? call.keys : 0);
     std::fill_n(room.factors, QUERIES, call.scale);
     for (int64_t item; (item = next()) >= 0;) {
       const int64_t part = item % parts, b = item / parts / call.key_heads, kh = item / parts % call.key_heads;
-      std::fill_n(room.dk, call.keys * width, 0.f);
-      std::fill_n(room.dv, call.keys * width, 0.f);
+      float* dk_sums = parts == 1 ? room.dk : dk.at(part * call.batch + b, kh, 0);
+      float* dv_sums = parts == 1 ? room.dv : dv.at(part * call.batch + b, kh, 0);
+      if (parts == 1) {
+        std::fill_n(dk_sums, call.keys * width, 0.f);
+        std::fill_n(dv_sums, call.keys * width, 0.f);
+      }
       // A part takes every so-manieth group, so that all see as much under a causal mask.
       for (int64_t j = part; j < call.group() * groups; j += parts) {
         const int64_t h = kh * call.group() + j / groups, first = j % groups * span;
@@ -584,7 +591,7 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
           const int n = (int)std::min<int64_t>(KEYS, end - key);
           copy_rows(k.at(b, kh, key), k.row, n, D, 1.f, room.keys, D);
           copy_rows(v.at(b, kh, key), v.row, n, D, 1.f, room.values, D);
-          const Rows dk_rows{room.dk + key * width, width}, dv_rows{room.dv + key * width, width};
+          const Rows dk_rows{dk_sums + key * width, width}, dv_rows{dv_sums + key * width, width};
           for (int t = 0; t < tiles; ++t) {
             BackwardTile& s = room.tiles[t];
             if (!s.tile.sees(call.band, key, n, call.keys)) continue;
@@ -604,9 +611,9 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
           to_rows(s.dq, room.factors, s.tile.count, D, dq.at(b, h, s.tile.first), dq.row, call.onto);
         }
       }
-      const int64_t item_of = part * call.batch + b;
-      put_rows(room.dk, width, call.keys, D, dk.at(item_of, kh, 0), dk.row, call.keys_onto);
-      put_rows(room.dv, width, call.keys, D, dv.at(item_of, kh, 0), dv.row, call.keys_onto);
+      if (parts > 1) continue;
+      put_rows(dk_sums, width, call.keys, D, dk.at(b, kh, 0), dk.row, call.onto);
+      put_rows(dv_sums, width, call.keys, D, dv.at(b, kh, 0), dv.row, call.onto);
     }
   });
 }

@@ -28,7 +28,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "queries", "keys", "head_dim")),
         *((name, ctypes.c_int64) for name in ("left", "right")),
         *((name, ctypes.c_float) for name in ("scale", "log_count")),
-        *((name, ctypes.c_int32) for name in ("threads", "onto", "keys_onto")),
+        *((name, ctypes.c_int32) for name in ("threads", "onto")),
         ("room", ctypes.c_void_p),
         ("of_thread", ctypes.c_int64),
         ("parallel", ctypes.c_void_p),
@@ -73,8 +73,8 @@ def attend(
     """out [B, M, H, D] and lse [B, H, M], both float32, of q [B, M, H, D] and k, v [B, L, K, D], of one type.
 
     The last dim of each is contiguous. `out`, `lse`: where to put them, float32, strides as they come; lse may be
-    [S, G, H, M] where S times G are the batch. `onto`: they
-    hold the results of other keys, which these are merged with. Rows that see nothing are 0 and -inf.
+    [S, G, H, M] where S times G are the batch. `onto`: they hold the results of other keys, which these are merged
+    with. Rows that see nothing are 0 and -inf.
     """
     B, M, H, D = q.shape
     if out is None:
@@ -83,7 +83,7 @@ def attend(
         lse = q.new_empty((B, H, M), dtype=torch.float32)
     threads = _threads(2 * mask.flops(q, k))
     room = q.new_empty((threads, forward_room(D)), dtype=torch.float32)
-    _launch("flash_forward", q, k, mask, (onto, False), room, (q, k, v, out, lse), lse)
+    _launch("flash_forward", q, k, mask, onto, room, (q, k, v, out, lse), lse)
     return out, lse
 
 
@@ -105,22 +105,25 @@ def attend_backward(
     """
     B, L, K, D = k.shape
     threads = _threads(5 * mask.flops(q, k))
-    of_keys = q.shape[2] // K * -(-q.shape[1] // (QUERIES * BACKWARD_TILES))
-    parts = min(of_keys, _parts(threads, B * K))
+    groups_of_queries = q.shape[2] // K * -(-q.shape[1] // (QUERIES * BACKWARD_TILES))
+    parts = min(groups_of_queries, _parts(threads, B * K))
     if onto is not None:
         dq = onto[0]
     elif dq is None:
         dq = q.new_empty(q.shape, dtype=torch.float32)
-    in_place = onto is not None and parts == 1
-    dk, dv = onto[1:] if onto and in_place else q.new_empty((2, parts * B, L, K, D), dtype=torch.float32)
-    room = q.new_empty((threads, backward_room(D, L)), dtype=torch.float32)
-    places = (dout, q, k, v, out, lse, dq, dk, dv)
-    _launch("flash_backward", q, k, mask, (onto is not None, in_place), room, places, lse, parts)
     if parts > 1:
-        dk, dv = (x.unflatten(0, (parts, B)).sum(0) for x in (dk, dv))
-    if onto is None or in_place:
+        # Each part adds to sums of its own.
+        sums = q.new_zeros((2, parts * B, K, L, whole_vectors(D)), dtype=torch.float32)
+        dk, dv = sums.transpose(2, 3)
+    else:
+        dk, dv = onto[1:] if onto else q.new_empty((2, B, L, K, D), dtype=torch.float32)
+    room = q.new_empty((threads, backward_room(D, L if parts == 1 else 0)), dtype=torch.float32)
+    places = (dout, q, k, v, out, lse, dq, dk, dv)
+    _launch("flash_backward", q, k, mask, onto is not None, room, places, lse, parts)
+    if parts == 1:
         return dq, dk, dv
-    return dq, onto[1].add_(dk), onto[2].add_(dv)
+    dk, dv = (x.unflatten(0, (parts, B)).sum(0)[..., :D] for x in (dk, dv))
+    return (dq, onto[1].add_(dk), onto[2].add_(dv)) if onto else (dq, dk, dv)
 
 
 def forward_room(head_dim: int) -> int:
@@ -130,10 +133,15 @@ def forward_room(head_dim: int) -> int:
 
 
 def backward_room(head_dim: int, keys: int) -> int:
-    """Numbers that a thread of a backward pass over so many keys takes; a multiple of 16."""
-    width = -(-head_dim // LANES) * LANES
+    """Numbers that a thread of a backward pass takes that sums for so many keys; a multiple of 16."""
+    width = whole_vectors(head_dim)
     tile = (3 * head_dim + 2 * width) * QUERIES + 2 * QUERIES
     return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 2 * KEYS * QUERIES + QUERIES + 2 * keys * width
+
+
+def whole_vectors(head_dim: int) -> int:
+    """Numbers of a row of dk and dv while they are summed."""
+    return -(-head_dim // LANES) * LANES
 
 
 def _launch(
@@ -141,7 +149,7 @@ def _launch(
     q: Tensor,
     k: Tensor,
     mask: Mask,
-    onto: tuple[bool, bool],
+    onto: bool,
     room: Tensor,
     tensors: tuple[Tensor, ...],
     lse: Tensor,
@@ -151,7 +159,7 @@ def _launch(
     B, M, H, D = q.shape
     call = _Call(
         *(B, H, k.shape[2], M, k.shape[1], D, mask.left, mask.right, mask.scale, log(mask.count)),
-        *(room.shape[0], *onto, room.data_ptr(), room.shape[1], openmp_parallel()),
+        *(room.shape[0], onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
     before = (ctypes.c_int64(number) for number in numbers)
     places = (ctypes.byref(_lse(x) if x is lse else _place(x)) for x in tensors)
@@ -178,7 +186,7 @@ def _parts(threads: int, items: int) -> int:
     """Parts of the queries that give every thread as many of them, nearly so where that would take many."""
     if items >= 4 * threads:
         return 1
-    return min(threads // gcd(threads, items), 4 * -(-threads // items))
+    return min(threads // gcd(threads, items), 2 * -(-threads // items))
 
 
 def _threads(flops: int) -> int:

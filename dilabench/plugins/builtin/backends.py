@@ -24,7 +24,7 @@ def _slower_than_kernels(workload: Workload) -> str | None:
 def _better_by_tiles(workload: Workload) -> str | None:
     """The reason against float32 products of bfloat16 where the processor multiplies that in tile registers.
 
-    On 16 cores of a Xeon with AMX torch's kernel took 0.4 to 0.9 of the time forward, and longer in nearly all backward
+    On 16 cores of a Xeon with AMX torch's kernel took 0.4 to 0.9 of the time forward, and as long or longer in backward
     passes and windows, which it has no kernel for (docs/results/cpu.md).
     """
     forward = workload.dtype == "bfloat16" and workload.mode == "forward" and workload.window == UNBOUNDED
