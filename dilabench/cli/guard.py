@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 DEBUG_VARIABLE = "DILABENCH_DEBUG"
 # Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
-AGAIN_S = 0.01
+AGAIN_S = 0.05
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = b"ending: what was measured is being saved; once more ends at once, and --resume goes on from there\n"
 
@@ -75,10 +75,15 @@ def end_by_signals() -> None:
     keeps exceptions to itself, as pydantic does for those of isinstance, the interrupt comes again.
     """
     came = 0
+    in_hook = False
     other_hook = sys.unraisablehook
 
     def end(_number: int, _frame: Any) -> None:
         nonlocal came
+        if in_hook:
+            # What is raised in there is lost as well.
+            later()
+            return
         came += 1
         if came != 2:
             raise KeyboardInterrupt
@@ -87,13 +92,17 @@ def end_by_signals() -> None:
             os.write(2, SAVING)
 
     def again(kept: "sys.UnraisableHookArgs") -> None:
-        nonlocal came
-        if issubclass(kept.exc_type, KeyboardInterrupt):
-            came -= 1
-            # From a thread: what is raised in here is lost as well.
-            threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        else:
+        nonlocal came, in_hook
+        if not issubclass(kept.exc_type, KeyboardInterrupt):
             other_hook(kept)
+            return
+        in_hook = True
+        came -= 1
+        later()
+        in_hook = False
+
+    def later() -> None:
+        threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
 
     sys.unraisablehook = again
     for one in ENDING:
