@@ -170,11 +170,16 @@ class Catalogue:
         """
         one = self.implementations.get(case.implementation)
         reasons = self._reasons_beyond(one, one.tried_for, case, machine)
-        if case.backend is None:
+        if reasons or case.backend is None:
             return reasons
+        return self.reasons_untried_backend(case, machine)
+
+    def reasons_untried_backend(self, case: Case, machine: Machine) -> tuple[str, ...]:
+        """Why the case's backend is not taken unasked for its workload."""
+        assert case.backend is not None
         backend = self.backends.get(case.backend)
         called = case.model_copy(update={"workload": _of_a_kernel(case.workload)})
-        return reasons or self._reasons_beyond(backend, backend.tried_for, called, machine)
+        return self._reasons_beyond(backend, backend.tried_for, called, machine)
 
     def _reasons_beyond(
         self, one: Implementation | Backend, limits: Capabilities | None, case: Case, machine: Machine

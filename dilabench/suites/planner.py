@@ -225,7 +225,7 @@ class Planner:
             reasons = self.catalogue.reasons_against_backend(trial, self.machine)
             if not reasons:
                 able = able or name
-                reasons = self.catalogue.reasons_untried(trial, self.machine)
+                reasons = self.catalogue.reasons_untried_backend(trial, self.machine)
             if not reasons:
                 return name, "; ".join(against)
             against.append(f"{name}: {', '.join(reasons)}")

@@ -92,7 +92,7 @@ def test_threads_of_its_own(monkeypatch: pytest.MonkeyPatch, threads: int) -> No
 
 def compiled_for(monkeypatch: pytest.MonkeyPatch, folder: Path, option: str) -> None:
     """Until the test ends."""
-    monkeypatch.setenv("DILABENCH_CACHE", str(folder))
+    monkeypatch.setenv("DILABENCH_COMPILED", str(folder))
     monkeypatch.setattr(compiled, "_for_this_processor", lambda: option)
     monkeypatch.setattr(flash, "library", compiled.library.__wrapped__)
 
@@ -156,9 +156,9 @@ def test_what_is_no_number_is_seen(value: float) -> None:
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache folder, and no library loaded from another."""
-    compiled_for(monkeypatch, tmp_path, compiled._for_this_processor())
-    return tmp_path / "cpu"
+    """An empty folder of what is compiled, and no library loaded from another."""
+    compiled_for(monkeypatch, tmp_path / "empty", compiled._for_this_processor())
+    return tmp_path / "empty"
 
 
 def test_it_is_compiled_once(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

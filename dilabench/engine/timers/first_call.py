@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+from dilabench.cache_folder import COMPILED_VARIABLE
 from dilabench.engine.timers import Call, Samples
 from dilabench.metadata import FIRST_CALL
 from dilabench.record import Note
@@ -33,7 +34,11 @@ class FirstCall:
 
     def _sample(self) -> int:
         with temporary_folder("first-call") as folder:
-            caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+            caches = {
+                "TRITON_CACHE_DIR": f"{folder}/triton",
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+                COMPILED_VARIABLE: f"{folder}/cpu",
+            }
             path = os.pathsep.join(entry for entry in sys.path if entry)
             finished = subprocess.run(
                 [sys.executable, "-m", "dilabench.engine.timers.first_call", self._call.device.type],

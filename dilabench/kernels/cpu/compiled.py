@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dilabench.cache_folder import cache_folder
+from dilabench.cache_folder import compiled_folder
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import CXX_COMPILERS, cxx_compiler
 
@@ -43,7 +43,7 @@ def library(source: str, **constants: int) -> ctypes.CDLL:
         raise EnvironmentNotReady(f"{source} needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here")
     defined = (f"-D{name}={value}" for name, value in constants.items())
     command = [found, *FLAGS, _for_this_processor(), *defined, str(path)]
-    compiled = cache_folder() / "cpu" / f"{path.stem}-{_identity(command, path)}.so"
+    compiled = compiled_folder() / f"{path.stem}-{_identity(command, path)}.so"
     if not compiled.exists():
         _compile(command, compiled)
     return ctypes.CDLL(str(compiled))
