@@ -74,12 +74,13 @@ def end_by_signals() -> None:
     What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup). Where a library
     keeps exceptions to itself, as pydantic does for those of isinstance, the interrupt comes again.
     """
-    came = 0
+    came = last = 0
     in_hook = False
     other_hook = sys.unraisablehook
 
-    def end(_number: int, _frame: Any) -> None:
-        nonlocal came
+    def end(number: int, _frame: Any) -> None:
+        nonlocal came, last
+        last = number
         if in_hook:
             # What is raised in there is lost as well.
             later()
@@ -102,7 +103,8 @@ def end_by_signals() -> None:
         in_hook = False
 
     def later() -> None:
-        threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        # The same signal: another may be ignored.
+        threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, last)).start()
 
     sys.unraisablehook = again
     for one in ENDING:

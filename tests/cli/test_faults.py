@@ -388,6 +388,8 @@ class Deaf:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
 
+# As in the background of a shell.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 end_by_signals()
 try:
     Deaf()

@@ -106,7 +106,7 @@ def attend_backward(
     B, L, K, D = k.shape
     threads = _threads(5 * mask.flops(q, k))
     groups_of_queries = q.shape[2] // K * -(-q.shape[1] // (QUERIES * BACKWARD_TILES))
-    parts = min(groups_of_queries, _parts(threads, B * K))
+    parts = max(1, min(groups_of_queries, _parts(threads, B * K)))
     if onto is not None:
         dq = onto[0]
     elif dq is None:
