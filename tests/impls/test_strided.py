@@ -282,3 +282,28 @@ def test_other_dtypes_are_left_alone() -> None:
     q, k, v = tensors(asked)
     strided.build(asked, BuildContext(device=CPU, backend=kernel.backend()))(q, k, v)
     assert kernel.merged == 0
+
+
+@pytest.mark.parametrize("build", [strided.padded, rectangle_union])
+def test_a_kernel_that_merges_gets_rows_without_gaps(build: Any) -> None:
+    def contiguous(*tensors: Tensor) -> None:
+        assert all(x.stride(-1) == 1 for x in tensors)
+
+    class Strict(InPlace):
+        def merge(self, q: Any, k: Any, v: Any, out: Tensor, lse: Tensor, **told: Any) -> None:
+            contiguous(q, k, v, out)
+            super().merge(q, k, v, out, lse, **told)
+
+        def add_gradients(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, *places: Any, **told: Any):
+            contiguous(dout, q, k, v, out, *places)
+            super().add_gradients(dout, q, k, v, out, lse, *places, **told)
+
+    asked = workload(head_dim=16, mode="both")
+    kernel = Strict()
+    union = build(asked, BuildContext(device=CPU, backend=kernel.backend()))
+    apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in tensors(asked)]
+    out, lse, *_ = union.forward(*apart)
+    apart_out = out.transpose(-1, -2).contiguous().transpose(-1, -2)
+    union.backward(torch.randn(out.shape), *apart, apart_out, lse)
+    assert kernel.merged
+    assert kernel.added

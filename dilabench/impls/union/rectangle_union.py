@@ -25,7 +25,7 @@ from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.nesting import chains
 from dilabench.impls.union.own_means import OwnMeans
 from dilabench.impls.union.rectangles import DIAGONAL_ROWS, LEAST_ROWS, Rectangle, rectangles
-from dilabench.impls.union.union import Rows, Union
+from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
 from dilabench.workload.spec import UNBOUNDED, Workload
 from dilabench.workload.work import flops
 
@@ -49,6 +49,7 @@ class RectangleUnion(Union):
         self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Union.forward`; kept of a call are its out and lse."""
+        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         output = onto or self._empty_output(q)
         merging = None if self.detached else self._merging(q)
 
@@ -84,6 +85,7 @@ class RectangleUnion(Union):
         """As `Union.backward`."""
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
+        q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
         dq, dk, dv = onto or (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         merging = self._merging(q)
         shares = self._shares_of(q)

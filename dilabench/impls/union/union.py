@@ -128,7 +128,7 @@ class Union:
         `onto` is the out and lse of other keys, complete with 0 and -inf where they see nothing; the results are merged
         into them in place.
         """
-        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         output = onto
         kept: list[Tensor] = []
         merging = None if self.detached else self._merging(q)
@@ -210,7 +210,7 @@ class Union:
         """
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
-        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+        q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
         merging = self._merging(q)
         total = onto
         for index, rows in enumerate(self.rows(q.device)):
@@ -327,5 +327,6 @@ def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-def _last_dim_contiguous(x: Tensor) -> Tensor:
+def last_dim_contiguous(x: Tensor) -> Tensor:
+    """x itself, or a copy where its last dim has gaps: views of its rows are given to kernels that read no others."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
