@@ -26,7 +26,13 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
-from dilabench.impls.one_operator import first_derivatives, nothing_looks_on, refuse_forward_mode, with_gradient
+from dilabench.impls.one_operator import (
+    first_derivatives,
+    forward_before_backward,
+    nothing_looks_on,
+    refuse_forward_mode,
+    with_gradient,
+)
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case
@@ -251,7 +257,9 @@ def _forward_op(
     """out [B, N, H, D] and lse [B, H, N]."""
     branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
     options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), wants_gradient, backend)
-    out, lse = _computation(query, key, value, options).forward(query, key, value)[:2]
+    computation = _computation(query, key, value, options)
+    given = query, key, value
+    out, lse = (forward_before_backward(computation, *given) if wants_gradient else computation.forward(*given))[:2]
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
     return out, lse

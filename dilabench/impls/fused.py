@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
@@ -25,6 +27,7 @@ from dilabench.kernels.fused.apart import Apart
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_apart
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
+from dilabench.kernels.launches import followed_by
 from dilabench.kernels.tile_candidates import read_tiles
 from dilabench.kernels.tuning import Direction, TileConfig
 from dilabench.patterns.dilated import DilatedPattern
@@ -128,6 +131,11 @@ class Fused:
         planned = fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=self.zero_keys, config=config)
         return planned if self.rest is None else self.rest.forward(q, k, v, onto=planned)[:2]
 
+    def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, which compiles for `backward`, too."""
+        with followed_by(partial(_backward_of_any, self, q, k, v)):
+            return self.forward(q, k, v)
+
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,13 +180,19 @@ class FusedApart:
         if self.plan is None:
             assert self.rest is not None
             return self.rest.forward(q, k, v)
-        out, lse, apart = self._planned(q, k, v)
+        out, lse, apart = self.planned(q, k, v)
         kept = [apart.outs, apart.lses]
         if self.rest is not None:
             kept += self.rest.forward(q, k, v, onto=(out, lse))[2]
         return out, lse, kept
 
-    def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Apart]:
+    def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """As `forward`, which compiles for `backward`, too."""
+        with followed_by(partial(_backward_of_any, self, q, k, v)):
+            return self.forward(q, k, v)
+
+    def planned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Apart]:
+        """out and lse of the planned branches, and what each gives by itself."""
         assert self.plan is not None
         config = self.tiles.get("forward")
         return fused_forward_apart(q, k, v, self.plan, scale=self.scale, log_masses=self.zero_keys, config=config)
@@ -197,8 +211,18 @@ class FusedApart:
         given = (dout, q, k, v, out, lse)
         if self.plan is None:
             return _backward(self, given, of_rest=kept)
-        apart = Apart(kept[0], kept[1]) if kept else self._planned(q, k, v)[2]
+        apart = Apart(kept[0], kept[1]) if kept else self.planned(q, k, v)[2]
         return _backward(self, given, apart, kept[2:])
+
+
+def _backward_of_any(of: Fused | FusedApart, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The launches of the planned part on results that hold anything."""
+    if of.plan is None:
+        return
+    batch, length, heads, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+    _planned_backward(of, (out, q, k, v, out, lse), of.planned(q, k, v)[2] if isinstance(of, FusedApart) else None)
 
 
 _Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -208,11 +232,14 @@ def _backward(
     of: Fused | FusedApart, given: _Given, apart: Apart | None = None, of_rest: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of both parts; given: dout, q, k, v, out, lse, and of what branches are apart their own results."""
-    planned = None
-    if of.plan is not None:
-        by_query, by_key = of.tiles.get("backward_query"), of.tiles.get("backward_key")
-        planned = fused_backward(*given, of.plan, scale=of.scale, query_config=by_query, key_config=by_key, apart=apart)
+    planned = None if of.plan is None else _planned_backward(of, given, apart)
     if of.rest is not None:
         planned = of.rest.backward(*given, of_rest, onto=planned)
     assert planned is not None
     return planned
+
+
+def _planned_backward(of: Fused | FusedApart, given: _Given, apart: Apart | None) -> tuple[Tensor, Tensor, Tensor]:
+    assert of.plan is not None
+    by_query, by_key = of.tiles.get("backward_query"), of.tiles.get("backward_key")
+    return fused_backward(*given, of.plan, scale=of.scale, query_config=by_query, key_config=by_key, apart=apart)

@@ -22,7 +22,8 @@ ResultT = TypeVar("ResultT")
 class Computation(Protocol):
     """Attention outside autograd; the backward pass needs no more than out and lse of the forward pass.
 
-    `forward` gives out [B, N, H, D] and lse [B, H, N] first, `backward` dq, dk, dv.
+    `forward` gives out [B, N, H, D] and lse [B, H, N] first, `backward` dq, dk, dv. It may have
+    `forward_before_backward`, too: `forward` that prepares for `backward`.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
@@ -87,6 +88,13 @@ def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
     return out, lse
 
 
+def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """`Computation.forward`, which `Computation.backward` follows: together with that, where it has such a form."""
+    together = getattr(computation, "forward_before_backward", None)
+    # Memory that is traced is that of this pass.
+    return together(q, k, v) if together and nothing_looks_on(q, k, v) else computation.forward(q, k, v)
+
+
 def with_gradient(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """As `eager` where one of them requires a gradient."""
     out, lse = _Function.apply(computation, q, k, v)
@@ -96,7 +104,7 @@ def with_gradient(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *more = computation.forward(q, k, v)
+        out, lse, *more = forward_before_backward(computation, q, k, v)
         ctx.computation = computation
         ctx.save_for_backward(q, k, v, out, lse, *(kept for several in more for kept in several))
         ctx.mark_non_differentiable(lse)

@@ -9,13 +9,14 @@ differs are the addresses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from contextvars import copy_context
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
@@ -81,6 +82,10 @@ class Launch(NamedTuple):
 
 
 _compiled: set[tuple[Hashable, ...]] = set()
+# What makes the launches that will come behind those being made.
+_behind: ContextVar[Callable[[], object] | None] = ContextVar("behind", default=None)
+# Where launches are noted that are not to be made.
+_noted: ContextVar[list[Launch] | None] = ContextVar("noted", default=None)
 
 
 def launch(launches: Iterable[Launch]) -> list[Launched]:
@@ -89,14 +94,56 @@ def launch(launches: Iterable[Launch]) -> list[Launched]:
     Only the first of a kind is compiled, and with it all that follow: both forms of each, side by side, so that no
     later length compiles anything.
     """
+    noted = _noted.get()
+    if noted is not None:
+        launches = list(launches)
+        noted += launches
+        return [Launched(one.kernel, None, *one.arguments(one.ragged)) for one in launches]
     made, remaining = [], iter(launches)
     for one in remaining:
         following = [one]
         if one.of not in _compiled:
             following += remaining
-            compile_ahead(following)
+            _compile_with_behind(following)
         made += [run(each.kernel, *each.arguments(each.ragged)) for each in following]
     return made
+
+
+@contextmanager
+def followed_by(calls: Callable[[], object]) -> Iterator[None]:
+    """Whatever launches inside have to be compiled, those of ``calls`` are compiled beside them and not made.
+
+    It is called if there is anything to compile only; what it allocates is given back. Without the memory for that
+    its kernels are compiled when they are launched.
+    """
+    token = _behind.set(calls)
+    try:
+        yield
+    finally:
+        _behind.reset(token)
+
+
+def _compile_with_behind(launches: Sequence[Launch]) -> None:
+    behind = _noted_behind()
+    try:
+        compile_ahead([*launches, *behind])
+    except Exception:
+        if not behind:
+            raise
+        # What fails behind says so when it is launched.
+        compile_ahead(launches)
+
+
+def _noted_behind() -> list[Launch]:
+    calls, noted = _behind.get(), list[Launch]()
+    if calls is not None:
+        token = _noted.set(noted)
+        try:
+            with suppress(torch.OutOfMemoryError):
+                calls()
+        finally:
+            _noted.reset(token)
+    return noted
 
 
 def compile_ahead(launches: Sequence[Launch]) -> None:

@@ -9,13 +9,14 @@ reads them without masks, since a tile begins with a block and rows that no toke
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launches import Launches, run, stride_unit
+from dilabench.kernels.launches import Launch, Launches, stride_unit
 
 # Rows of a block, all of which are there: sixteen bytes and more are read at once.
 STATS_BLOCK = 16
@@ -173,8 +174,8 @@ def row_sums(
     dout: Tensor,
     lse: Tensor,
     layout: StatsLayout,
-    known: Launches | None = None,
-    name: object = None,
+    known: Launches,
+    name: Hashable,
     delta: Tensor | None = None,
     found: bool = False,
     one_class: OneClass | None = None,
@@ -182,11 +183,11 @@ def row_sums(
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
     ``[B, H, R, segments, rows / block, 2, block]``.
 
-    known: launches of the pass, which may have this one under this name. delta: room for rowsum(out * dout), like lse,
-    for the next of several layouts, which reads neither out nor dout once it is ``found``. one_class: of out
-    [B, n, H, D], which has no other rows; nothing is written of theirs.
+    known: launches of the pass, of which this one has a name. delta: room for rowsum(out * dout), like lse, for the
+    next of several layouts, which reads neither out nor dout once it is ``found``. one_class: of out [B, n, H, D],
+    which has no other rows; nothing is written of theirs.
     """
-    batch, length, num_heads, dim = dout.shape
+    batch, length, num_heads, _ = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // layout.block, 2, layout.block)
     stats = lse.new_empty(shape) if layout.is_filled_by(length) else lse.new_full(shape, _NO_TOKEN)
@@ -195,8 +196,13 @@ def row_sums(
         tensors["delta"] = delta
     if one_class is not None:
         tensors["own_lse"] = one_class.lse
-    if known is not None and known.repeat(name, tensors):
-        return stats
+    known.make([name], [tensors], lambda: [_launch(tensors, layout, found, one_class)])
+    return stats
+
+
+def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_class: OneClass | None) -> Launch:
+    out, dout = tensors["out"], tensors["dout"]
+    batch, length, num_heads, dim = dout.shape
     columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
     rows = max(1, 4096 // columns)
     arguments = {
@@ -220,7 +226,6 @@ def row_sums(
         "BLOCK": layout.block,
         "FOUND": found,
     }
-    launched = run(_row_sums_kernel, (triton.cdiv(out.shape[1], rows) * batch * num_heads,), arguments)
-    if known is not None:
-        known.keep(name, launched, tensors)
-    return stats
+    programs = triton.cdiv(out.shape[1], rows) * batch * num_heads
+    kind = (out.dtype, dout.dtype, dim, unit, layout.block, found, *tensors)
+    return Launch(_row_sums_kernel, lambda _: ((programs,), arguments), False, kind)

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.attention import dilated_attention
 from dilabench.kernels import direct_launch
 from dilabench.kernels import launches as module
-from dilabench.kernels.launches import Launch, Launched, Launches, launch, layout, run, stride_unit
+from dilabench.kernels.launches import Launch, Launched, Launches, followed_by, launch, layout, run, stride_unit
 
 
 class Compiled:
@@ -116,6 +116,49 @@ def test_what_is_new_is_compiled_in_both_forms_with_all_that_follow_and_nothing_
     log.clear()
     launch(prepare("a", "c"))
     assert log == ["prepare a", "run a", "prepare c", "run c cut"], "a GPU works while the next one is prepared"
+
+
+def test_a_pass_that_follows_is_compiled_beside_what_is_new_and_not_made() -> None:
+    log: list[str] = []
+    kernel = Logged(log)
+
+    def one(form: str) -> Launch:
+        return Launch(kernel, lambda ragged: ((1,), {"form": form + " cut" * ragged}), False, (form,))
+
+    def behind() -> None:
+        log.append("behind")
+        assert launch([one("c")])[0].arguments == {"form": "c"}
+
+    with followed_by(behind):
+        launch([one("a"), one("b")])
+    compiled = [f"compile {form}{cut}" for form in "abc" for cut in ("", " cut")]
+    assert log == ["behind", *compiled, "run a", "run b"]
+    log.clear()
+    with followed_by(behind):
+        launch([one("b"), one("a")])
+    launch([one("c")])
+    assert log == ["run b", "run a", "run c"], "there was nothing to compile"
+    log.clear()
+    launch([one("d")])
+    assert log == ["compile d", "compile d cut", "run d"], "nothing follows any more"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), NotImplementedError("no such instruction")])
+def test_a_pass_that_follows_and_fails_does_not_keep_the_first_from_running(error: Exception) -> None:
+    log: list[str] = []
+    kernel = Logged(log)
+
+    def fails(**_: Any) -> None:
+        raise error
+
+    def behind() -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        launch([Launch(SimpleNamespace(warmup=fails), lambda _: ((1,), {}), False, ())])
+
+    with followed_by(behind):
+        launch([Launch(kernel, lambda _: ((1,), {"form": "a"}), False, ("a",))])
+    assert log[-1] == "run a"
 
 
 def test_a_kernel_that_cannot_be_compiled_says_so_each_time_and_leaves_triton_as_it_was() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -108,19 +107,14 @@ def run_at_once(
         if first:
             sums.zero_()
         names = [("at once", index, first) for index in range(len(steps))]
-        known.make(names, tensors, partial(_launches, steps, tensors, first * kv_heads // heads, causal, scale))
-        write_sums(sums, scale, dq[:, :, first : first + some])
+        of_heads = dq[:, :, first : first + some]
 
+        def prepare(first: int = first, dq: Tensor = of_heads) -> Iterator[Launch]:
+            for index, (step, own) in enumerate(zip(steps, tensors, strict=True)):
+                yield _launch(step, own, first * kv_heads // heads, causal, scale, index > 0)
+            yield write_sums(sums, scale, dq)
 
-def _launches(
-    steps: list[AtOnce],
-    tensors: list[dict[str, Tensor]],
-    first_kv_head: int,
-    causal: bool,
-    scale: float,
-) -> Iterator[Launch]:
-    for index, (step, own) in enumerate(zip(steps, tensors, strict=True)):
-        yield _launch(step, own, first_kv_head, causal, scale, index > 0)
+        known.make([*names, ("dq", first)], [*tensors, {"sums": sums, "dq": of_heads}], prepare)
 
 
 def _launch(
