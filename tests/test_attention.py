@@ -270,10 +270,11 @@ def test_operators_keep_torchs_rules() -> None:
     options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], True, "math")
     inputs = tensors()
     for sink in (None, torch.randn(5, requires_grad=True)):
-        torch.library.opcheck(library._forward_op, (*inputs, sink, *options))
-    detached = [x.detach() for x in inputs]
-    out, lse = library._forward_op(*detached, None, *options)
-    torch.library.opcheck(library._backward_op, (torch.ones_like(out), *detached, out, lse, *options))
+        torch.library.opcheck(library._attention_op, (*inputs, sink, *options))
+    detached, asked = [x.detach() for x in inputs], library._written(options)
+    torch.library.opcheck(library._forward_op, (*detached, None, asked))
+    out, lse = library._forward_op(*detached, None, asked)
+    torch.library.opcheck(library._backward_op, (torch.ones_like(out), *detached, out, lse, asked))
 
 
 @pytest.mark.slow
@@ -290,6 +291,26 @@ def test_compiles_without_a_graph_break(options: dict[str, Any]) -> None:
         results.append((out, leaf.grad))
     for actual, value in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(actual, value)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "segment"),
+    [(301, 1, 70), (64, 2, 32)],
+    ids=["parts of queries", "gradients that are the kernel's own"],
+)
+def test_inductor_finds_results_as_it_was_told(length: int, heads: int, segment: int) -> None:
+    """Contiguous and apart from each other, whatever kernel is taken."""
+    q, k, v, weights = (torch.randn(1, length, heads, 20, requires_grad=True) for _ in range(4))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        lengths = segment, q.shape[1]
+        return dilated_attention(q, k, v, segment_lengths=lengths, dilation_rates=(1, 2), window=(21, 0))
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    expected, actual = (
+        (out, *torch.autograd.grad(out, (q, k, v), weights)) for out in (attend(q, k, v), compiled(q, k, v))
+    )
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -11,7 +11,8 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
@@ -27,9 +28,11 @@ from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
 from dilabench.impls.one_operator import (
+    differentiable_operator,
     first_derivatives,
     forward_before_backward,
     nothing_looks_on,
+    operator,
     refuse_forward_mode,
     with_gradient,
 )
@@ -145,9 +148,9 @@ def dilated_attention(
     if sink is not None:
         operands.check_sink(sink, query, merge_grad)
     if torch._C._are_functorch_transforms_active():
-        out, _lse = _Transformed.apply(query, key, value, sink, options)
+        out, _lse = _Differentiable.apply(query, key, value, sink, _written(options))
     else:
-        out, _lse = _forward_op(query, key, value, sink, *options)
+        out, _lse = _attention_op(query, key, value, sink, *options)
     return out if cu_seqlens is None else out[0]
 
 
@@ -234,8 +237,88 @@ class _Options(NamedTuple):
     backend: str
 
 
-@torch.library.custom_op("dilabench::dilated_attention", mutates_args=())
-def _forward_op(
+def _forward_shapes(query: Tensor, _key: Tensor, _value: Tensor, _sink: object, _asked: str) -> tuple[Tensor, Tensor]:
+    B, N, H, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return _like(query), query.new_empty((B, H, N), dtype=lse_dtype)
+
+
+# One text costs a call less than a dozen options.
+@operator("dilated_attention_forward", _forward_shapes)
+def _forward_op(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, asked: str) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N]."""
+    options, given = _read(asked), (query, key, value)
+    computation = _computation(*given, options)
+    out, lse = (
+        forward_before_backward(computation, *given) if options.wants_gradient else computation.forward(*given)
+    )[:2]
+    if sink is not None:
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward_shapes(
+    _dout: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor, _asked: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(query), _like(key), _like(value)
+
+
+@operator("dilated_attention_backward", _backward_shapes)
+def _backward_op(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, asked: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from the results of the forward operator."""
+    dq, dk, dv = _computation(query, key, value, _read(asked)).backward(dout, query, key, value, out, lse)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _written(options: Iterable[Any]) -> str:
+    """`_Options` as a text that means the same in every process, for the compiler keeps what it compiles on disk."""
+    # A length that the compiler holds for a variable is a constant from here on.
+    plain = ([*map(int, one)] if isinstance(one, list | tuple) else one for one in options)
+    return json.dumps([*plain])
+
+
+@lru_cache(maxsize=256)
+def _read(asked: str) -> _Options:
+    return _Options._make(tuple(value) if isinstance(value, list) else value for value in json.loads(asked))
+
+
+def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
+    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
+    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    return -(share * taken).sum((0, 2)).to(sink.dtype)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its derivative, also for the transforms of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, asked: str) -> tuple[Tensor, Tensor]:
+        return _forward_op(query, key, value, sink, asked)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, sink, ctx.asked = inputs
+        ctx.save_for_backward(query, key, value, *output, sink)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse, sink = ctx.saved_tensors
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            of_inputs = _backward_op(*tensors[:6], ctx.asked)
+            return of_inputs if sink is None else (*of_inputs, _sink_gradient(tensors[0], *tensors[4:]))
+
+        found = first_derivatives(gradients, dout, *inputs, out, lse, *(() if sink is None else (sink,)))
+        return *found, *(None for _ in range(5 - len(found)))
+
+
+@differentiable_operator("dilated_attention")
+def _attention_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -254,105 +337,10 @@ def _forward_op(
     wants_gradient: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N]."""
-    branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
-    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), wants_gradient, backend)
-    computation = _computation(query, key, value, options)
-    given = query, key, value
-    out, lse = (forward_before_backward(computation, *given) if wants_gradient else computation.forward(*given))[:2]
-    if sink is not None:
-        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    branches, rules = (segment_lengths, dilation_rates), (heads, offset, offset_by, padding, merge_grad)
+    options = *branches, causal, window, scale, *rules, cu_seqlens, wants_gradient, backend
+    out, lse = _Differentiable.apply(query, key, value, sink, _written(options))
     return out, lse
-
-
-@_forward_op.register_fake
-def _forward_shapes(query: Tensor, _key: Tensor, _value: Tensor, *_options: Any) -> tuple[Tensor, Tensor]:
-    B, N, H, _ = query.shape
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return _like(query), query.new_empty((B, H, N), dtype=lse_dtype)
-
-
-@torch.library.custom_op("dilabench::dilated_attention_backward", mutates_args=())
-def _backward_op(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    causal: bool,
-    window: Sequence[int],
-    scale: float | None,
-    heads: str,
-    offset: str,
-    offset_by: str,
-    padding: str,
-    merge_grad: str,
-    cu_seqlens: Sequence[int],
-    wants_gradient: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from the results of the forward operator."""
-    branches, rules = (tuple(segment_lengths), tuple(dilation_rates)), (heads, offset, offset_by, padding, merge_grad)
-    options = _Options(*branches, causal, tuple(window), scale, *rules, tuple(cu_seqlens), wants_gradient, backend)
-    return _computation(query, key, value, options).backward(dout, query, key, value, out, lse)
-
-
-@_backward_op.register_fake
-def _backward_shapes(
-    _dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *_results_and_options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, sink, *options = inputs
-    ctx.save_for_backward(query, key, value, *output, sink)
-    ctx.options = options
-
-
-def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse, sink = ctx.saved_tensors
-
-    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-        of_inputs = _backward_op(*tensors[:6], *ctx.options)
-        return of_inputs if sink is None else (*of_inputs, _sink_gradient(tensors[0], *tensors[4:]))
-
-    found = first_derivatives(gradients, dout, *inputs, out, lse, *(() if sink is None else (sink,)))
-    return *found, *(None for _ in range(4 - len(found) + len(ctx.options)))
-
-
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
-    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
-    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    return -(share * taken).sum((0, 2)).to(sink.dtype)
-
-
-torch.library.register_autograd(_forward_op, _differentiate, setup_context=_save_for_backward)
-
-
-class _Transformed(torch.autograd.Function):
-    """The operator for the transforms of torch.func, which do not find the derivative that is registered with it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, options: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor]:
-        return _forward_op(query, key, value, sink, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, options = inputs
-        _save_for_backward(ctx, (*tensors, *options), output)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        return *_differentiate(ctx, dout, dlse)[:4], None
 
 
 def _like(x: Tensor) -> Tensor:

@@ -110,8 +110,9 @@ def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
     function = strided.build(WORKLOAD, context())
     plain = tuple(x.detach().clone().requires_grad_() for x in inputs())
-    torch.library.opcheck(one_operator._forward_op, (*plain, function.number))
+    torch.library.opcheck(one_operator._attention_op, (*plain, function.number))
     detached = tuple(x.detach() for x in plain)
+    torch.library.opcheck(one_operator._forward_op, (*detached, function.number))
     out, lse = one_operator._forward_op(*detached, function.number)
     torch.library.opcheck(one_operator._backward_op, (torch.ones_like(out), *detached, out, lse, function.number))
 

@@ -116,7 +116,7 @@ def attend_backward(
         sums = q.new_zeros((2, parts * B, K, L, whole_vectors(D)), dtype=torch.float32)
         dk, dv = sums.transpose(2, 3)
     else:
-        dk, dv = onto[1:] if onto else q.new_empty((2, B, L, K, D), dtype=torch.float32)
+        dk, dv = onto[1:] if onto else (q.new_empty((B, L, K, D), dtype=torch.float32) for _ in range(2))
     room = q.new_empty((threads, backward_room(D, L if parts == 1 else 0)), dtype=torch.float32)
     places = (dout, q, k, v, out, lse, dq, dk, dv)
     _launch("flash_backward", q, k, mask, onto is not None, room, places, lse, parts)
