@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.block_sparse.listed_on_cpu import listed_backward, listed_forward
 from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward, BlockUnion, block_union
 from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.cpu import flash
 from dilabench.workload.spec import Workload
 
 # Head dims that the kernels are made for; others are padded with zeros, which changes neither scores nor out.
@@ -29,7 +31,21 @@ def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]
     """Name, forward and backward of the kernels for a kind of device."""
     if device.type == "cuda":
         return "block-sparse tiles", tiles_forward, tiles_backward
-    return "blocked", blocked_forward, blocked_backward
+    return "blocks", cpu_forward, cpu_backward
+
+
+def cpu_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
+    """`BlockForward` on a CPU: by our own kernel where it can run, else by torch's."""
+    forward = listed_forward if flash.serves(q.dtype) else blocked_forward
+    return forward(q, k, v, plan, scale=scale)
+
+
+def cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`BlockBackward` on a CPU, as `cpu_forward`."""
+    backward = listed_backward if flash.serves(q.dtype) else blocked_backward
+    return backward(dout, q, k, v, out, lse, plan, scale=scale)
 
 
 def tiles_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Block-sparse attention on CPUs: torch's flash kernel, once per block of queries, over the key blocks that it sees.
+"""Block-sparse attention on CPUs where our own kernel cannot run: torch's flash kernel, once per block of queries, over
+the key blocks that it sees.
 
 Any dtype, block size and head dim. Time and memory follow the mask: nothing of an unseen block is touched.
 """

@@ -279,6 +279,19 @@ struct Band {
   int64_t end(int64_t p, int64_t keys) const { return right < 0 ? keys : std::min(keys, p + right + 1); }
 };
 
+// Keys, from one to before another.
+struct Range {
+  int64_t begin, end;
+};
+
+// Rows that single keys are hidden from: `count` ranges of them for each key, first all begins, then all ends.
+struct Hidden {
+  const int32_t* data;
+  int64_t count, keys;
+  const int32_t* begins(int64_t range) const { return data + 2 * range * keys; }
+  const int32_t* ends(int64_t range) const { return begins(range) + keys; }
+};
+
 // Queries of one head: from row `first`, which stands at key `at`.
 struct Tile {
   int64_t first, at;
@@ -307,6 +320,15 @@ struct Tile {
       }
     }
   }
+  void hide(const Hidden& hidden, int64_t key, int n, float* scores) const {
+    for (int64_t range = 0; range < hidden.count; ++range) {
+      const int32_t *begins = hidden.begins(range) + key, *ends = hidden.ends(range) + key;
+      for (int m = 0; m < n; ++m) {
+        const int64_t begin = std::max<int64_t>(begins[m] - first, 0), end = std::min<int64_t>(ends[m] - first, count);
+        if (begin < end) std::fill(scores + m * QUERIES + begin, scores + m * QUERIES + end, -INFINITY);
+      }
+    }
+  }
 };
 
 // ---- What a call is told -----------------------------------------------------------------------------------------
@@ -317,7 +339,14 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
 struct Call {
   int64_t batch, heads, key_heads, queries, keys, head_dim;
+  int64_t first_at;  // the key that the first query stands at
   Band band;
+  // Queries see keys block by block: those of one block the ranges from spans[i] to before spans[i + 1], where i counts
+  // the blocks of one list after those of another, and successive heads share a list. Or null: all keys.
+  int64_t block, heads_of_list;
+  const int64_t* spans;
+  const Range* ranges;
+  Hidden hidden;
   float scale, log_count;  // of how often each key counts
   int32_t threads, onto;   // onto: results are merged with, gradients added to what is there
   float* room;  // `of_thread` numbers for each thread
@@ -325,11 +354,52 @@ struct Call {
   Parallel parallel;  // or null
 
   int64_t group() const { return heads / key_heads; }
-  int64_t groups(int64_t rows) const { return (queries + rows - 1) / rows; }
-  Tile tile(int64_t row) const {
-    return {row, row + keys - queries, (int)std::min<int64_t>(QUERIES, queries - row)};
+  int64_t blocks() const { return (queries + block - 1) / block; }
+};
+
+// Queries of a block, `rows` at most: what an item of work is in the forward pass, and part of one in the backward.
+struct Group {
+  int64_t first, end;
+  const Range *ranges, *ranges_end;
+
+  int tiles() const { return (int)((end - first + QUERIES - 1) / QUERIES); }
+  Tile tile(const Call& call, int t) const {
+    const int64_t row = first + t * QUERIES;
+    return {row, row + call.first_at, (int)std::min<int64_t>(QUERIES, end - row)};
   }
 };
+
+struct Groups {
+  const Call& call;
+  int64_t rows, of_block;
+  Range all;
+  Groups(const Call& call, int64_t rows)
+      : call(call), rows(rows), of_block((call.block + rows - 1) / rows), all{0, call.keys} {}
+
+  int64_t count() const { return call.blocks() * of_block; }
+  // Of a head; those behind the last query are empty.
+  Group group(int64_t h, int64_t i) const {
+    const int64_t block = i / of_block, first = block * call.block + i % of_block * rows;
+    Group found{first, std::min({first + rows, (block + 1) * call.block, call.queries}), &all, &all + 1};
+    if (call.spans) {
+      const int64_t* span = call.spans + h / call.heads_of_list * call.blocks() + block;
+      found.ranges = call.ranges + span[0];
+      found.ranges_end = call.ranges + span[1];
+    }
+    return found;
+  }
+};
+
+// work(key, n) for the keys that some of these tiles of a group may see, n at a time.
+template <class T, class Work>
+void over_keys(const Call& call, const Group& group, const std::vector<T>& tiles, Work work) {
+  const Tile &first = tiles[0].tile, &last = tiles[group.tiles() - 1].tile;
+  for (const Range* range = group.ranges; range < group.ranges_end; ++range) {
+    const int64_t end = std::min(range->end, call.band.end(last.last(), call.keys));
+    for (int64_t key = std::max(range->begin, call.band.begin(first.at)); key < end; key += KEYS)
+      work(key, (int)std::min<int64_t>(KEYS, end - key));
+  }
+}
 
 template <class T>
 struct Operand {  // [batch, rows, heads, head_dim], the last one contiguous
@@ -437,18 +507,20 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
   const int D = (int)call.head_dim;
   // Fewer tiles share copies of keys where threads would have nothing to do.
   int64_t span = QUERIES * FORWARD_TILES;
-  while (span > QUERIES && call.batch * call.heads * call.groups(span) < 2 * call.threads) span /= 2;
-  const int64_t groups = call.groups(span);
-  in_threads(call, call.batch * call.heads * groups, [&](Room space, auto next) {
+  while (span > QUERIES && call.batch * call.heads * Groups(call, span).count() < 2 * call.threads) span /= 2;
+  const Groups groups(call, span);
+  const int64_t count = groups.count();
+  in_threads(call, call.batch * call.heads * count, [&](Room space, auto next) {
     ForwardRoom room(space, D);
     for (int64_t item; (item = next()) >= 0;) {
       // Heads one after another, of each the last queries first: under a causal mask they see the most.
-      const int64_t b = item / groups / call.heads, h = item / groups % call.heads, kh = h / call.group();
-      const int64_t first = (groups - 1 - item % groups) * span;
-      const int tiles = (int)((std::min(span, call.queries - first) + QUERIES - 1) / QUERIES);
+      const int64_t b = item / count / call.heads, h = item / count % call.heads, kh = h / call.group();
+      const Group group = groups.group(h, count - 1 - item % count);
+      const int tiles = group.tiles();
+      if (tiles <= 0) continue;
       for (int t = 0; t < tiles; ++t) {
         ForwardTile& s = room.tiles[t];
-        s.tile = call.tile(first + t * QUERIES);
+        s.tile = group.tile(call, t);
         begin(s, D);
         to_columns(q.at(b, h, s.tile.first), q.row, s.tile.count, D, call.scale * LOG2_E, s.q);
         if (!call.onto) continue;
@@ -460,9 +532,7 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
           s.sum[r] = s.max[r] == -INFINITY ? 0 : 1;
         }
       }
-      const int64_t end = call.band.end(room.tiles[tiles - 1].tile.last(), call.keys);
-      for (int64_t key = call.band.begin(room.tiles[0].tile.at); key < end; key += KEYS) {
-        const int n = (int)std::min<int64_t>(KEYS, end - key);
+      over_keys(call, group, room.tiles, [&](int64_t key, int n) {
         copy_rows(k.at(b, kh, key), k.row, n, D, 1.f, room.keys, D);
         copy_rows(v.at(b, kh, key), v.row, n, D, 1.f, room.values, D);
         for (int t = 0; t < tiles; ++t) {
@@ -472,10 +542,11 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
           const Rows scores{room.scores, QUERIES};
           multiply(Into::set, n, vectors, D, {room.keys, D, 1}, {s.q, QUERIES}, scores);
           if (s.tile.misses(call.band, key, n, call.keys)) s.tile.hide(call.band, key, n, room.scores);
+          s.tile.hide(call.hidden, key, n, room.scores);
           weigh(s, n, room.scores, room.factors);
           multiply(Into::scale_and_add, D, vectors, n, {room.values, 1, D}, scores, {s.out, QUERIES}, room.factors);
         }
-      }
+      });
       for (int t = 0; t < tiles; ++t) {
         ForwardTile& s = room.tiles[t];
         float* of_rows = lse.at(b, h, s.tile.first);
@@ -550,7 +621,8 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
               Operand<const T> v, Operand<const T> out, Lse lse, Operand<float> dq, Operand<float> dk,
               Operand<float> dv) {
   const int D = (int)call.head_dim, width = whole_vectors(D);
-  const int64_t span = QUERIES * BACKWARD_TILES, groups = call.groups(span);
+  const Groups groups(call, QUERIES * BACKWARD_TILES);
+  const int64_t count = groups.count();
   in_threads(call, call.batch * call.key_heads * parts, [&](Room space, auto next) {
     BackwardRoom room(space, D, width, parts == 1 ? call.keys : 0);
     std::fill_n(room.factors, QUERIES, call.scale);
@@ -563,12 +635,14 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
         std::fill_n(dv_sums, call.keys * width, 0.f);
       }
       // A part takes every so-manieth group, so that all see as much under a causal mask.
-      for (int64_t j = part; j < call.group() * groups; j += parts) {
-        const int64_t h = kh * call.group() + j / groups, first = j % groups * span;
-        const int tiles = (int)((std::min(span, call.queries - first) + QUERIES - 1) / QUERIES);
+      for (int64_t j = part; j < call.group() * count; j += parts) {
+        const int64_t h = kh * call.group() + j / count;
+        const Group group = groups.group(h, j % count);
+        const int tiles = group.tiles();
+        if (tiles <= 0) continue;
         for (int t = 0; t < tiles; ++t) {
           BackwardTile& s = room.tiles[t];
-          s.tile = call.tile(first + t * QUERIES);
+          s.tile = group.tile(call, t);
           const int64_t row = s.tile.first;
           const int count = s.tile.count;
           to_columns(q.at(b, h, row), q.row, count, D, call.scale * LOG2_E, s.q);
@@ -586,9 +660,7 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
             s.delta[r] = row_sum(out.at(b, h, row + r), s.dout_rows + r * width, D);
           }
         }
-        const int64_t end = call.band.end(room.tiles[tiles - 1].tile.last(), call.keys);
-        for (int64_t key = call.band.begin(room.tiles[0].tile.at); key < end; key += KEYS) {
-          const int n = (int)std::min<int64_t>(KEYS, end - key);
+        over_keys(call, group, room.tiles, [&](int64_t key, int n) {
           copy_rows(k.at(b, kh, key), k.row, n, D, 1.f, room.keys, D);
           copy_rows(v.at(b, kh, key), v.row, n, D, 1.f, room.values, D);
           const Rows dk_rows{dk_sums + key * width, width}, dv_rows{dv_sums + key * width, width};
@@ -600,12 +672,13 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
             multiply(Into::set, n, vectors, D, {room.keys, D, 1}, {s.q, QUERIES}, weights);
             multiply(Into::set, n, vectors, D, {room.values, D, 1}, {s.dout, QUERIES}, slopes);
             if (s.tile.misses(call.band, key, n, call.keys)) s.tile.hide(call.band, key, n, room.weights);
+            s.tile.hide(call.hidden, key, n, room.weights);
             differentiate(s, n, room.weights, room.slopes);
             multiply(Into::add, D, vectors, n, {room.keys, 1, D}, slopes, {s.dq, QUERIES});
             multiply(Into::add, n, columns, count, {room.weights, QUERIES, 1}, {s.dout_rows, width}, dv_rows);
             multiply(Into::add, n, columns, count, {room.slopes, QUERIES, 1}, {s.q_rows, width}, dk_rows);
           }
-        }
+        });
         for (int t = 0; t < tiles; ++t) {
           BackwardTile& s = room.tiles[t];
           to_rows(s.dq, room.factors, s.tile.count, D, dq.at(b, h, s.tile.first), dq.row, call.onto);

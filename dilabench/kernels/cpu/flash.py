@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from math import gcd, log
 
 import torch
 from torch import Tensor
 
+from dilabench.errors import EnvironmentNotReady
 from dilabench.kernels.cpu.compiled import library, openmp_parallel
 
 QUERIES, KEYS = 64, 64
@@ -26,7 +28,9 @@ LEAST_FLOPS = 1_000_000
 class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "queries", "keys", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("left", "right")),
+        *((name, ctypes.c_int64) for name in ("first_at", "left", "right", "block", "heads_of_list")),
+        *((name, ctypes.c_void_p) for name in ("spans", "ranges", "hidden")),
+        *((name, ctypes.c_int64) for name in ("hidden_ranges", "hidden_keys")),
         *((name, ctypes.c_float) for name in ("scale", "log_count")),
         *((name, ctypes.c_int32) for name in ("threads", "onto")),
         ("room", ctypes.c_void_p),
@@ -55,10 +59,45 @@ class Mask:
     scale: float
     count: int = 1
 
-    def flops(self, q: Tensor, k: Tensor) -> int:
+    def flops(self, q: Tensor, k: Tensor, blocks: Blocks | None = None) -> int:
         """About so many floating-point operations of one product."""
+        if blocks is not None:
+            batch, _, heads, dim = q.shape
+            return 2 * batch * heads // blocks.lists * blocks.pairs * dim
         seen = k.shape[1] if self.left < 0 else min(k.shape[1], self.left + 1)
         return 2 * q.numel() * seen // (2 if self.left < 0 <= self.right else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Which keys blocks of queries may see, with both counted from the first; a `Mask` hides more of them.
+
+    rows: queries of a block. lists: so many; successive heads of queries share one. spans: int64 [lists * blocks + 1],
+    block i of list l sees ``ranges[spans[l * blocks + i] : spans[l * blocks + i + 1]]``. ranges: int64 [R, 2], keys
+    that rise, from one to before another. hidden: int32 [S, 2, L], for each key the rows that it is hidden from, from
+    one to before another. pairs: of all lists.
+    """
+
+    rows: int
+    lists: int
+    spans: Tensor
+    ranges: Tensor
+    hidden: Tensor
+    pairs: int
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether there is a compiler for the kernel, and it takes numbers of this type."""
+    return dtype in TYPES and _is_there()
+
+
+@cache
+def _is_there() -> bool:
+    try:
+        _compiled()
+    except EnvironmentNotReady:
+        return False
+    return True
 
 
 def attend(
@@ -69,21 +108,22 @@ def attend(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     onto: bool = False,
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M], both float32, of q [B, M, H, D] and k, v [B, L, K, D], of one type.
 
     The last dim of each is contiguous. `out`, `lse`: where to put them, float32, strides as they come; lse may be
     [S, G, H, M] where S times G are the batch. `onto`: they hold the results of other keys, which these are merged
-    with. Rows that see nothing are 0 and -inf.
+    with. `blocks`: the keys that are seen, by default all. Rows that see nothing are 0 and -inf.
     """
     B, M, H, D = q.shape
     if out is None:
         out = q.new_empty(q.shape, dtype=torch.float32)
     if lse is None:
         lse = q.new_empty((B, H, M), dtype=torch.float32)
-    threads = _threads(2 * mask.flops(q, k))
+    threads = _threads(2 * mask.flops(q, k, blocks))
     room = q.new_empty((threads, forward_room(D)), dtype=torch.float32)
-    _launch("flash_forward", q, k, mask, onto, room, (q, k, v, out, lse), lse)
+    _launch("flash_forward", q, k, mask, blocks, onto, room, (q, k, v, out, lse), lse)
     return out, lse
 
 
@@ -97,14 +137,16 @@ def attend_backward(
     mask: Mask,
     dq: Tensor | None = None,
     onto: tuple[Tensor, Tensor, Tensor] | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq like q, dk and dv like k, in float32; out and lse may be those of a larger softmax.
 
-    `dq`: where to put it. `onto`: dq, dk and dv of other keys or queries, which are added to in place. The same bits in
-    every call with as many threads: where heads of keys are fewer, each part of the queries has sums of its own.
+    `dq`: where to put it. `onto`: dq, dk and dv of other keys or queries, which are added to in place. `blocks`: as of
+    `attend`. The same bits in every call with as many threads: where heads of keys are fewer, each part of the queries
+    has sums of its own.
     """
     B, L, K, D = k.shape
-    threads = _threads(5 * mask.flops(q, k))
+    threads = _threads(5 * mask.flops(q, k, blocks))
     groups_of_queries = q.shape[2] // K * -(-q.shape[1] // (QUERIES * BACKWARD_TILES))
     parts = max(1, min(groups_of_queries, _parts(threads, B * K)))
     if onto is not None:
@@ -119,7 +161,7 @@ def attend_backward(
         dk, dv = onto[1:] if onto else (q.new_empty((B, L, K, D), dtype=torch.float32) for _ in range(2))
     room = q.new_empty((threads, backward_room(D, L if parts == 1 else 0)), dtype=torch.float32)
     places = (dout, q, k, v, out, lse, dq, dk, dv)
-    _launch("flash_backward", q, k, mask, onto is not None, room, places, lse, parts)
+    _launch("flash_backward", q, k, mask, blocks, onto is not None, room, places, lse, parts)
     if parts == 1:
         return dq, dk, dv
     dk, dv = (x.unflatten(0, (parts, B)).sum(0)[..., :D] for x in (dk, dv))
@@ -149,6 +191,7 @@ def _launch(
     q: Tensor,
     k: Tensor,
     mask: Mask,
+    blocks: Blocks | None,
     onto: bool,
     room: Tensor,
     tensors: tuple[Tensor, ...],
@@ -157,13 +200,18 @@ def _launch(
 ) -> None:
     """Call the C++. All memory is asked for outside: where it is traced, nothing is launched (`engine.trace`)."""
     B, M, H, D = q.shape
+    L = k.shape[1]
+    seen: tuple[int | None, ...] = (L - M, mask.left, mask.right, max(M, 1), H, None, None, None, 0, 0)
+    if blocks is not None:
+        places = (x.data_ptr() for x in (blocks.spans, blocks.ranges, blocks.hidden))
+        seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
     call = _Call(
-        *(B, H, k.shape[2], M, k.shape[1], D, mask.left, mask.right, mask.scale, log(mask.count)),
+        *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
         *(room.shape[0], onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
     before = (ctypes.c_int64(number) for number in numbers)
-    places = (ctypes.byref(_lse(x) if x is lse else _place(x)) for x in tensors)
-    getattr(_compiled(), function)(ctypes.byref(call), TYPES[q.dtype], *before, *places)
+    given = (ctypes.byref(_lse(x) if x is lse else _place(x)) for x in tensors)
+    getattr(_compiled(), function)(ctypes.byref(call), TYPES[q.dtype], *before, *given)
 
 
 def _place(x: Tensor) -> _Place:
