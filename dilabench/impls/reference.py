@@ -6,8 +6,9 @@ query rows, in float64 or, as the yardstick of rounding, in the plain way in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from dilabench.workload.spec import Workload
 
 # Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
 MAX_BLOCK_SCORES = 2**22
+# Of heads, rows and keys, of which blocks are kept: megabytes at most.
+FEW_PAIRS = 2**20
 
 
 def build(workload: Workload, context: BuildContext) -> Reference | ReferenceOfSum:
@@ -310,12 +313,24 @@ def score_gradient(
     return score_grad.to(dtype), share.to(dtype)
 
 
-def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
+def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
     """Blocks that cover every (row, head) with a key once, each within MAX_BLOCK_SCORES scores where one row is."""
+    if 0 < workload.num_heads * len(rows) * workload.seq_len <= FEW_PAIRS:
+        return _few_blocks(workload, rows.numpy().tobytes(), q.shape[0], q.device)
+    return _blocks(workload, rows, q.shape[0], q.device)
+
+
+@lru_cache(maxsize=4)
+def _few_blocks(workload: Workload, rows: bytes, batch: int, device: torch.device) -> tuple[Block, ...]:
+    """Kept: whoever verifies asks for the same ones several times, and to find them takes longer than to use them."""
+    return tuple(_blocks(workload, torch.frombuffer(bytearray(rows), dtype=torch.int64), batch, device))
+
+
+def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
     left, right = workload.shapes[0].reach
     for head in range(workload.num_heads):
-        for group in key_groups(workload, head, rows, q.device):
-            per_row = max(1, q.shape[0] * len(group.keys))
+        for group in key_groups(workload, head, rows, device):
+            per_row = max(1, batch * len(group.keys))
             height = max(1, MAX_BLOCK_SCORES // per_row)
             for at, part in zip(range(0, len(group.rows), height), group.rows.split(height), strict=True):
                 low = 0 if left is None else int(torch.searchsorted(group.keys, int(part[0]) - left))
@@ -326,13 +341,13 @@ def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
                 )
                 if low >= high:
                     continue
-                keys, part_rows = group.keys[low:high], part.to(q.device)
+                keys, part_rows = group.keys[low:high], part.to(device)
                 seen = visible(workload, part_rows, keys)
                 if group.own is not None:
                     seen &= group.own[at : at + height, low:high]
                 yield Block(
                     head=head,
-                    index=torch.searchsorted(rows, part).to(q.device),
+                    index=torch.searchsorted(rows, part).to(device),
                     rows=part_rows,
                     keys=keys,
                     counts=group.counts[:, low:high],
