@@ -6,7 +6,9 @@ query rows, in float64 or, as the yardstick of rounding, in the plain way in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from dilabench.workload.spec import Workload
 MAX_BLOCK_SCORES = 2**22
 # Of heads, rows and keys, of which blocks are kept: megabytes at most.
 FEW_PAIRS = 2**20
+_keep: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("keep", default=None)
 
 
 def build(workload: Workload, context: BuildContext) -> Reference | ReferenceOfSum:
@@ -315,15 +318,25 @@ def score_gradient(
 
 def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
     """Blocks that cover every (row, head) with a key once, each within MAX_BLOCK_SCORES scores where one row is."""
-    if 0 < workload.num_heads * len(rows) * workload.seq_len <= FEW_PAIRS:
-        return _few_blocks(workload, rows.numpy().tobytes(), q.shape[0], q.device)
-    return _blocks(workload, rows, q.shape[0], q.device)
+    keep = _keep.get()
+    if keep is None or not 0 < workload.num_heads * len(rows) * workload.seq_len <= FEW_PAIRS:
+        return _blocks(workload, rows, q.shape[0], q.device)
+    return keep(workload, rows.numpy().tobytes(), q.shape[0], q.device)
 
 
-@lru_cache(maxsize=4)
-def _few_blocks(workload: Workload, rows: bytes, batch: int, device: torch.device) -> tuple[Block, ...]:
-    """Kept: whoever verifies asks for the same ones several times, and to find them takes longer than to use them."""
-    return tuple(_blocks(workload, torch.frombuffer(bytearray(rows), dtype=torch.int64), batch, device))
+@contextmanager
+def blocks_kept() -> Iterator[None]:
+    """Find the blocks of small workloads once for all who ask for them inside: it takes longer than to use them."""
+
+    @lru_cache(maxsize=4)
+    def found(workload: Workload, rows: bytes, batch: int, device: torch.device) -> tuple[Block, ...]:
+        return tuple(_blocks(workload, torch.frombuffer(bytearray(rows), dtype=torch.int64), batch, device))
+
+    token = _keep.set(found)
+    try:
+        yield
+    finally:
+        _keep.reset(token)
 
 
 def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:

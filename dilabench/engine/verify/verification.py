@@ -13,10 +13,12 @@ from dilabench.engine.verify.embeddings import embeddings_checks
 from dilabench.engine.verify.heads import Seen, heads_checks
 from dilabench.engine.verify.near_misses import diagnose
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.impls.reference import blocks_kept
 from dilabench.record import Check, Verification
 from dilabench.workload.spec import Workload
 
 
+@blocks_kept()
 def verify(
     function: Callable[..., Tensor],
     workload: Workload,
