@@ -131,11 +131,14 @@ class AddGradients(Protocol):
 
 
 class MergingKernel(NamedTuple):
-    """What a backend calls where results belong among those of other keys; `dtypes`: of all tensors but lse."""
+    """What a backend calls where results belong among those of other keys. `dtypes`: of what is given; `results`: of
+    the results and gradients that are there, but for lse.
+    """
 
     merge: Merge
     add_gradients: AddGradients
     dtypes: frozenset[torch.dtype]
+    results: torch.dtype
 
 
 class AttendPacked(Protocol):

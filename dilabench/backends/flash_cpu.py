@@ -85,4 +85,4 @@ def _mask(q: Tensor, k: Tensor, causal: bool, window: Window, scale: float, coun
     return Mask(band.left, band.right, scale, count)
 
 
-merging = MergingKernel(_merge, _add_gradients, frozenset({torch.float32}))
+merging = MergingKernel(_merge, _add_gradients, frozenset(flash.TYPES), torch.float32)

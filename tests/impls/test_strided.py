@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilabench.backends import math
+from dilabench.backends.load import load_backend
 from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls import strided
 from dilabench.impls.union import strided_rows
 from dilabench.impls.union.merging import merge_rows_
 from dilabench.impls.union.rectangle_union import rectangle_union
+from dilabench.machine import cxx_compiler
+from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
@@ -242,7 +245,7 @@ class InPlace:
             place += share
 
     def backend(self, dtype: torch.dtype = torch.float32) -> LoadedBackend:
-        kernel = MergingKernel(self.merge, self.add_gradients, frozenset({dtype}))
+        kernel = MergingKernel(self.merge, self.add_gradients, frozenset({dtype}), dtype)
         return LoadedBackend("test", math.attend, math.attend_backward, merging=kernel)
 
 
@@ -274,6 +277,27 @@ def test_a_kernel_that_merges_writes_where_results_belong(
     whole = sum(one.whole for one in unions[0].rows(CPU))
     assert kernel.added == calls - whole
     assert kernel.merged == (0 if merge_grad == "detached" else calls - whole)
+
+
+@pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler, none works here")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_rounded_once(dtype: str) -> None:
+    """Of rectangles, whose sums are float32: the same bits as float32 gives from the same numbers."""
+    asked = workload(head_dim=16, mode="both", causal=True, dtype=dtype)
+    backend = load_backend(discover().catalogue.backends.get("flash-cpu"))
+    half, wide = (
+        rectangle_union(one, BuildContext(device=CPU, backend=backend))
+        for one in (asked, asked.replace(dtype="float32"))
+    )
+    q, k, v = tensors(asked)
+    dout = torch.randn(q.shape).to(q.dtype)
+    out, lse, _ = half.forward(q, k, v)
+    expected, expected_lse, _ = wide.forward(*(x.float() for x in (q, k, v)))
+    assert torch.equal(out, expected.to(q.dtype))
+    assert torch.equal(lse, expected_lse)
+    shares = half.backward(dout, q, k, v, out, lse)
+    others = wide.backward(*(x.float() for x in (dout, q, k, v, out)), lse)
+    assert all(torch.equal(share, other.to(q.dtype)) for share, other in zip(shares, others, strict=True))
 
 
 def test_other_dtypes_are_left_alone() -> None:

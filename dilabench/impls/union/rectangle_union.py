@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dilabench.contracts import BuildContext
+from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import nothing_looks_on
 from dilabench.impls.union.branches import branches_of, covers_every_row
@@ -50,26 +50,28 @@ class RectangleUnion(Union):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Union.forward`; kept of a call are its out and lse."""
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        output = onto or self._empty_output(q)
-        merging = None if self.detached else self._merging(q)
+        merging = None if self.detached else self._merging(q, onto)
+        output = onto or self._empty_output(q, merging.results if merging else None)
 
         def attend(share: Sequence[Rectangle]) -> list[Tensor]:
             kept: list[Tensor] = []
             for rows in share:
                 if merging and self._merge(merging, rows, q, k, v, *output, fresh=rows.first and onto is None):
                     continue
-                result = self._attend(rows, q, k, v)
+                out, lse = self._attend(rows, q, k, v)
+                result = out.to(output[0].dtype), lse
                 (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
                 if self.detached:
                     kept += result
                 # The next call must not find this result still in memory.
-                del result
+                del out, lse, result
             return kept
 
         kept = _at_once(attend, self._shares_of(q), q, k, v)
         if self.zero_keys is not None:
             add_null_mass_(*output, self.zero_keys.logsumexp(0, keepdim=True))
-        return *output, [tensor for of_share in kept for tensor in of_share]
+        out, lse = output
+        return out.to(q.dtype), lse, [tensor for of_share in kept for tensor in of_share]
 
     def backward(
         self,
@@ -86,8 +88,11 @@ class RectangleUnion(Union):
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
-        dq, dk, dv = onto or (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        merging = self._merging(q)
+        merging = self._merging(q, onto)
+        dtype = merging.results if merging else None
+        dq, dk, dv = onto or (
+            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
+        )
         shares = self._shares_of(q)
         means: OwnMeans | None = None
         if self.detached:
@@ -111,7 +116,13 @@ class RectangleUnion(Union):
                 del of_queries, of_keys, part
 
         _at_once(add_gradients, range(len(shares)), dout, q, k, v)
-        return dq, dk, dv
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _merging(self, q: Tensor, onto: Sequence[Tensor] | None = None) -> MergingKernel | None:
+        """As of `Union`, and into sums of another type where they are made here: all rows are views."""
+        kernel = self.backend.merging
+        takes = kernel is not None and q.dtype in kernel.dtypes and (onto is None or onto[0].dtype == kernel.results)
+        return kernel if takes else None
 
     def _shares_of(self, x: Tensor) -> Sequence[Sequence[Rectangle]]:
         """All shares; one stands for all, which are alike, where memory is traced and none keeps anything."""
@@ -128,11 +139,19 @@ def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion |
 
     On two cores both took as long where they compute the same pairs, and small workloads up to twice as long.
     """
-    if context.device.type != "cpu" or workload.dtype not in ("float32", "float64") or not _saves_pairs(workload):
+    if context.device.type != "cpu" or not _keeps_sums(workload, context.backend) or not _saves_pairs(workload):
         return None
     if flops(workload.replace(mode="forward")) < LEAST_FLOPS:
         return None
     return rectangle_union(workload, context)
+
+
+def _keeps_sums(workload: Workload, backend: LoadedBackend | None) -> bool:
+    """Whether the many results that are merged are not rounded in between."""
+    if workload.dtype in ("float32", "float64"):
+        return True
+    merging = backend.merging if backend and not workload.detaches_merge else None
+    return merging is not None and getattr(torch, workload.dtype) in merging.dtypes
 
 
 def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion:

@@ -153,10 +153,13 @@ class Union:
             add_null_mass_(*output, self.zero_keys)
         return *output, kept
 
-    def _merging(self, q: Tensor) -> MergingKernel | None:
-        """The kernel that writes results of such tensors where those of other keys are, if the backend has one."""
+    def _merging(self, q: Tensor, onto: Sequence[Tensor] | None = None) -> MergingKernel | None:  # noqa: ARG002
+        """The kernel that writes results of such tensors where those of other keys are, `onto` or new ones, if the
+        backend has one.
+        """
         kernel = self.backend.merging
-        return kernel if kernel and q.dtype in kernel.dtypes else None
+        # Into sums of another type rows that are no views would have to be merged, too.
+        return kernel if kernel and q.dtype in kernel.dtypes and q.dtype == kernel.results else None
 
     def _merge(
         self,
@@ -285,10 +288,10 @@ class Union:
         left, right = (side if side < 0 else side // rows.rate for side in self.window)
         return {"causal": self.causal, "window": (left, right), "scale": self.scale}
 
-    def _empty_output(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def _empty_output(self, q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         B, N, H, _ = q.shape
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse = q.new_empty((B, H, N), dtype=lse_dtype)
         if not self.covered:
             out.zero_()
