@@ -16,7 +16,6 @@ from contextvars import ContextVar, copy_context
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
@@ -113,8 +112,8 @@ def launch(launches: Iterable[Launch]) -> list[Launched]:
 def followed_by(calls: Callable[[], object]) -> Iterator[None]:
     """Whatever launches inside have to be compiled, those of ``calls`` are compiled beside them and not made.
 
-    It is called if there is anything to compile only; what it allocates is given back. Without the memory for that
-    its kernels are compiled when they are launched.
+    It is called only if there is anything to compile, and what it allocates is given back. Where it fails, for want of
+    memory or whatever else, its kernels are compiled when they are launched.
     """
     token = _behind.set(calls)
     try:
@@ -130,7 +129,7 @@ def _compile_with_behind(launches: Sequence[Launch]) -> None:
     except Exception:
         if not behind:
             raise
-        # What fails behind says so when it is launched.
+        # What cannot be compiled of those behind says so when it is launched.
         compile_ahead(launches)
 
 
@@ -139,7 +138,7 @@ def _noted_behind() -> list[Launch]:
     if calls is not None:
         token = _noted.set(noted)
         try:
-            with suppress(torch.OutOfMemoryError):
+            with suppress(Exception):
                 calls()
         finally:
             _noted.reset(token)
