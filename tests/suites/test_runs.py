@@ -132,7 +132,9 @@ def test_choice_says_what_the_library_took_and_what_that_costs(run, tmp_path, mo
     # A way that is far slower than another is left out, the choice never.
     assert {getattr(row.outcome, "code", "measured") for row in record.rows} <= {"measured", "far_slower"}
     chosen = [row for row in record.rows if row.case.implementation == "library"]
-    assert [note.code for row in chosen for note in row.outcome.notes if note.observed] == ["chosen"] * 2
+    # A busy machine has notes of its own.
+    assert len(chosen) == 2
+    assert all("chosen" in {note.code for note in row.outcome.notes if note.observed} for row in chosen)
     assert re.search(r"Over 2 shapes the choice took \d\.\d\d times as long as the fastest other\s+way", done.stdout)
     assert "strided:sdpa-flash (rule)" in done.stdout
 
