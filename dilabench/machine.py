@@ -92,12 +92,17 @@ def _reads_cxx(compiler: str) -> bool:
 
 
 @functools.cache
+def cpuinfo() -> str:
+    """/proc/cpuinfo; empty where there is none."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
 def multiplies_bfloat16_tiles() -> bool:
     """Whether the processor has tile registers (AMX), which multiply bfloat16 several times as fast."""
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+    return "amx_bf16" in cpuinfo()
 
 
 def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:

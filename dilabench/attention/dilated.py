@@ -14,7 +14,7 @@ torch.compile without graph breaks: forward and backward are one custom operator
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,15 @@ from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
 from dilabench.impls.one_operator import (
+    Computation,
     differentiable_operator,
     first_derivatives,
     forward_before_backward,
     nothing_looks_on,
     operator,
     refuse_forward_mode,
+    shapes_of_gradients,
+    shapes_of_results,
     with_gradient,
 )
 from dilabench.patterns.dilated import DilatedPattern
@@ -237,14 +240,8 @@ class _Options(NamedTuple):
     backend: str
 
 
-def _forward_shapes(query: Tensor, _key: Tensor, _value: Tensor, _sink: object, _asked: str) -> tuple[Tensor, Tensor]:
-    B, N, H, _ = query.shape
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return _like(query), query.new_empty((B, H, N), dtype=lse_dtype)
-
-
 # One text costs a call less than a dozen options.
-@operator("dilated_attention_forward", _forward_shapes)
+@operator("dilated_attention_forward", shapes_of_results)
 def _forward_op(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, asked: str) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N]."""
     options, given = _read(asked), (query, key, value)
@@ -257,13 +254,7 @@ def _forward_op(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, 
     return out.contiguous(), lse.contiguous()
 
 
-def _backward_shapes(
-    _dout: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor, _asked: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
-
-
-@operator("dilated_attention_backward", _backward_shapes)
+@operator("dilated_attention_backward", shapes_of_gradients)
 def _backward_op(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -343,21 +334,7 @@ def _attention_op(
     return out, lse
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@runtime_checkable
-class _Computation(Protocol):
-    """Forward gives out, lse and perhaps more; backward gives dq, dk, dv from out and lse."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-def _computation(query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]) -> _Computation:
+def _computation(query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]) -> Computation:
     """The computation for these tensors and `_Options`, made once per shape; refuses what does not fit together."""
     of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
     return _cached_computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
@@ -366,7 +343,7 @@ def _computation(query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, 
 @lru_cache(maxsize=64)
 def _cached_computation(
     tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], asked: tuple[Any, ...]
-) -> _Computation:
+) -> Computation:
     """For query, key and value, each by its shape, dtype and device."""
     options = _Options(*asked)
     shapes, dtypes, devices = zip(*tensors, strict=True)
@@ -403,7 +380,7 @@ def _cached_computation(
     return strided.build(workload, BuildContext(device=device, backend=backend))
 
 
-def automatic(workload: Workload, device: torch.device) -> tuple[Choice, _Computation]:
+def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
     """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
 
     A rule may leave the backend open; then it is the best dense kernel below strided views. Raises ConfigError when
@@ -411,13 +388,13 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, _Comput
     """
     planner = planner_of(device.type)
 
-    def build(case: Case) -> _Computation | None:
+    def build(case: Case) -> Computation | None:
         implementation = planner.catalogue.implementations.get(case.implementation)
         if implementation.uses_backend and case.backend is None:
             return None
         backend = load_backend(planner.catalogue.backends.get(case.backend)) if case.backend else None
         found = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
-        return found if isinstance(found, _Computation) else None
+        return found if isinstance(found, Computation) else None
 
     # Who asks for a backward pass will call a forward pass before it.
     asked = workload if workload.mode == "forward" else workload.replace(mode="both")

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from dilabench.impls.one_operator import first_derivatives
+from dilabench.impls.one_operator import contiguous_like, first_derivatives, shapes_of_gradients
 from dilabench.impls.ring.schedule.function import ShardedAttention
 
 # Each algorithm keeps some number of tensors for the backward pass, but an operator has a fixed number of results. The
@@ -106,7 +106,7 @@ def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor, list[
     new_size = torch.library.get_ctx().new_dynamic_size
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = [query.new_empty(new_size(), dtype=torch.uint8) for _ in range(MOST_KEPT)]
-    return _like(query), query.new_empty((*lead, heads, rows), dtype=lse_dtype), kept
+    return contiguous_like(query), query.new_empty((*lead, heads, rows), dtype=lse_dtype), kept
 
 
 @torch.library.custom_op("dilabench::attention_over_ranks_backward", mutates_args=())
@@ -135,11 +135,7 @@ def _backward_op(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-@_backward_op.register_fake
-def _backward_shapes(
-    _dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
+_backward_op.register_fake(shapes_of_gradients)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Sequence[Tensor]]) -> None:
@@ -180,7 +176,3 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
         return *_differentiate(ctx, dout)[:3], None, None
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

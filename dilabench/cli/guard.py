@@ -17,8 +17,9 @@ from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, E
 P = ParamSpec("P")
 
 DEBUG_VARIABLE = "DILABENCH_DEBUG"
-# Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
+# An interrupt that a library kept to itself comes again so much later.
 AGAIN_S = 0.05
+# Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = b"ending: what was measured is being saved; once more ends at once, and --resume goes on from there\n"
 

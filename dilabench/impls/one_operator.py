@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -73,6 +73,7 @@ def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
     return run
 
 
+@runtime_checkable
 class Computation(Protocol):
     """Attention outside autograd; the backward pass needs no more than out and lse of the forward pass.
 
@@ -225,24 +226,26 @@ def _computation(number: int) -> Computation:
     return computation
 
 
-def _forward_shapes(q: Tensor, _k: Tensor, _v: Tensor, _number: int) -> tuple[Tensor, Tensor]:
+def shapes_of_results(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    """Empty out and lse for q [B, N, H, D]."""
     B, N, H, _ = q.shape
-    return _like(q), q.new_empty((B, H, N), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return contiguous_like(q), q.new_empty(
+        (B, H, N), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+    )
 
 
-@operator("attention_forward", _forward_shapes)
+@operator("attention_forward", shapes_of_results)
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
     out, lse = _computation(number).forward(q, k, v)[:2]
     return out.contiguous(), lse.contiguous()
 
 
-def _backward_shapes(
-    _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, _number: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+def shapes_of_gradients(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty dq, dk and dv."""
+    return contiguous_like(q), contiguous_like(k), contiguous_like(v)
 
 
-@operator("attention_backward", _backward_shapes)
+@operator("attention_backward", shapes_of_gradients)
 def _backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,5 +278,6 @@ def _attention_op(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor,
     return out, lse
 
 
-def _like(x: Tensor) -> Tensor:
+def contiguous_like(x: Tensor) -> Tensor:
+    """Empty, in the shape and type of x."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -103,7 +103,7 @@ def launch(launches: Iterable[Launch]) -> list[Launched]:
         following = [one]
         if one.of not in _compiled:
             following += remaining
-            _compile_with_behind(following)
+            _compile_with_what_follows(following)
         made += [run(each.kernel, *each.arguments(each.ragged)) for each in following]
     return made
 
@@ -113,7 +113,7 @@ def followed_by(calls: Callable[[], object]) -> Iterator[None]:
     """Whatever launches inside have to be compiled, those of ``calls`` are compiled beside them and not made.
 
     It is called only if there is anything to compile, and what it allocates is given back. Where it fails, for want of
-    memory or whatever else, its kernels are compiled when they are launched.
+    memory or of a compiler that takes them, its kernels are compiled when they are launched.
     """
     token = _behind.set(calls)
     try:
@@ -122,26 +122,23 @@ def followed_by(calls: Callable[[], object]) -> Iterator[None]:
         _behind.reset(token)
 
 
-def _compile_with_behind(launches: Sequence[Launch]) -> None:
-    behind = _noted_behind()
-    try:
-        compile_ahead([*launches, *behind])
-    except Exception:
-        if not behind:
-            raise
-        # What cannot be compiled of those behind says so when it is launched.
-        compile_ahead(launches)
-
-
-def _noted_behind() -> list[Launch]:
-    calls, noted = _behind.get(), list[Launch]()
+def _compile_with_what_follows(launches: Sequence[Launch]) -> None:
+    calls = _behind.get()
     if calls is not None:
-        token = _noted.set(noted)
-        try:
-            with suppress(Exception):
-                calls()
-        finally:
-            _noted.reset(token)
+        # What fails of that says so when it is called; out of memory and failed passes are RuntimeErrors, too.
+        with suppress(RuntimeError, triton.TritonError):
+            compile_ahead([*launches, *_launches_of(calls)])
+            return
+    compile_ahead(launches)
+
+
+def _launches_of(calls: Callable[[], object]) -> list[Launch]:
+    noted: list[Launch] = []
+    token = _noted.set(noted)
+    try:
+        calls()
+    finally:
+        _noted.reset(token)
     return noted
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from dilabench.machine import Machine, torch_cuda_version
+from dilabench.machine import Machine, cpuinfo, torch_cuda_version
 from dilabench.record import CpuInfo, Environment, GitInfo
 
 PACKAGES = (
@@ -118,10 +118,7 @@ def _cpu() -> CpuInfo:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = cpuinfo().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
     return names[0] if names else platform.processor() or platform.machine()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dilabench.impls.union.union import last_dim_contiguous
 from dilabench.kernels.block_sparse.lists import visible_tiles
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import flash
@@ -18,7 +19,7 @@ from dilabench.kernels.cpu.flash import Blocks, Mask
 def listed_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
     """As `on_cpu.blocked_forward`, for the types that `flash.serves`."""
     plan.check(q, k, v)
-    q, k, v = (_readable(x) for x in (q, k, v))
+    q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     out, lse = flash.attend(q, k, v, Mask(plan.left, plan.right, scale), blocks=_blocks_of(plan))
     return out.to(q.dtype), lse
 
@@ -28,14 +29,10 @@ def listed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `on_cpu.blocked_backward`, for the types that `flash.serves`."""
     plan.check(q, k, v)
-    dout, q, k, v, out = (_readable(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (last_dim_contiguous(x) for x in (dout, q, k, v, out))
     mask = Mask(plan.left, plan.right, scale)
     dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, blocks=_blocks_of(plan))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _readable(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _blocks_of(plan: Plan) -> Blocks:
@@ -44,16 +41,21 @@ def _blocks_of(plan: Plan) -> Blocks:
 
 def _blocks(plan: Plan) -> Blocks:
     size, count = plan.block_size, -(-plan.rows // plan.block_size)
-    found, spans, pairs = [], [0], 0
-    for mask_head, index in product(range(plan.mask_heads), range(count)):
-        seen = plan.seen_blocks(mask_head, index)
-        some, _ = visible_tiles(plan.visibility, np.array([index]), size, size, plan.hidden_tiles(size))
-        ranges = _ranges(seen[some[0, seen]], size, plan.keys)
-        found.append(ranges)
-        spans.append(spans[-1] + len(ranges))
-        pairs += min(size, plan.rows - index * size) * int((ranges[:, 1] - ranges[:, 0]).sum())
-    given = torch.tensor(spans), torch.from_numpy(np.concatenate(found)), plan.bounds(torch.device("cpu"))
-    return Blocks(size, plan.mask_heads, *given, pairs)
+    seen_by, hidden = plan.visibility, plan.hidden_tiles(size)
+    lists: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(plan.mask_heads)]
+    pairs = 0
+    for index in range(count):
+        some, _ = visible_tiles(seen_by, np.array([index]), size, size, hidden)
+        for mask_head, of_head in enumerate(lists):
+            seen = plan.seen_blocks(mask_head, index)
+            ranges = _ranges(seen[some[0, seen]], size, plan.keys)
+            of_head.append(ranges)
+            pairs += min(size, plan.rows - index * size) * int((ranges[:, 1] - ranges[:, 0]).sum())
+    found = [*chain.from_iterable(lists)]
+    spans = torch.tensor([0, *accumulate(map(len, found))])
+    return Blocks(
+        size, plan.mask_heads, spans, torch.from_numpy(np.concatenate(found)), plan.bounds(torch.device("cpu")), pairs
+    )
 
 
 def _ranges(blocks: npt.NDArray[np.int64], size: int, keys: int) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
+from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
 from dilabench.impls.one_operator import nothing_looks_on
 from dilabench.impls.union.branches import branches_of, covers_every_row
@@ -50,7 +50,7 @@ class RectangleUnion(Union):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Union.forward`; kept of a call are its out and lse."""
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        merging = None if self.detached else self._merging(q, onto)
+        merging = None if self.detached else self._merging(q, onto[0].dtype if onto else None)
         output = onto or self._empty_output(q, merging.results if merging else None)
 
         def attend(share: Sequence[Rectangle]) -> list[Tensor]:
@@ -88,7 +88,7 @@ class RectangleUnion(Union):
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
-        merging = self._merging(q, onto)
+        merging = self._merging(q, onto[0].dtype if onto else None)
         dtype = merging.results if merging else None
         dq, dk, dv = onto or (
             torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
@@ -117,12 +117,6 @@ class RectangleUnion(Union):
 
         _at_once(add_gradients, range(len(shares)), dout, q, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-    def _merging(self, q: Tensor, onto: Sequence[Tensor] | None = None) -> MergingKernel | None:
-        """As of `Union`, and into sums of another type where they are made here: all rows are views."""
-        kernel = self.backend.merging
-        takes = kernel is not None and q.dtype in kernel.dtypes and (onto is None or onto[0].dtype == kernel.results)
-        return kernel if takes else None
 
     def _shares_of(self, x: Tensor) -> Sequence[Sequence[Rectangle]]:
         """All shares; one stands for all, which are alike, where memory is traced and none keeps anything."""

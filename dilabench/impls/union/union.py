@@ -131,7 +131,8 @@ class Union:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         output = onto
         kept: list[Tensor] = []
-        merging = None if self.detached else self._merging(q)
+        # Into sums of another type rows that are no views would have to be merged, too.
+        merging = None if self.detached else self._merging(q, q.dtype)
         for rows in self.rows(q.device):
             becomes_output = output is None and rows.whole and not self.detached
             if merging and not becomes_output:
@@ -153,13 +154,13 @@ class Union:
             add_null_mass_(*output, self.zero_keys)
         return *output, kept
 
-    def _merging(self, q: Tensor, onto: Sequence[Tensor] | None = None) -> MergingKernel | None:  # noqa: ARG002
-        """The kernel that writes results of such tensors where those of other keys are, `onto` or new ones, if the
-        backend has one.
+    def _merging(self, q: Tensor, into: torch.dtype | None) -> MergingKernel | None:
+        """The kernel that writes results of such tensors where those of other keys are, if the backend has one. `into`:
+        the type of those; None where they are made as the kernel has them.
         """
         kernel = self.backend.merging
-        # Into sums of another type rows that are no views would have to be merged, too.
-        return kernel if kernel and q.dtype in kernel.dtypes and q.dtype == kernel.results else None
+        takes = kernel is not None and q.dtype in kernel.dtypes and into in (None, kernel.results)
+        return kernel if takes else None
 
     def _merge(
         self,
@@ -214,7 +215,7 @@ class Union:
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
-        merging = self._merging(q)
+        merging = self._merging(q, q.dtype)
         total = onto
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[index] if kept else None

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from dilabench.cache_folder import compiled_folder
 from dilabench.errors import EnvironmentNotReady
-from dilabench.machine import CXX_COMPILERS, cxx_compiler
+from dilabench.machine import CXX_COMPILERS, cpuinfo, cxx_compiler
 
 SOURCES = Path(__file__).parent
 # Products and sums in one instruction; no care for errno and traps. Not -ffast-math, which assumes that no number is
@@ -80,9 +80,8 @@ def _identity(command: list[str], path: Path) -> str:
 
 def _processor() -> str:
     """The processor with what it can do: a home folder may be shared by several machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    lines = cpuinfo().splitlines()
+    if not lines:
         return f"{platform.machine()} {platform.processor()}"
     told = {line for line in lines if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
     return "\n".join([platform.machine(), *sorted(told)])
