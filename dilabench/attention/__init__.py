@@ -4,11 +4,17 @@
 
     out = dilated_attention(q, k, v, segment_lengths=(2048, 4096), dilation_rates=(1, 2), causal=True)
 
-`dilated_attention` and its modules compute on one device, `ring_attention` over the ranks of a process group.
+`dilated_attention` and its modules compute on one device, `ring_attention` over the ranks of a process group; it is
+imported when it is first used.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dilabench.attention.dilated import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from dilabench.attention.over_ranks import SequenceShards, ring_attention, sequence_shards
+
+if TYPE_CHECKING:
+    from dilabench.attention.over_ranks import SequenceShards, ring_attention, sequence_shards
 
 __all__ = [
     "DilatedAttention",
@@ -18,3 +24,9 @@ __all__ = [
     "ring_attention",
     "sequence_shards",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"SequenceShards", "ring_attention", "sequence_shards"}:
+        return getattr(importlib.import_module("dilabench.attention.over_ranks"), name)
+    raise AttributeError(f"module 'dilabench.attention' has no attribute {name!r}")

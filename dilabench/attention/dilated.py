@@ -19,12 +19,10 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from dilabench.attention import first_use, operands
-from dilabench.attention.planning import backend_of, planner_of
-from dilabench.backends.load import load_backend
-from dilabench.contracts import BuildContext
+from dilabench.attention import operands
+from dilabench.choice.computation import automatic, backend_of, over
+from dilabench.choice.ways import AUTO, Way
 from dilabench.errors import ConfigError
-from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
 from dilabench.impls.one_operator import (
@@ -40,10 +38,6 @@ from dilabench.impls.one_operator import (
     with_gradient,
 )
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.plugins.catalogue import load_target
-from dilabench.record import Case
-from dilabench.request import AUTO
-from dilabench.suites.choice import Choice
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
@@ -100,7 +94,7 @@ def dilated_attention(
     the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
     gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way: on a GPU it measures them
-    all at the first call of a configuration, which takes seconds once per machine (`attention.first_use`). The last
+    all at the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last
     bits of the query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for
     deterministic algorithms (`torch.use_deterministic_algorithms`).
 
@@ -373,36 +367,8 @@ def _cached_computation(
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
-        case = Case(implementation="dilated_attention", workload=workload.replace(mode="forward"))
-        backend = backend_of(options.backend, case, device.type)
+        way = Way("strided", None, workload.replace(mode="forward"))
+        backend = backend_of(options.backend, way, device.type)
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return strided.build(workload, BuildContext(device=device, backend=backend))
-
-
-def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
-    """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
-
-    A rule may leave the backend open; then it is the best dense kernel below strided views. Raises ConfigError when
-    nothing can compute it on this machine.
-    """
-    planner = planner_of(device.type)
-
-    def build(case: Case) -> Computation | None:
-        implementation = planner.catalogue.implementations.get(case.implementation)
-        if implementation.uses_backend and case.backend is None:
-            return None
-        backend = load_backend(planner.catalogue.backends.get(case.backend)) if case.backend else None
-        found = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
-        return found if isinstance(found, Computation) else None
-
-    # Who asks for a backward pass will call a forward pass before it.
-    asked = workload if workload.mode == "forward" else workload.replace(mode="both")
-    choice = first_use.fastest(planner, asked, device, build)
-    found = build(Case(implementation=choice.implementation, backend=choice.backend, workload=asked))
-    if found is not None:
-        return choice, found
-    case = Case(implementation="dilated_attention", workload=workload.replace(mode="both"))
-    backend = backend_of(AUTO, case, device.type)
-    computation = strided.build(asked, BuildContext(device=device, backend=backend))
-    return Choice("strided", backend.name, choice.source), computation
+    return over(backend, "strided", workload, device)

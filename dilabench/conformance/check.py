@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import dilabench
+from dilabench.choice.ways import Registry
 from dilabench.conformance.backend import check_backend
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.package import check_package
@@ -15,7 +16,7 @@ from dilabench.conformance.timer import check_timer
 from dilabench.conformance.workload import check_workload
 from dilabench.errors import unknown_name
 from dilabench.machine import Machine
-from dilabench.plugins.catalogue import Catalogue, Registry
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import REGISTRIES, Found
 
 # Of each kind of thing, what is asked of what it does: `check(descriptor, catalogue, machine, findings)`.

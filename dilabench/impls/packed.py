@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
-from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.merging import has_kernel
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
-from dilabench.kernels.block_sparse.sequences import SequencePlan, sequence_plan
-from dilabench.metadata import OWN_TILES
-from dilabench.record import Note
+from dilabench.metadata import OWN_TILES, Note
 from dilabench.workload.spec import Window, Workload
+
+if TYPE_CHECKING:
+    from dilabench.kernels.block_sparse.sequences import SequencePlan
 
 # Of the block-sparse kernels.
 LARGEST_HEAD_DIM = 256
@@ -166,11 +166,15 @@ class InTiles(_OverTokens):
     notes: tuple[Note, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        from dilabench.impls.block_sparse.block_sparse import tiles_forward
+
         return tiles_forward(q, k, v, self.plan, scale=self.scale)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        from dilabench.impls.block_sparse.block_sparse import tiles_backward
+
         return tiles_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale)
 
 
@@ -184,6 +188,8 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
         return None
     message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
     note = OWN_TILES.note(message, hint="choose a backend that has one")
+    from dilabench.kernels.block_sparse.sequences import sequence_plan
+
     plan = sequence_plan(bounds, workload.causal, workload.window)
     return InTiles(plan, workload.softmax_scale, (note,))
 

@@ -16,6 +16,7 @@ import pluggy
 from pydantic import TypeAdapter, ValidationError
 
 import dilabench
+from dilabench.choice.requirements import refuse_unreadable
 from dilabench.errors import PluginError
 from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
@@ -35,7 +36,6 @@ from dilabench.plugins.descriptors import (
     WorkloadPreset,
 )
 from dilabench.plugins.pattern_guard import hold
-from dilabench.plugins.requirements import refuse_unreadable
 from dilabench.record import PluginInfo
 from dilabench.workload.spec import DType, Layout, Mode, WorkloadRequest
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from dilabench.choice.measured import TunedCell, TuneFile, read_tune_file, tune_path
+from dilabench.choice.rules import choose
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
-from dilabench.suites.choice import TunedCell, TuneFile, choose, read_tune_file, tune_path
 from dilabench.suites.planner import Planner
 from dilabench.workload.spec import Workload, WorkloadRequest
 
