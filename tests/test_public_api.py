@@ -29,6 +29,7 @@ MODULES = (
     "dilabench.engine.timers",
     "dilabench.errors",
     "dilabench.impls.visible_keys",
+    "dilabench.patterns",
     "dilabench.patterns.pattern",
     "dilabench.plugins",
     "dilabench.plugins.hookspecs",

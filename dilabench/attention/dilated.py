@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.attention import operands
-from dilabench.choice.computation import automatic, backend_of, over
+from dilabench.choice.computation import automatic, backend_of, name_of, over
 from dilabench.choice.ways import AUTO, Way
+from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.null_mass import add_null_mass_
@@ -37,11 +38,16 @@ from dilabench.impls.one_operator import (
     shapes_of_results,
     with_gradient,
 )
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.spec import UNBOUNDED, Window
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+
+
+# Options of the call that are fields of `DilatedPattern`.
+IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -56,7 +62,7 @@ class AttentionOptions(TypedDict, total=False):
     offset_by: Literal["head", "kv_head"]
     padding: Literal["masked", "zero_key"]
     merge_grad: Literal["exact", "detached"]
-    backend: str
+    backend: str | Attend
 
 
 def dilated_attention(
@@ -77,7 +83,7 @@ def dilated_attention(
     merge_grad: Literal["exact", "detached"] = "exact",
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    backend: str = AUTO,
+    backend: str | Attend = AUTO,
 ) -> Tensor:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
@@ -93,10 +99,11 @@ def dilated_attention(
     constants (the authors' code); only the former computes pairs once that branches share, and only the latter keeps
     the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
-    gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way: on a GPU it measures them
-    all at the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last
-    bits of the query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for
-    deterministic algorithms (`torch.use_deterministic_algorithms`).
+    gradient. `backend` is a name of `dilabench list backends`, or a function `(q, k, v, *, causal, window, scale) ->
+    (out, lse)` of dense attention (`contracts.Attend`); 'auto' takes the fastest way: on a GPU it measures them all at
+    the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
+    query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
+    algorithms (`torch.use_deterministic_algorithms`).
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.
@@ -106,6 +113,31 @@ def dilated_attention(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
+    branches = tuple(segment_lengths), tuple(dilation_rates)
+    if branches == ((), ()):
+        raise ValueError("segment_lengths () and dilation_rates () have no branch; give one, or call attention()")
+    rules = heads, offset, offset_by, padding, merge_grad
+    return attend(query, key, value, sink, cu_seqlens, *branches, causal, window, scale, rules, backend)[0]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    rules: tuple[str, str, str, str, str],
+    backend: str | Attend,
+) -> tuple[Tensor, Tensor]:
+    """`dilated_attention` with lse [B, H, N]; packed: [1, H, T]. Without any branch it is dense attention.
+
+    `rules`: heads, offset, offset_by, padding and merge_grad.
+    """
     if cu_seqlens is not None:
         if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -117,17 +149,15 @@ def dilated_attention(
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
+    *layout, merge_grad = rules
     # As `_Options`, which takes several times as long to make.
     options = (
-        tuple(segment_lengths),
-        tuple(dilation_rates),
+        segment_lengths,
+        dilation_rates,
         causal,
         tuple(window),
         scale,
-        heads,
-        offset,
-        offset_by,
-        padding,
+        *layout,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
         bounds,
@@ -137,18 +167,21 @@ def dilated_attention(
     if sink is None and nothing_looks_on(query, key, value):
         computation = _computation(query, key, value, options)
         if wants_gradient:
-            out = with_gradient(computation, query, key, value)[0]
+            out, lse = with_gradient(computation, query, key, value)
         else:
-            out = computation.forward(query, key, value)[0]
-        return out if cu_seqlens is None else out[0]
+            out, lse = computation.forward(query, key, value)[:2]
+        return (out, lse) if cu_seqlens is None else (out[0], lse)
     operands.check_operands(query.shape, key.shape, value.shape)
     if sink is not None:
         operands.check_sink(sink, query, merge_grad)
+    if not isinstance(backend, str):
+        # Operators take texts.
+        options = (*options[:-1], name_of(backend))
     if torch._C._are_functorch_transforms_active():
-        out, _lse = _Differentiable.apply(query, key, value, sink, _written(options))
+        out, lse = _Differentiable.apply(query, key, value, sink, _written(options))
     else:
-        out, _lse = _attention_op(query, key, value, sink, *options)
-    return out if cu_seqlens is None else out[0]
+        out, lse = _attention_op(query, key, value, sink, *options)
+    return (out, lse) if cu_seqlens is None else (out[0], lse)
 
 
 class DilatedAttention(nn.Module):
@@ -231,7 +264,7 @@ class _Options(NamedTuple):
     merge_grad: str
     cu_seqlens: tuple[int, ...]
     wants_gradient: bool
-    backend: str
+    backend: str | Attend
 
 
 # One text costs a call less than a dozen options.
@@ -340,35 +373,16 @@ def _cached_computation(
 ) -> Computation:
     """For query, key and value, each by its shape, dtype and device."""
     options = _Options(*asked)
-    shapes, dtypes, devices = zip(*tensors, strict=True)
-    operands.check_operands(*shapes)
-    operands.check_kinds(zip(dtypes, devices, strict=True))
-    (batch_size, seq_len, num_heads, head_dim), num_kv_heads = shapes[0], shapes[1][2]
-    dtype, device = dtypes[0], devices[0]
-    in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
     try:
-        workload = validated(
-            Workload,
-            {
-                "pattern": validated(DilatedPattern, {name: getattr(options, name) for name in in_pattern}),
-                "batch_size": batch_size,
-                "seq_len": seq_len,
-                "num_heads": num_heads,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "dtype": str(dtype).removeprefix("torch."),
-                "causal": options.causal,
-                "window": options.window,
-                "scale": options.scale,
-                "mode": "both" if options.wants_gradient else "forward",
-                **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
-            },
-        )
+        is_dense = not (options.segment_lengths or options.dilation_rates)
+        fields = {name: getattr(options, name) for name in IN_PATTERN}
+        workload = operands.workload_of(DENSE if is_dense else validated(DilatedPattern, fields), tensors, options)
+        device = tensors[0][2]
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
-        way = Way("strided", None, workload.replace(mode="forward"))
-        backend = backend_of(options.backend, way, device.type)
+        implementation = "dense" if is_dense else "strided"
+        backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device.type)
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return over(backend, "strided", workload, device)
+    return over(backend, implementation, workload, device)

@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 
 from dilabench.choice import first_use
-from dilabench.choice.descriptors import load_target
-from dilabench.choice.rules import Choice
+from dilabench.choice.descriptors import Implementation, load_target
+from dilabench.choice.rules import Choice, by_priority
 from dilabench.choice.ways import AUTO, Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
+from dilabench.errors import ConfigError
 from dilabench.impls.one_operator import Computation
 from dilabench.machine import Machine, detect
 from dilabench.workload.spec import Workload
@@ -44,6 +45,20 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     return Choice(name, backend.name, choice.source), over(backend, name, asked, device)
 
 
+def implementation_of(workload: Workload, device: torch.device) -> Implementation:
+    """The implementation of highest priority that can compute the workload without a backend. Raises ConfigError."""
+    ways, machine = own_ways(), machine_of(device.type)
+    against: list[str] = []
+    for name in by_priority(ways, workload):
+        way = Way(name, None, workload)
+        reasons = ways.reasons_against(way, machine) or ways.reasons_unasked(way, machine)
+        if not reasons:
+            return ways.implementations.get(name)
+        against.append(f"{name}: {', '.join(reasons)}")
+    why = "; ".join(against) or f"no implementation has pattern {workload.pattern.kind}"
+    raise ConfigError(f"nothing here can compute {workload.label()}: {why}")
+
+
 def over(backend: LoadedBackend, implementation: str, workload: Workload, device: torch.device) -> Computation:
     """The computation of an implementation over a backend."""
     build = load_target(own_ways().implementations.get(implementation).target)
@@ -57,10 +72,12 @@ def backend_of(backend: str | Attend, way: Candidate, device: str) -> LoadedBack
     A function is differentiated by the plain backward pass of backend `math`. Raises ValueError for a backend that
     cannot serve the way, ConfigError for an unknown name.
     """
-    if not isinstance(backend, str):
+    function = _functions.get(backend) if isinstance(backend, str) else backend
+    if function is not None:
         from dilabench.backends import math
 
-        return LoadedBackend(getattr(backend, "__name__", "function"), backend, math.attend_backward)
+        return LoadedBackend(getattr(function, "__name__", "function"), function, math.attend_backward)
+    assert isinstance(backend, str)
     ways, machine = own_ways(way.world_size > 1), machine_of(device)
     if backend == AUTO:
         name, reasons = ways.choose_backend(way, machine)
@@ -70,6 +87,18 @@ def backend_of(backend: str | Attend, way: Candidate, device: str) -> LoadedBack
     if name is None or (backend != AUTO and reasons):
         raise ValueError(f"backend {backend!r} cannot serve this call: {reasons}")
     return load_backend(ways.backends.get(name))
+
+
+# Functions that callers gave as backends, by the names that operators take for them.
+_functions: dict[str, Attend] = {}
+_names: dict[Attend, str] = {}
+
+
+def name_of(function: Attend) -> str:
+    """A name by which operators of this process find a caller's function; it keeps the function."""
+    name = _names.setdefault(function, f"function {len(_names)}")
+    _functions[name] = function
+    return name
 
 
 class Described(Protocol):
