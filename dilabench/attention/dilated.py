@@ -165,7 +165,8 @@ def attend(
         backend,
     )
     if sink is None and nothing_looks_on(query, key, value):
-        computation = _computation(query, key, value, options)
+        kinds = tuple([(x.shape, x.dtype, x.device) for x in (query, key, value)])
+        computation = _cached_computation(kinds, options)
         if wants_gradient:
             out, lse = with_gradient(computation, query, key, value)
         else:

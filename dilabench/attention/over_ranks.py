@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilabench.attention import operands, ranks_operator
 from dilabench.attention.ranks_operator import Options
-from dilabench.choice.computation import backend_of, machine_of
+from dilabench.choice.computation import backend_of, machine_of, name_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
 from dilabench.choice.ways import AUTO, Way, own_ways
-from dilabench.contracts import BuildContext
+from dilabench.contracts import Attend, BuildContext
 from dilabench.distributed.row_deal import RowDeal
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
@@ -147,22 +147,24 @@ def ring_attention(
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
     algorithm: str = AUTO,
-    backend: str = AUTO,
+    backend: str | Attend = AUTO,
 ) -> Tensor:
     """This rank's rows of attention over the tokens of all ranks: out in the shape of query, differentiable.
 
     query [B, N_local, H, D], key and value [B, N_local, K, D] are this rank's tokens; packed: [T_local, H, D]. With
     `segment_lengths` and `dilation_rates` it is dilated attention. All ranks call it, forward and backward, in the same
-    order. `algorithm` and `backend` are names of `dilabench list`; 'auto' takes the algorithm that should be the
-    fastest of those that take tokens in the order of `shards` (`choice.over_ranks`). Gradients are exact. Under
-    torch.compile forward and backward are one operator each, with all messages inside.
+    order. `algorithm` and `backend` are names of `dilabench list`, or `backend` is a function of dense attention as for
+    `dilated_attention`. 'auto' takes the algorithm that should be the fastest of those that take tokens in the order of
+    `shards` (`choice.over_ranks`). Gradients are exact. Under torch.compile forward and backward are one operator each,
+    with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
     refuse_forward_mode(query, key, value)
     branches = tuple(segment_lengths or ()), tuple(dilation_rates or ())
-    options = Options(causal, tuple(window), scale, *branches, algorithm, backend)
+    name = backend if isinstance(backend, str) else name_of(backend)
+    options = Options(causal, tuple(window), scale, *branches, algorithm, name)
     if nothing_looks_on(query, key, value):
         return shards._function_for(query, key, value, options)(query, key, value)
     return ranks_operator.as_one_operator(shards._number, query, key, value, options)

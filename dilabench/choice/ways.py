@@ -250,13 +250,13 @@ def _of_a_kernel(workload: Workload) -> Workload:
 
 @cache
 def own_ways(over_ranks: bool = False) -> Ways:
-    """dilabench's own backends, and its implementations for one device or over ranks."""
+    """dilabench's own backends and its implementations on one device; with `over_ranks` those over ranks, too."""
     ways = Ways()
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
     if over_ranks:
         from dilabench.choice.rings import RINGS
 
-        implementations = RINGS
+        implementations += RINGS
     for implementation in implementations:
         ways.implementations.add(implementation, OWNER)
     for backend in BACKENDS:
