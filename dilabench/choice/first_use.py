@@ -10,13 +10,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from dilabench.cache_folder import cache_folder
-from dilabench.choice.measured import TunedCell, configuration, measured_near, remember, tune_path
+from dilabench.choice.measured import TunedCell, measured_near, remember, tune_path
 from dilabench.choice.rules import Choice, by_priority, choose_after
 from dilabench.choice.ways import Way, Ways, way_name
 from dilabench.errors import DilabenchError, said
@@ -62,9 +61,6 @@ def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.devi
 
     Raises ConfigError when nothing can compute it on this machine.
     """
-    kind = cache_folder(), device, configuration(workload)
-    if (known := _known.get(kind)) and known[0].doublings_to(workload) is not None:
-        return known[1]
     near = measured_near(ways, machine, workload)
     if near is None and _may_measure(workload, device):
         cell = measure(ways, machine, workload, device, build)
@@ -75,14 +71,7 @@ def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.devi
                 # The result still serves this process.
                 logger.warning("what was measured is not kept: %s", error)
             return Choice(cell.implementation, cell.backend, "first use", cell.told)
-    choice = choose_after(near, ways, machine, workload)
-    if near is not None:
-        _known[kind] = near, choice
-    return choice
-
-
-# What this process took of what was measured: for the next length, the file is not read again.
-_known: dict[Hashable, tuple[TunedCell, Choice]] = {}
+    return choose_after(near, ways, machine, workload)
 
 
 def measure(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:

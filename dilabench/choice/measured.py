@@ -9,8 +9,8 @@ import hashlib
 import importlib.metadata
 import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from functools import cache, lru_cache
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,14 @@ class TuneFile(Model):
             (known if isinstance(cell, TunedCell) or has_kind(_kind_of(cell)) else unread).append(cell)
         return {**fields, "cells": known, "unread": unread}
 
+    @cached_property
+    def by_configuration(self) -> Mapping[Hashable, Sequence[TunedCell]]:
+        """The cells of each `configuration`: a file may hold hundreds."""
+        found: dict[Hashable, list[TunedCell]] = {}
+        for cell in self.cells:
+            found.setdefault(configuration(cell.workload), []).append(cell)
+        return found
+
 
 def _kind_of(cell: Any) -> Any:
     """The kind of pattern of a cell of a file; None if it has none, which its validation refuses."""
@@ -114,15 +122,11 @@ def measured_near(ways: Ways, machine: Machine, workload: Workload) -> TunedCell
 
     Cells whose implementation is not among `ways` do not count.
     """
-    file, asked = read_tune_file(tune_path(machine)), configuration(workload)
+    file = read_tune_file(tune_path(machine))
     near = [
         (doublings, cell)
-        for cell in (file.cells if file else ())
-        # Told apart by it at once: a file may hold hundreds.
-        if cell.workload.head_dim == workload.head_dim
-        and cell.implementation in ways.implementations
-        and (doublings := cell.doublings_to(workload)) is not None
-        and configuration(cell.workload) == asked
+        for cell in (file.by_configuration.get(configuration(workload), ()) if file else ())
+        if cell.implementation in ways.implementations and (doublings := cell.doublings_to(workload)) is not None
     ]
     return min(near, key=lambda pair: pair[0])[1] if near else None
 
