@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.errors import ConfigError, PluginError, unknown_name
+from dilabench.errors import ConfigError, PluginError
 from dilabench.patterns.pattern import Pattern
 
 
@@ -49,9 +49,8 @@ def register(kind: PatternKind, pattern: type[Pattern]) -> None:
 def pattern_type(kind: str) -> type[Pattern]:
     """The class of a kind. Raises ConfigError for one that no plug-in has."""
     if kind not in _types:
-        _find_plugins()
-    if kind not in _types:
-        raise unknown_name("pattern", kind, _types)
+        # Its registry raises the error for a kind that is missing there, too.
+        _find_plugins().patterns.get(kind)
     return _types[kind]
 
 
@@ -103,6 +102,6 @@ def request_fields() -> set[str]:
     return {field for kind in known_kinds() for field in pattern_type(kind).request_model().model_fields} - {"kind"}
 
 
-def _find_plugins() -> None:
-    """By name, as any target, for patterns lie below the plug-ins that bring them."""
-    importlib.import_module("dilabench.plugins.manager").discover()
+def _find_plugins() -> Any:
+    """The catalogue. Imported by name, as any target, for patterns lie below the plug-ins that bring them."""
+    return importlib.import_module("dilabench.plugins.manager").discover().catalogue
