@@ -21,10 +21,28 @@ class Retired:
 
 
 NEVER_RAN = "it never ran against the real library"
+NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 
-RETIRED: tuple[Retired, ...] = ()
+RETIRED = (
+    Retired("implementation", "transformer-engine-p2p", NEVER_RAN, "zigzag-ring"),
+    Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
+    Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
+    Retired("implementation", "natten", NEVER_RAN, "NATTEN itself, or block-sparse with pattern=window_sink"),
+    Retired("implementation", "neighborhood", NO_NEIGHBORHOOD, "block-sparse with pattern=window_sink"),
+    Retired(
+        "pattern",
+        "neighborhood",
+        NO_NEIGHBORHOOD,
+        "pattern=window_sink for a sliding window, or pattern=dense with --set window=LEFT,RIGHT",
+    ),
+)
 
 ANY_KIND = "name"
+
+
+def is_retired(kind: str, name: str) -> bool:
+    """Return True if a name of this kind was removed; a plug-in may have registered it again."""
+    return any((retired.kind, retired.name) == (kind, name) for retired in RETIRED)
 
 
 def no_such_name(kind: str, name: str, known: Iterable[str], left_out: Iterable[str] = ()) -> ConfigError:

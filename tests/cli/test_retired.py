@@ -8,6 +8,7 @@ from dilabench.attention import dilated_attention
 from dilabench.conformance.check import registries_with
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.manager import REGISTRIES, discover
+from dilabench.record import RunRecord
 from dilabench.request import run_request
 
 KINDS = {getattr(discover().catalogue, name).kind: name for name in REGISTRIES}
@@ -35,10 +36,37 @@ def answer(one):
     return f"{one.kind} {one.name!r} was removed: {one.reason}; use {one.instead}"
 
 
+def named(one):
+    return f"{one.kind} {one.name}"
+
+
+@pytest.mark.parametrize("one", retired.RETIRED, ids=named)
+def test_a_retired_name_is_registered_no_more_and_answers(cli, one):
+    catalogue = discover().catalogue
+    assert one.name not in getattr(catalogue, KINDS[one.kind])
+    assert answer(one) in refusal(run_request, catalogue, suite="quick", **REQUESTS[one.kind](one.name))
+    done = cli("describe", one.name)
+    assert done.exit_code == ExitCode.BAD_REQUEST
+    assert answer(one) in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("form", ["markdown", "json", "csv", "html"])
+def test_a_record_with_all_retired_names_is_shown(cli, tmp_path, make_row, make_record, form):
+    names = {one.name for one in retired.RETIRED if one.kind == "implementation"}
+    kinds = {one.name for one in retired.RETIRED if one.kind == "pattern"}
+    rows = [make_row(name) for name in sorted(names)]
+    rows += [make_row("fused", pattern={"kind": kind, "size_of_old": 7}) for kind in sorted(kinds)]
+    path = tmp_path / "old.json"
+    path.write_text(make_record(rows).model_dump_json())
+    done = cli("report", str(path), "-f", form)
+    assert done.exit_code == ExitCode.OK, done.output
+    assert all(name in done.stdout for name in names)
+    assert RunRecord.model_validate_json(path.read_text()).model_dump_json() == path.read_text()
+
+
 @pytest.mark.parametrize("one", [one for one in MADE if one.kind in REQUESTS], ids=lambda one: one.kind)
 def test_a_request_for_a_retired_name_is_answered(made, one):
-    found = refusal(run_request, discover().catalogue, suite="quick", **REQUESTS[one.kind](one.name))
-    assert answer(one) in found
+    assert answer(one) in refusal(run_request, discover().catalogue, suite="quick", **REQUESTS[one.kind](one.name))
 
 
 @pytest.mark.parametrize("one", MADE, ids=lambda one: one.kind)
