@@ -38,7 +38,7 @@ LIBRARY = {
     "workload",
     "contracts.py",
 }
-SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "cache_folder", "peer_paths"}
+SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "cache_folder", "retired"}
 NOT_FOR_MODELS = {"pluggy", "typer", "rich", "scipy", "matplotlib", "jinja2"}
 MOST_LOADED_MODULES = 60
 HEAVY_PACKAGES = {"torch", "triton", "flash_attn", "flash_attn_interface", "xformers"}

@@ -15,8 +15,9 @@ from dilabench.choice.backends import BACKENDS
 from dilabench.choice.descriptors import Backend, Capabilities, Implementation, Named, load_target
 from dilabench.choice.implementations import IMPLEMENTATIONS
 from dilabench.choice.requirements import unmet
-from dilabench.errors import PluginError, unknown_name
+from dilabench.errors import PluginError
 from dilabench.machine import Machine
+from dilabench.retired import no_such_name
 from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
@@ -88,10 +89,10 @@ class Registry(Generic[DescriptorT]):
         self._aliases.update(dict.fromkeys(descriptor.aliases, descriptor.name))
 
     def get(self, name: str) -> DescriptorT:
-        """The descriptor of a name or alias; raises ConfigError with the nearest names when there is none."""
+        """The descriptor of a name or alias; raises ConfigError (`no_such_name`) for others."""
         found = self._by_name.get(self._aliases.get(name, name))
         if found is None:
-            raise unknown_name(self.kind, name, [*self._by_name, *self._aliases], left_out=self._left_out())
+            raise no_such_name(self.kind, name, [*self._by_name, *self._aliases], left_out=self._left_out())
         return found
 
     def origin(self, name: str) -> str:

@@ -8,10 +8,13 @@ called, which the benchmark sets (`find_kinds_with`).
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from dilabench.errors import ConfigError, PluginError, unknown_name
-from dilabench.patterns.pattern import Pattern
+from pydantic import ConfigDict
+
+from dilabench.errors import ConfigError, PluginError
+from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
+from dilabench.retired import is_retired, no_such_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,6 @@ OWN_KINDS = (
         "dilabench.patterns.window_sink:WindowSinkPattern",
     ),
     PatternKind(
-        "neighborhood",
-        "the nearest keys on each row's residue: dilated neighbourhood attention (NATTEN)",
-        "dilabench.patterns.neighborhood:NeighborhoodPattern",
-    ),
-    PatternKind(
         "column_bounds",
         "keys hidden from ranges of rows: documents, prefixes, shared questions (FlashMask)",
         "dilabench.patterns.column_bounds:ColumnBoundsPattern",
@@ -60,6 +58,18 @@ OWN_KINDS = (
         "dilabench.patterns.native_sparse:NativeSparsePattern",
     ),
 )
+
+
+class RetiredPattern(Pattern):
+    """A kind that was removed, as old records hold it: its fields as they are. Which keys a row sees is not known."""
+
+    model_config = ConfigDict(extra="allow")
+    drawn_in_reports: ClassVar[bool] = False
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
+        """None, so that its pairs, density and FLOPs are 0."""
+        return iter(())
+
 
 # By name and alias; a descriptor until its class is asked for.
 _types: dict[str, PatternKind | type[Pattern]] = {
@@ -106,7 +116,7 @@ def has_kind(kind: object) -> bool:
 def pattern_type(kind: str) -> type[Pattern]:
     """The class of a kind. Raises ConfigError for one that no plug-in has."""
     if not has_kind(kind):
-        raise unknown_name("pattern", kind, _types)
+        raise no_such_name("pattern", kind, _types)
     found = _types[kind]
     if isinstance(found, PatternKind):
         found = _types[kind] = load(found)
@@ -121,12 +131,17 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def read_pattern(value: Any) -> Pattern:
-    """A pattern from its fields, `kind` among them. Raises ConfigError for an unknown kind or without one."""
+    """A pattern from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
+
+    Raises ConfigError for an unknown kind or without one.
+    """
     if isinstance(value, Pattern):
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ConfigError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
-    return pattern_type(value["kind"]).model_validate(value)
+    kind = value["kind"]
+    retired = kind not in _types and is_retired("pattern", kind)
+    return (RetiredPattern if retired else pattern_type(kind)).model_validate(value)
 
 
 def kinds_with(field: str) -> Iterator[str]:

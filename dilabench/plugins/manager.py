@@ -18,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 import dilabench
 from dilabench.choice.requirements import refuse_unreadable
 from dilabench.errors import PluginError
+from dilabench.impls.peers.paths import search_peer_paths
 from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
-from dilabench.peer_paths import search_peer_paths
 from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
