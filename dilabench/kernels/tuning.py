@@ -104,7 +104,7 @@ _SPECIALIZED_BACKWARD: dict[int, TileConfig] = {
 _SMALLEST_SPECIALIZED_BACKWARD = 33
 
 
-# float32 that is split where it is multiplied: of block-sparse kernels, and beyond `LARGEST_IN_PARTS`. (Largest head
+# float32, which Triton splits into bfloat16 where it is multiplied (`row_layout.product_precision`). (Largest head
 # dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal: milliseconds, backward of both kernels
 # with the best of the other. They spill outside of their first product; smaller tiles that do not are slower.
 _FLOAT32: dict[tuple[int, Direction], TileConfig] = {
@@ -119,48 +119,6 @@ _FLOAT32: dict[tuple[int, Direction], TileConfig] = {
     (128, "backward_key"): TileConfig(64, 128, 8, 1),  # 5.85; 64x64 6.08
     (256, "backward_key"): TileConfig(32, 64, 4, 1),
 }
-
-
-# float32 in parts (`fused.float_parts`), by the largest head dim; wider heads would not leave a program registers. On
-# one H100, 2x8192, H8, w 2048 4096 8192, r 1 2 4, causal, in milliseconds: forward 1.06 (D64, 64x64) and 2.42 (D128),
-# in `_PARTS_FORWARD` 0.65 and 1.25; split where they are multiplied 0.93 and 1.93. Backward D64 2.55, tiles of 64x64
-# by queries 2.67, dK and dV apart 3.11; D128 8.57, 64x16 by queries 10.5, 16x64 by keys 10.3; split where they are
-# multiplied 3.21 and 12.1. D96, 3x21755, H8 over 1, w 2010 8298, r 3 4: 12.3, 64x32 by queries 12.7.
-_IN_PARTS: dict[tuple[int, Direction], TileConfig] = {
-    # Of 64x64, the shared memory of GPUs before Hopper could not hold two stages.
-    (64, "forward"): TileConfig(64, 32, 4, 2),
-    (96, "forward"): TileConfig(64, 32, 4, 2),
-    (128, "forward"): TileConfig(64, 32, 4, 2),
-    (64, "backward_query"): TileConfig(64, 32, 4, 2),
-    (96, "backward_query"): TileConfig(64, 16, 4, 2),
-    (128, "backward_query"): TileConfig(64, 32, 4, 2),
-    (64, "backward_key"): TileConfig(32, 64, 4, 2),
-    (96, "backward_key"): TileConfig(32, 64, 4, 2),
-    (128, "backward_key"): TileConfig(32, 64, 4, 2),
-}
-LARGEST_IN_PARTS = 128
-# bfloat16 numbers that a float32 is split into.
-PARTS = 3
-# And on Hopper the forward (`fused.sm90.parts_forward`); D64 with 32 keys 0.74, D128 with 64 keys 1.39.
-_PARTS_FORWARD: dict[int, TileConfig] = {64: TileConfig(64, 64, 4, 1), 128: TileConfig(64, 32, 4, 1)}
-# Above it dK and dV of operands in parts are launches of their own: both sums do not fit into registers.
-_LARGEST_WITH_BOTH_SUMS = 64
-
-
-def in_parts_config(head_dim: int, direction: Direction) -> TileConfig:
-    """Configuration for operands in parts."""
-    return _IN_PARTS[next(most for most in (64, 96, 128) if head_dim <= most), direction]
-
-
-def parts_forward_config(head_dim: int, largest_tile: int) -> TileConfig | None:
-    """Configuration of the Hopper forward for operands in parts where its tiles fit, else None."""
-    config = _PARTS_FORWARD[64 if head_dim <= 64 else 128]
-    return config if config.longest <= largest_tile else None
-
-
-def sums_by_themselves(head_dim: int, parts: int) -> bool:
-    """Whether dK and dV are launches of their own."""
-    return parts > 1 and head_dim > _LARGEST_WITH_BOTH_SUMS
 
 
 def float32_config(head_dim: int, direction: Direction) -> TileConfig:
@@ -186,17 +144,6 @@ def tile_columns(dim: int, itemsize: int) -> tuple[int, int]:
     """
     head, tail = product_columns(dim)
     return (head, tail) if tail == 0 or (head >= _SMALLEST_HEAD_TILE and itemsize <= 2) else (padded_dim(dim), 0)
-
-
-def parts_columns(dim: int) -> tuple[int, int]:
-    """As `tile_columns` for operands in parts: wide tiles are two, whose sums take turns in registers."""
-    padded = padded_dim(dim)
-    return (padded // 2, padded_dim(dim - padded // 2)) if dim > _SMALLEST_HEAD_TILE else (padded, 0)
-
-
-def parts_products(dim: int) -> tuple[int, int]:
-    """As `product_columns` for the Hopper forward of operands in parts."""
-    return product_columns(dim) if dim > _SMALLEST_HEAD_TILE else (padded_dim(dim), 0)
 
 
 def product_columns(dim: int) -> tuple[int, int]:
@@ -275,14 +222,11 @@ def tile_config(
     largest_tile: int,
     itemsize: int = 2,
     cut: bool = False,
-    parts: int = 1,
 ) -> TileConfig:
     """Configuration for ``direction``, fitted to segments that allow ``largest_tile`` rows; ``itemsize`` in bytes.
 
-    ``cut``: the sequence ends inside a key tile; ``parts`` of each number.
+    ``cut``: the sequence ends inside a key tile.
     """
-    if parts > 1:
-        return in_parts_config(head_dim, direction).fitted(largest_tile)
     if itemsize > 2:
         return float32_config(head_dim, direction).fitted(largest_tile)
     largest = next(most for most in (64, 128, 192, 256) if head_dim <= most)

@@ -30,7 +30,7 @@ def test_few_keys_of_a_query_go_to_the_plain_kernel(
     monkeypatch.setattr(forward, "on_hopper", lambda _: True)
     q = torch.empty(1, 16384, 1, dim, dtype=torch.bfloat16, device="meta")
     (group,) = residue_plan((segment,), (1,), 16384, 1, 1, causal, window=window).groups
-    group_launch, tiles = forward._kernel_for(q, q, group, causal)
+    group_launch, tiles = forward._kernel_for(q, group, causal)
     assert (group_launch is forward._group_launch) == few
     assert tiles is not None
     assert tiles.specialized != few

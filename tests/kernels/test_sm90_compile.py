@@ -33,21 +33,16 @@ from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.results import Results
-from dilabench.kernels.fused.row_layout import IN_PARTS, PER_LENGTH
+from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
 from dilabench.kernels.fused.sm90 import forward as sm90_forward
 from dilabench.kernels.fused.sm90 import narrow_forward as sm90_narrow_forward
-from dilabench.kernels.fused.sm90 import parts_forward as sm90_parts_forward
 from dilabench.kernels.launches import Launches, launch
 from dilabench.kernels.tuning import (
     TileConfig,
     few_keys_config,
-    in_parts_config,
     narrow_config,
     padded_dim,
-    parts_columns,
-    parts_forward_config,
-    parts_products,
     product_columns,
     shipped,
     specialized_backward_config,
@@ -147,15 +142,13 @@ def fused(
     again: bool,
     cut: bool,
     hard: bool = False,
-    precision: str = "tf32",
-    sums_of: str = "dk, dv",
 ):
     """A fused kernel as the first group of branches runs it, with a null mass, or ``again`` as later groups do, adding
     to the result; ``cut``: for a sequence that ends inside a tile; ``hard``: for a window, in segments that the
-    rate does not divide. In a ``precision`` of parts, perhaps for one of the ``sums_of`` keys.
+    rate does not divide.
     """
     kernel = KERNELS[direction]
-    head, tail = parts_columns(dim) if precision == IN_PARTS else tile_columns(dim, 2)
+    head, tail = tile_columns(dim, 2)
     constants = {
         "HEAD_DIM": dim,
         "HEAD": head,
@@ -171,9 +164,7 @@ def fused(
         "GROUP": 1,
         "RAGGED": cut,
         "CUT": cut,
-        "DK": "dk" in sums_of,
-        "DV": "dv" in sums_of,
-        "PRECISION": precision,
+        "PRECISION": "tf32",
         "STAGES": config.num_stages,
         "OVERLAPS": True,
     }
@@ -671,54 +662,3 @@ def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, caus
     parked = HARD_PARKED.get((direction, dim, causal), 0)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked, report
     assert "serialized" not in report, report
-
-
-@pytest.mark.parametrize(
-    ("dim", "causal", "direction", "sums_of"),
-    [
-        (64, False, "backward_query", ""),
-        (64, True, "backward_key", "dk, dv"),
-        (128, True, "backward_key", "dk"),
-        pytest.param(64, False, "forward", "", marks=pytest.mark.slow),
-        pytest.param(96, True, "backward_query", "", marks=pytest.mark.slow),
-        pytest.param(128, False, "backward_key", "dv", marks=pytest.mark.slow),
-    ],
-)
-def test_float32_in_parts(dim: int, causal: bool, direction: str, sums_of: str) -> None:
-    """Tiles go from memory into products as they are, never through registers; few values are parked."""
-    config = in_parts_config(dim, direction)
-    kernel, report = fused(dim, causal, direction, config, True, False, precision=IN_PARTS, sums_of=sums_of)
-    assert kernel.asm["ptx"].count("wgmma.mma_async") >= 6
-    assert "mma.sync" not in kernel.asm["ptx"]
-    spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
-    assert spilled <= (56 if dim == 128 and causal else 0), report
-    assert "serialized" not in report
-    assert kernel.metadata.shared <= 227 * 1024
-
-
-def in_parts(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig):
-    """The Hopper kernel for operands in parts."""
-    columns, (head, tail) = padded_dim(dim), parts_products(dim)
-    constants = {"HEAD_DIM": dim, "COLUMNS": columns, "HEAD": head, "TAIL": tail}
-    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal, "RAGGED": cut, "MERGE": merge}
-    constants["COMPACT"] = False
-    constants |= {"SHIFTED": False, "WINDOWED": False} | ({"mass_ptr": None} if merge else {})
-    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
-    tiles = {f"{x}_desc": [1, 1, 1, rows[x], columns] for x in "qkv"}
-    options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return gluon_compiled(sm90_parts_forward._parts_kernel, constants, tiles, options)
-
-
-@pytest.mark.parametrize(
-    ("dim", "causal", "cut"),
-    [(64, True, False), (128, False, True), pytest.param(96, True, False, marks=pytest.mark.slow)],
-)
-def test_forward_in_parts(dim: int, causal: bool, cut: bool) -> None:
-    config = parts_forward_config(dim, 128)
-    assert config is not None
-    built, report = in_parts(dim, causal, cut, True, config)
-    assert "wgmma.mma_async" in built.asm["ptx"]
-    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= (8 if dim == 128 else 0), report
-    assert "serialized" not in report
-    # Two programs on a multiprocessor.
-    assert 2 * (built.metadata.shared + 1024) <= 228 * 1024

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from dilabench.kernels.fused.apart import Apart, apart_places
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.float_parts import all_readable
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
+    all_whole,
     checked_scale,
     launch_arguments,
     on_hopper,
-    parts_of,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -52,7 +51,6 @@ from dilabench.kernels.tuning import (
     TileConfig,
     few_keys_config,
     narrow_config,
-    parts_forward_config,
     specialized_config,
     tile_columns,
     tile_config,
@@ -125,7 +123,7 @@ def _forward_kernel(
     place, row = box_place(
         residue, base_row + tile * BLOCK_M, first_place, whole_rows, left_over, R, BLOCK_M, RAGGED, SHIFTED
     )
-    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL, PRECISION)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
@@ -138,14 +136,14 @@ def _forward_kernel(
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
         p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
         decay = tl.math.exp2(top - new_top)
         total = total * decay + tl.sum(p, 1)
         acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
         top = new_top
 
@@ -159,7 +157,7 @@ def _forward_kernel(
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
             )
-            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
             window = (before, behind)
@@ -172,7 +170,7 @@ def _forward_kernel(
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
             acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
             top = new_top
 
@@ -297,7 +295,7 @@ def fused_forward_apart(
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:
     """q, k and v as kernels read them."""
-    given = all_readable({"q": q, "k": k, "v": v}, plan.groups, known)
+    given = all_whole({"q": q, "k": k, "v": v}, plan.groups, known)
     if more := known.once("columns", lambda: _columns_to_add(k, plan)):
         # A program copies its queries once.
         given |= {name: with_columns(given[name], more) for name in "kv"}
@@ -324,23 +322,13 @@ def _launch_of(
 ) -> Launch:
     """The launch of a group: where no ``config`` is given by the kernel that wins."""
     q, k, v = (operands[name] for name in "qkv")
-    group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, results.out, group, causal)
+    group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, group, causal)
     return group_launch(q, k, v, results, group, causal, scale, tiles)
 
 
-def _kernel_for(
-    q: Tensor, out: Tensor, group: BranchGroup, causal: bool
-) -> tuple[Callable[..., Launch], TileConfig | None]:
+def _kernel_for(q: Tensor, group: BranchGroup, causal: bool) -> tuple[Callable[..., Launch], TileConfig | None]:
     """The launch of a group: of a Hopper kernel, with its tiles, where one can run and wins."""
-    if (
-        parts_of(q, out) > 1
-        and on_hopper(q.device)
-        and (tiles := parts_forward_config(q.shape[-1], group.largest_tile))
-    ):
-        from dilabench.kernels.fused.sm90 import one_warpgroup, parts_forward
-
-        return partial(one_warpgroup.group_launch, parts_forward.kernel_for(q)), tiles
-    if out.element_size() == 2 and on_hopper(q.device):
+    if q.element_size() == 2 and on_hopper(q.device):
         # These modules need a Triton with Gluon's Hopper instructions.
         if tiles := specialized_config(q.shape[-1], group.largest_tile):
             few = few_keys_config(q.shape[-1], causal, group.is_windowed)
@@ -366,16 +354,16 @@ def _group_launch(
     scale: float,
     config: TileConfig | None,
 ) -> Launch:
-    size, parts = q.element_size(), parts_of(q, results.out)
+    size = q.element_size()
     dim = sum(tile_columns(q.shape[-1], size))
 
     def arguments(ragged: bool) -> Arguments:
-        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, ragged, parts)
+        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, ragged)
         chosen = chosen.fitted(group.largest_tile)
         tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
         tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
         n_items = tables.items.shape[2]
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen, results.out)
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen)
         own = {
             "out_ptr": results.out,
             "lse_ptr": results.lse,
@@ -390,7 +378,7 @@ def _group_launch(
         }
         return grid, shared | own
 
-    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size, parts=parts)
+    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
     ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
     kind = (*results.out.shape[2:], causal, whole, *results.compiled_for, *group.compiled_for)
     return Launch(_forward_kernel, arguments, ragged, kind)

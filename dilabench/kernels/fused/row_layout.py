@@ -14,13 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.launches import COPY_BYTES, Arguments
-from dilabench.kernels.tuning import TileConfig, parts_columns, tile_columns
+from dilabench.kernels.launches import COPY_BYTES, Arguments, Launches
+from dilabench.kernels.tuning import TileConfig, tile_columns
 
 LARGEST_HEAD_DIM = 256
-
-# The kernels' `PRECISION` of float32 operands that come in parts (`float_parts`).
-IN_PARTS = "parts"
 
 # What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
 # integers that are 1 or that 16 divides.
@@ -71,6 +68,13 @@ def whole_classes(x: Tensor, groups: Sequence[BranchGroup]) -> Tensor:
     if not all(_fits_a_box(x, group) for group in groups):
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % common_modulus(groups)))
     return x if is_row_addressable(x) else x.contiguous()
+
+
+def all_whole(given: dict[str, Tensor], groups: Sequence[BranchGroup], known: Launches) -> dict[str, Tensor]:
+    """All of these by `whole_classes`, each by its name. known: launches of the pass."""
+    if known.once("whole", lambda: all(is_whole(x, groups) for x in given.values())):
+        return given
+    return {name: whole_classes(x, groups) for name, x in given.items()}
 
 
 def common_modulus(groups: Iterable[BranchGroup]) -> int:
@@ -158,16 +162,12 @@ def launch_arguments(
     causal: bool,
     scale: float,
     config: TileConfig,
-    result: Tensor,
 ) -> Arguments:
-    """What the fused kernels in Triton are all given. ``tiles`` names each operand with its rows per tile, ``result``
-    is what they write; the rest as for `shared_arguments`.
+    """What the fused kernels in Triton are all given. ``tiles`` names each operand with its rows per tile; the rest
+    as for `shared_arguments`.
     """
     q, k = tiles["q"][0], tiles["k"][0]
-    parts = parts_of(q, result)
-    grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config, parts)
-    # Parts may have more columns.
-    arguments["HEAD_DIM"] = result.shape[-1]
+    grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
     head, tail = arguments["HEAD"], arguments["TAIL"]
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows, head)
@@ -184,14 +184,13 @@ def shared_arguments(
     causal: bool,
     scale: float,
     config: TileConfig,
-    parts: int = 1,
 ) -> Arguments:
     """Grid and arguments without descriptors; each of ``n_items`` is visited once per super-segment, batch element and
     one of ``heads_per_batch`` heads.
     """
-    n_blocks = q.shape[0] // parts * heads_per_batch * group.n_supers
+    n_blocks = q.shape[0] * heads_per_batch * group.n_supers
     dim = q.shape[-1]
-    head, tail = parts_columns(dim) if parts > 1 else tile_columns(dim, q.element_size())
+    head, tail = tile_columns(dim, q.element_size())
     arguments: dict[str, Any] = {
         "scale_log2": scale * _LOG2E,
         "n_supers": group.n_supers,
@@ -210,7 +209,7 @@ def shared_arguments(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "PRECISION": IN_PARTS if parts > 1 else product_precision(q),
+        "PRECISION": product_precision(q),
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -218,11 +217,6 @@ def shared_arguments(
     if config.max_registers is not None:
         arguments["maxnreg"] = config.max_registers
     return (n_items * n_blocks,), arguments
-
-
-def parts_of(operand: Tensor, result: Tensor) -> int:
-    """In how many parts each number of an operand [B · parts, N, H, D] comes, by a result [B, N, H, D]."""
-    return operand.shape[0] // result.shape[0]
 
 
 def segment_arguments(group: BranchGroup) -> dict[str, int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.results import Results
-from dilabench.kernels.fused.row_layout import class_box, parts_of, shared_arguments
+from dilabench.kernels.fused.row_layout import class_box, shared_arguments
 from dilabench.kernels.fused.sm90.tile_walk import tile_descriptor
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launch
@@ -34,20 +34,19 @@ def group_launch(
     scale: float,
     config: TileConfig,
 ) -> Launch:
-    """As `forward.group_launch`; q, k and v in parts (`float_parts.parts`) where the kernel takes such."""
+    """As `forward.group_launch`."""
     tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
     columns, rows = padded_dim(q.shape[-1]), {"q": config.block_m, "k": config.block_n, "v": config.block_n}
 
     def arguments(ragged: bool) -> Arguments:
-        n_items, parts = tables.items.shape[2], parts_of(q, results.out)
-        grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config, parts)
+        n_items = tables.items.shape[2]
+        grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config)
         given = {name: value for name, value in shared.items() if name not in kernel.without}
         tiles = {
             f"{name}_desc": tile_descriptor(x, class_box(x, group.modulus), (rows[name], columns))
             for name, x in (("q", q), ("k", k), ("v", v))
         }
         more = {
-            "HEAD_DIM": results.out.shape[-1],
             "out_ptr": results.out,
             "lse_ptr": results.lse,
             "mass_ptr": results.mass,
