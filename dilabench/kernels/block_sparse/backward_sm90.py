@@ -12,7 +12,7 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, one_segment, serves
 from dilabench.kernels.block_sparse.key_items import KeyItems
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.launches import Launch, Launched, Launches, run
+from dilabench.kernels.launches import Launched, Launches, run
 from dilabench.kernels.query_sums import write_sums
 from dilabench.kernels.tuning import TileConfig, specialized_backward_config
 
@@ -56,12 +56,7 @@ def run_backward(
         if not known.repeat(("at once", first), tensors):
             launched = _run(tensors, work, plan, first * kv_heads // heads, scale, tiles)
             known.keep(("at once", first), launched, tensors)
-        of_heads = dq[:, :, first : first + sums.shape[2]]
-
-        def prepare(dq: Tensor = of_heads) -> list[Launch]:
-            return [write_sums(sums, scale, dq)]
-
-        known.make([("dq", first)], [{"sums": sums, "dq": of_heads}], prepare)
+        write_sums(sums, scale, dq[:, :, first : first + sums.shape[2]])
 
 
 def _run(

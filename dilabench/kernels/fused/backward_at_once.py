@@ -107,14 +107,13 @@ def run_at_once(
         if first:
             sums.zero_()
         names = [("at once", index, first) for index in range(len(steps))]
-        of_heads = dq[:, :, first : first + some]
 
-        def prepare(first: int = first, dq: Tensor = of_heads) -> Iterator[Launch]:
+        def prepare(first: int = first) -> Iterator[Launch]:
             for index, (step, own) in enumerate(zip(steps, tensors, strict=True)):
                 yield _launch(step, own, first * kv_heads // heads, causal, scale, index > 0)
-            yield write_sums(sums, scale, dq)
 
-        known.make([*names, ("dq", first)], [*tensors, {"sums": sums, "dq": of_heads}], prepare)
+        known.make(names, tensors, prepare)
+        write_sums(sums, scale, dq[:, :, first : first + some])
 
 
 def _launch(
