@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launches import Launches, layout, run, stride_unit
+from dilabench.kernels.tuning import rows_of_a_program
 
 # No number is compiled in.
 _NUMBERS = (
@@ -144,8 +145,7 @@ def _merge_rows_triton_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse
         out, lse, branch_out, branch_lse = (x.unsqueeze(0) for x in (out, lse, branch_out, branch_lse))
     n_s, n_g, n_l, n_a, dim = out.shape
     columns = triton.next_power_of_2(dim)
-    # Not fewer for short segments: the last one of a sequence is of any length.
-    rows = max(1, min(32, 4096 // columns))
+    rows = rows_of_a_program("merge", columns)
     programs = n_s * n_g * n_a * triton.cdiv(n_l, rows)
     if programs >= 2**31:
         raise ValueError(

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launches import Launch, Launches, stride_unit
+from dilabench.kernels.tuning import rows_of_a_program
 
 # Rows of a block, all of which are there: sixteen bytes and more are read at once.
 STATS_BLOCK = 16
@@ -204,7 +205,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
     out, dout = tensors["out"], tensors["dout"]
     batch, length, num_heads, dim = dout.shape
     columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
-    rows = max(1, 4096 // columns)
+    rows = rows_of_a_program("bwd_preprocess", columns)
     arguments = {
         "delta_ptr": None,
         "own_lse_ptr": None,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.tuning import rows_of_a_program
+
 # Ranges go to the kernels in units of 1/16 row: Triton compiles anew for integers that are 1, a multiple of 16 or
 # neither, in any combination of parts.
 UNIT: tl.constexpr = tl.constexpr(16)
@@ -220,8 +222,7 @@ def _launch(result: Tensor) -> tuple[int, dict[str, int]]:
     """Programs and tile of one launch over a result [B, N, H, D]."""
     B, N, H, D = result.shape
     columns = triton.next_power_of_2(D)
-    # Twice as many spill registers with four parts.
-    rows = max(1, min(16, 2048 // columns, triton.next_power_of_2(N)))
+    rows = min(rows_of_a_program("combine", columns), triton.next_power_of_2(N))
     programs = B * H * triton.cdiv(N, rows)
     if programs >= 2**31:
         raise ValueError(f"{programs} row blocks pass the 2^31 - 1 of one launch: give fewer batch items at a time")

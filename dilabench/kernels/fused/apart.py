@@ -20,15 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels import tuning
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launches import COPY_BYTES, Arguments, Launch
 
-# Numbers that a program merges. GigaPath's five branches at 70001 tokens took 0.150 ms on one H100 when all rows were
-# stored, and 0.185 with 4096.
-_TILE = 2048
-# Programs of tokens that are in the same branches are few for fewer.
-_MANY_TOKENS = 128
 # What each branch has begins at a multiple of so many numbers, and so of 16 bytes, whatever the shape: kernels are
 # compiled anew for others.
 _UNIT = COPY_BYTES // 2
@@ -73,7 +69,7 @@ class ApartPlaces:
             line[:6] = out // _UNIT, lse // _UNIT, group.modulus, group.super_tokens, group.super_rows, n
             line[_BEFORE_CLASSES : _BEFORE_CLASSES + heads] = group.class_of_head
         step = lcm(*(group.modulus for group in groups))
-        is_uniform = length // step >= _MANY_TOKENS and not any(group.is_shifted for group in groups)
+        is_uniform = length // step >= tuning.MANY_TOKENS and not any(group.is_shifted for group in groups)
         return cls(tuple(shape), rows, outs, lses, torch.from_numpy(table).to(device), step, is_uniform)
 
     def room(self, q: Tensor) -> Apart:
@@ -101,7 +97,7 @@ class ApartPlaces:
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
-        rows = max(1, _TILE // columns)
+        rows = tuning.rows_of_a_program("partials", columns)
 
         def arguments(uniform: bool) -> Arguments:
             step = self.step if uniform else 1

@@ -10,6 +10,7 @@ and nobody asked torch for deterministic algorithms.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,11 +49,11 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
-from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
+from dilabench.kernels.fused.wider_rows import with_columns
 from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
 from dilabench.kernels.query_sums import empty_sums
 from dilabench.kernels.row_sums import STATS_BLOCK, OneClass, StatsLayout, row_sums, stats_places
-from dilabench.kernels.tuning import TileConfig, tile_columns, tile_config
+from dilabench.kernels.tuning import TileConfig, columns_to_add, select_kernel
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 
@@ -351,7 +352,7 @@ def fused_backward(
     known = launches("backward", plan, scale, tiles, apart is None, *map(layout, (q, k, v, dout, out, lse)))
     given = {"q": q, "k": k, "v": v, "dout": dout}
     scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
-    if more := columns_to_add(dim, q.dtype, q.device):
+    if more := columns_to_add(dim, q.element_size(), on_hopper(q.device)):
         given = {name: with_columns(x, more) for name, x in given.items()}
     q, k, v, _ = given.values()
     operands = all_whole(given, plan.groups, known)
@@ -429,13 +430,19 @@ def _passes(
     key_config: TileConfig | None,
 ) -> list[_TwoPasses]:
     """The other groups, each with the tiles that are given or else the best, fitted to it."""
-    found, dim = [], sum(tile_columns(q.shape[-1], q.element_size()))
+    found = []
     for group in plan.groups:
         if any(group is step.group for step in at_once):
             continue
-        fit = group.largest_tile, q.element_size()
-        by_query = query_config or tile_config(dim, plan.causal, "backward_query", *fit)
-        by_key = key_config or tile_config(dim, plan.causal, "backward_key", *fit)
+        select = partial(
+            select_kernel,
+            head_dim=q.shape[-1],
+            causal=plan.causal,
+            largest_tile=group.largest_tile,
+            itemsize=q.element_size(),
+        )
+        by_query = query_config or select("backward_query").tiles
+        by_key = key_config or select("backward_key").tiles
         by_query, by_key = by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
         tile = max(by_query.block_m, by_key.block_m)
         stats_layout = StatsLayout.of(group.length, group.modulus, group.super_tokens, tile)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from math import inf
 
 import torch
@@ -44,17 +43,10 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
-from dilabench.kernels.fused.wider_rows import columns_to_add, make_ready, with_columns
+from dilabench.kernels.fused.wider_rows import make_ready, with_columns
 from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
 from dilabench.kernels.merge import merge_null_mass_
-from dilabench.kernels.tuning import (
-    TileConfig,
-    few_keys_config,
-    narrow_config,
-    specialized_config,
-    tile_columns,
-    tile_config,
-)
+from dilabench.kernels.tuning import Selected, TileConfig, columns_to_add, select_kernel
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -304,11 +296,11 @@ def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches
 
 def _columns_to_add(k: Tensor, plan: ResiduePlan) -> int:
     """How many keys and values are given; what other lengths may ask for is compiled, too."""
-    of_dim = k.shape[-1], k.dtype, k.device
+    of_dim = k.shape[-1], k.element_size(), on_hopper(k.device)
     queries = sum(group.queries_of_a_key(plan.causal) for group in plan.groups)
     more, most = columns_to_add(*of_dim, queries, k.numel() // k.shape[-1]), columns_to_add(*of_dim, inf, inf)
     if most > more:
-        make_ready(k.shape[-1], most, *of_dim[1:])
+        make_ready(k.shape[-1], most, k.dtype, k.device)
     return more
 
 
@@ -320,28 +312,35 @@ def _launch_of(
     scale: float,
     config: TileConfig | None,
 ) -> Launch:
-    """The launch of a group: where no ``config`` is given by the kernel that wins."""
+    """The launch of a group by the kernel that `select_kernel` gives, or by the plain one with a ``config``."""
     q, k, v = (operands[name] for name in "qkv")
-    group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, group, causal)
-    return group_launch(q, k, v, results, group, causal, scale, tiles)
 
+    def selected(cut: bool = False) -> Selected:
+        if config is not None:
+            return Selected("plain", config.fitted(group.largest_tile))
+        return select_kernel(
+            "forward",
+            q.shape[-1],
+            causal=causal,
+            largest_tile=group.largest_tile,
+            itemsize=q.element_size(),
+            hopper=on_hopper(q.device),
+            windowed=group.is_windowed,
+            keys=group.keys_of_a_query(causal),
+            cut=cut,
+        )
 
-def _kernel_for(q: Tensor, group: BranchGroup, causal: bool) -> tuple[Callable[..., Launch], TileConfig | None]:
-    """The launch of a group: of a Hopper kernel, with its tiles, where one can run and wins."""
-    if q.element_size() == 2 and on_hopper(q.device):
-        # These modules need a Triton with Gluon's Hopper instructions.
-        if tiles := specialized_config(q.shape[-1], group.largest_tile):
-            few = few_keys_config(q.shape[-1], causal, group.is_windowed)
-            if few and group.keys_of_a_query(causal) <= few[0]:
-                return _group_launch, few[1]
-            from dilabench.kernels.fused.sm90 import forward
+    kernel, tiles = selected()
+    # The modules of these kernels need a Triton with Gluon's Hopper instructions.
+    if kernel == "specialized":
+        from dilabench.kernels.fused.sm90 import forward
 
-            return forward.group_launch, tiles
-        if tiles := narrow_config(q.shape[-1], causal, group.largest_tile):
-            from dilabench.kernels.fused.sm90 import narrow_forward, one_warpgroup
+        return forward.group_launch(q, k, v, results, group, causal, scale, tiles)
+    if kernel == "narrow":
+        from dilabench.kernels.fused.sm90 import narrow_forward
 
-            return partial(one_warpgroup.group_launch, narrow_forward.kernel_for(q)), tiles
-    return _group_launch, None
+        return narrow_forward.group_launch(q, k, v, results, group, causal, scale, tiles)
+    return _group_launch(q, k, v, results, group, causal, scale, lambda cut: selected(cut).tiles)
 
 
 def _group_launch(
@@ -352,14 +351,12 @@ def _group_launch(
     group: BranchGroup,
     causal: bool,
     scale: float,
-    config: TileConfig | None,
+    tiles_of: Callable[[bool], TileConfig],
 ) -> Launch:
-    size = q.element_size()
-    dim = sum(tile_columns(q.shape[-1], size))
+    """The launch of the plain kernel. tiles_of: its tiles, where the sequence ends inside a key tile or not."""
 
     def arguments(ragged: bool) -> Arguments:
-        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, ragged)
-        chosen = chosen.fitted(group.largest_tile)
+        chosen = tiles_of(ragged)
         tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
         tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
         n_items = tables.items.shape[2]
@@ -378,7 +375,7 @@ def _group_launch(
         }
         return grid, shared | own
 
-    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size)
-    ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
+    whole = tiles_of(False)
+    ragged = group.cuts_tiles(whole.longest)
     kind = (*results.out.shape[2:], causal, whole, *results.compiled_for, *group.compiled_for)
     return Launch(_forward_kernel, arguments, ragged, kind)

@@ -37,6 +37,7 @@ from dilabench.kernels.fused.branch_group import (
     OffsetBy,
 )
 from dilabench.kernels.fused.tile_lists import computed_pairs
+from dilabench.kernels.tuning import GROUP_COST_PAIRS, MERGE_COST_PAIRS
 
 # Where a length is no multiple of all moduli, tensors may be copied to one that is: by less than so many tokens.
 MOST_TOKENS_BEHIND = 4096
@@ -152,12 +153,6 @@ def _groups(
     return tuple(fit for fit in fits if not isinstance(fit, str))
 
 
-# A later group re-reads and re-writes the output rows it covers, and is further launches: of a row and of a group that
-# is about as much as so many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
-# forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first alone).
-_MERGE_COST_PAIRS, _GROUP_COST_PAIRS = 128, 2_000_000
-
-
 @lru_cache(maxsize=256)
 def _cheapest_cut(
     usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
@@ -176,7 +171,7 @@ def _cheapest_cut(
             cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
             if start:
                 rows = branches.heads.taking_part(run) * sequence_length / min(group.rates)
-                cost += _MERGE_COST_PAIRS * rows + _GROUP_COST_PAIRS
+                cost += MERGE_COST_PAIRS * rows + GROUP_COST_PAIRS
             options.append((best[start][0] + cost, (*best[start][1], run)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launches import COPY_BYTES, Arguments, Launches
-from dilabench.kernels.tuning import TileConfig, tile_columns
+from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, tile_columns
 
 LARGEST_HEAD_DIM = 256
 
@@ -149,8 +149,6 @@ def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescri
     return TensorDescriptor(x, *class_box(x, modulus), [1, 1, 1, rows, columns])
 
 
-# Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
-L2_RESIDENT_BYTES = 24 << 20
 _LOG2E = 1.4426950408889634
 
 

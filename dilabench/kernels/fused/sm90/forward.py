@@ -40,7 +40,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launch
-from dilabench.kernels.tuning import TileConfig, tile_columns
+from dilabench.kernels.tuning import TileConfig, is_persistent, is_softmax_bound, tile_columns
 
 _LOG2E = 1.4426950408889634
 # Registers per thread: (240 + 240 + 24) * 128 threads fill the register file; the first consumer gets what is left.
@@ -578,25 +578,11 @@ def _forward_kernel(
     )
 
 
-def stays(dim: int, causal: bool, more: bool) -> bool:
-    """Whether programs stay on their multiprocessor and walk over many tiles.
-
-    Longer lists gain from that (840 against 815 TFLOP/s effective, not causal), shorter causal ones lose (503 against
-    540). It costs the consumers registers, which spill beside accumulators of many columns and beside ``more``: a loop
-    over masked tiles or results that are merged. Below 128 columns a program may have to begin again.
-    """
-    return dim == 128 and not causal and not more
-
-
 def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileConfig) -> dict[str, Any]:
-    """The descriptors of a launch with where tiles are found in them, and what is compiled in by the head dim.
-
-    Below 128 columns the softmax takes as long as the products: there taking turns gains 5 to 10 %, and so does leaving
-    the running maximum in most steps.
-    """
+    """The descriptors of a launch with where tiles are found in them, and what is compiled in by the head dim."""
     dim = q.shape[-1]
     head, tail = tile_columns(dim, q.element_size())
-    narrow = dim < 128
+    narrow = is_softmax_bound(dim)
     largest = LARGEST_SUM[q.dtype] if narrow else 0.0
     arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest}
     arguments |= {"left_over": q.shape[1] % modulus, "BATCHED": q.shape[0] > 1}
@@ -625,7 +611,7 @@ def group_launch(
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
 
     def arguments(ragged: bool) -> Arguments:
-        persistent = stays(dim, causal, ragged or results.merge or group.is_windowed)
+        persistent = is_persistent(dim, causal, ragged or results.merge or group.is_windowed)
         own = {
             **tile_arguments(q, k, v, group.modulus, config),
             "out_ptr": results.out,

@@ -23,16 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from dilabench.kernels.fused.branch_group import TILE_BITS
-from dilabench.kernels.fused.row_layout import PER_LENGTH
-from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
+from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
+from dilabench.kernels.fused.results import Results
+from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, shared_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     entry_place,
     segment_of,
+    tile_descriptor,
     turned,
 )
-from dilabench.kernels.tuning import product_columns
+from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.launches import Arguments, Launch
+from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
 # What this kernel has no choice of.
 _NOT_GIVEN = frozenset(("TAIL", "PRECISION", "STAGES", "num_stages"))
@@ -290,7 +293,44 @@ def _narrow_kernel(
         finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 
-def kernel_for(q: Tensor) -> Kernel:
-    """The kernel for queries [B, N, H, D]."""
-    own = {"REST": product_columns(q.shape[-1])[1], "LARGEST": LARGEST_SUM[q.dtype]}
-    return Kernel(_narrow_kernel, own, _NOT_GIVEN)
+def group_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: Results,
+    group: BranchGroup,
+    causal: bool,
+    scale: float,
+    config: TileConfig,
+) -> Launch:
+    """As `forward.group_launch`."""
+    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
+    dim, n_items = q.shape[-1], tables.items.shape[2]
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
+
+    def arguments(ragged: bool) -> Arguments:
+        grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config)
+        given = {name: value for name, value in shared.items() if name not in _NOT_GIVEN}
+        tiles = {
+            f"{name}_desc": tile_descriptor(x, class_box(x, group.modulus), (rows[name], padded_dim(dim)))
+            for name, x in (("q", q), ("k", k), ("v", v))
+        }
+        more = {
+            "out_ptr": results.out,
+            "lse_ptr": results.lse,
+            "mass_ptr": results.mass,
+            "items_ptr": tables.items,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            "heads_per_kv": group.heads_per_kv,
+            "RAGGED": ragged and not causal,
+            "MERGE": results.merge,
+            "COMPACT": results.compact,
+            "REST": product_columns(dim)[1],
+            "LARGEST": LARGEST_SUM[q.dtype],
+            "launch_pdl": results.follows,
+        }
+        return grid, given | tiles | more
+
+    kind = (*results.out.shape[2:], causal, config, *results.compiled_for, *group.compiled_for)
+    return Launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), kind)
