@@ -172,10 +172,10 @@ def apart(case: tuple, causal: bool) -> dict[str, float]:
     shares = [(lse - exact_lse).exp().nan_to_num().detach() for _, lse in branches]
     exact = sum(share.transpose(1, 2)[..., None] * out for share, (out, _) in zip(shares, branches, strict=True))
     want = torch.autograd.grad(exact, leaves, dout.double())
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, apart=True, window=window)
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, separate=True, window=window)
     with own_kernel(case):
-        out, lse, own = forward.fused_forward_apart(q, k, v, plan)
-        got = backward.fused_backward(dout, q, k, v, out, lse, plan, apart=own)
+        out, lse, own = forward.fused_forward_partials(q, k, v, plan)
+        got = backward.fused_backward(dout, q, k, v, out, lse, plan, partials=own)
     return forward_errors((out, lse), (exact, exact_lse)) | errors(got, want)
 
 

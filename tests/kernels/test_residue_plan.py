@@ -223,7 +223,9 @@ def test_fused_is_refused_exactly_where_branches_have_no_plan() -> None:
         workload = WorkloadRequest.model_validate({**shape, **pattern}).resolve("bfloat16")
         only = DilatedPattern.of(workload).branch_of_head(4)
         try:
-            residue_plan(tuple(segments), tuple(rates), workload.seq_len, 4, 4, True, apart=True, branch_of_head=only)
+            residue_plan(
+                tuple(segments), tuple(rates), workload.seq_len, 4, 4, True, separate=True, branch_of_head=only
+            )
         except ValueError:
             planned = False
         else:

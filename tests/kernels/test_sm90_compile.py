@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float32
 
-from dilabench.kernels import merge, sum_parts
+from dilabench.kernels import combine, merge
 from dilabench.kernels.block_sparse import backward as block_sparse_backward
 from dilabench.kernels.block_sparse import forward as block_sparse_forward
 from dilabench.kernels.block_sparse import plan as block_plan
@@ -33,8 +33,7 @@ from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm9
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused.residue_plan import residue_plan
-from dilabench.kernels.fused.results import Results
-from dilabench.kernels.fused.row_layout import PER_LENGTH
+from dilabench.kernels.fused.row_layout import PER_LENGTH, Results
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
 from dilabench.kernels.fused.sm90 import forward as sm90_forward
 from dilabench.kernels.fused.sm90 import narrow_forward as sm90_narrow_forward
@@ -519,7 +518,7 @@ def test_a_forward_that_merges_reads_lse_before_it_is_written(dim: int, causal: 
 
 
 @pytest.mark.parametrize(("parts", "result"), [("*bf16", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*bf16")])
-@pytest.mark.parametrize("kernel", [sum_parts._sum_kernel, sum_parts._softmax_kernel], ids=["sum", "softmax"])
+@pytest.mark.parametrize("kernel", [combine._sum_kernel, combine._combine_kernel], ids=["sum", "softmax"])
 def test_kernels_of_four_parts_read_and_write_sixteen_bytes_at_a_time(kernel, parts: str, result: str) -> None:
     ints = ("i32",) * 4
     tile = {"DIM": 128, "ROWS": 16, "COLUMNS": 128}

@@ -12,8 +12,8 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, one_segment, serves
 from dilabench.kernels.block_sparse.key_items import KeyItems
 from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.dq_accumulate import convert_dq
 from dilabench.kernels.launches import Launched, Launches, run
-from dilabench.kernels.query_sums import write_sums
 from dilabench.kernels.tuning import TileConfig, select_kernel
 
 _LOG2E = 1.4426950408889634
@@ -58,7 +58,7 @@ def run_backward(
         if not known.repeat(("at once", first), tensors):
             launched = _run(tensors, work, plan, first * kv_heads // heads, scale, tiles)
             known.keep(("at once", first), launched, tensors)
-        write_sums(sums, scale, dq[:, :, first : first + sums.shape[2]])
+        convert_dq(sums, scale, dq[:, :, first : first + sums.shape[2]])
 
 
 def _run(

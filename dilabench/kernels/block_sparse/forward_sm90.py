@@ -117,7 +117,11 @@ def block_sparse_forward_sm90(
 def one_segment(rows: int) -> dict[str, int]:
     """`segment_arguments` of one segment of so many rows and one class."""
     long = dict.fromkeys(("super_rows", "super_tokens", "whole_rows", "length"), rows)
-    return long | dict.fromkeys(("longer_classes", "before", "behind"), 0) | {"SHIFTED": False, "WINDOWED": False}
+    return (
+        long
+        | dict.fromkeys(("longer_classes", "window_left", "window_right"), 0)
+        | {"SHIFTED": False, "WINDOWED": False}
+    )
 
 
 def _device_lists(plan: Plan, tiles: TileConfig, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

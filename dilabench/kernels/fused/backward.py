@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart, apart_places
+from dilabench.kernels.bwd_preprocess import STATS_BLOCK, OneClass, StatsLayout, bwd_preprocess, stats_places
+from dilabench.kernels.dq_accumulate import dq_accumulator
 from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
@@ -51,8 +53,6 @@ from dilabench.kernels.fused.tile_walk import (
 )
 from dilabench.kernels.fused.wider_rows import with_columns
 from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
-from dilabench.kernels.query_sums import empty_sums
-from dilabench.kernels.row_sums import STATS_BLOCK, OneClass, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, columns_to_add, select_kernel
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
@@ -88,8 +88,8 @@ def _query_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     R,
@@ -166,7 +166,7 @@ def _query_kernel(
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
-            window = (before, behind)
+            window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
@@ -211,8 +211,8 @@ def _key_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     R,
@@ -308,7 +308,9 @@ def _key_kernel(
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
                 dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 query_row = query_tile + tl.arange(0, BLOCK_M)
-                seen = seen_queries(query_row, partner, key_row, residue, (before, behind), R, CAUSAL, WINDOWED)
+                seen = seen_queries(
+                    query_row, partner, key_row, residue, (window_left, window_right), R, CAUSAL, WINDOWED
+                )
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
@@ -340,16 +342,16 @@ def fused_backward(
     scale: float | None = None,
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
-    apart: Apart | None = None,
+    partials: Partials | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
-    with ``apart`` from the own results of each group and the merged lse: those with detached merge weights.
+    with ``partials`` from the own results of each group and the merged lse: those with detached merge weights.
 
     The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
     Raises ValueError as `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
-    known = launches("backward", plan, scale, tiles, apart is None, *map(layout, (q, k, v, dout, out, lse)))
+    known = launches("backward", plan, scale, tiles, partials is None, *map(layout, (q, k, v, dout, out, lse)))
     given = {"q": q, "k": k, "v": v, "dout": dout}
     scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     if more := columns_to_add(dim, q.element_size(), on_hopper(q.device)):
@@ -361,13 +363,13 @@ def fused_backward(
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = known.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
-        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
+        sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
     if sums is None:
         at_once = []
     passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
     if not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
-    stats_of = _RowSums(out, dout, lse, plan, apart, known)
+    stats_of = _Preprocess(out, dout, lse, plan, partials, known)
     if sums is not None:
         of_steps = [stats_of(step, ("at once", index)) for index, step in enumerate(at_once)]
         run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, known)
@@ -386,29 +388,29 @@ def fused_backward(
     return dq, dk, dv
 
 
-class _RowSums:
+class _Preprocess:
     """The statistics of rows for each group: of the merged result, whose rows are read once for all of them, or of the
-    results apart.
+    partial results.
     """
 
     def __init__(
-        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, apart: Apart | None, known: Launches
+        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, partials: Partials | None, known: Launches
     ) -> None:
         self._out, self._dout, self._lse, self._known = out, dout, lse, known
-        self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and apart is None else None
+        self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and partials is None else None
         self._found = False
         self._own: dict[int, tuple[Tensor, OneClass]] = {}
-        if apart is not None:
-            places = apart_places(plan, out.shape, out.device, type(out))
-            for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.each(apart), strict=True)):
+        if partials is not None:
+            places = partial_places(plan, out.shape, out.device, type(out))
+            for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.views(partials), strict=True)):
                 self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
         given = (self._dout, self._lse, step.stats_layout, self._known, ("row sums", name))
         if self._own:
             out, one_class = self._own[id(step.group)]
-            return row_sums(out, *given, one_class=one_class)
-        stats = row_sums(self._out, *given, self._delta, self._found)
+            return bwd_preprocess(out, *given, one_class=one_class)
+        stats = bwd_preprocess(self._out, *given, self._delta, self._found)
         self._found = self._delta is not None
         return stats
 

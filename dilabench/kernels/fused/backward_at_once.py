@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dilabench.kernels.bwd_preprocess import StatsLayout
+from dilabench.kernels.dq_accumulate import convert_dq
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launch, Launches
-from dilabench.kernels.query_sums import write_sums
-from dilabench.kernels.row_sums import StatsLayout
 from dilabench.kernels.tuning import L2_RESIDENT_BYTES, KeyLists, TileConfig, at_once_is_faster, select_kernel
 
 _LOG2E = 1.4426950408889634
@@ -80,7 +80,7 @@ def run_at_once(
     scale: float,
     known: Launches,
 ) -> None:
-    """Write the gradients of these groups. stats: of their rows. sums: from `empty_sums`, for some heads after the
+    """Write the gradients of these groups. stats: of their rows. sums: from `dq_accumulator`, for some heads after the
     other.
     """
     dq, dk, dv = gradients
@@ -96,7 +96,7 @@ def run_at_once(
                 yield _launch(step, own, first * kv_heads // heads, causal, scale, index > 0)
 
         known.make(names, tensors, prepare)
-        write_sums(sums, scale, dq[:, :, first : first + some])
+        convert_dq(sums, scale, dq[:, :, first : first + some])
 
 
 def _launch(

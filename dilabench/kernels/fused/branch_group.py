@@ -21,7 +21,7 @@ SMALLEST_TILE = 16
 LARGEST_TILE = 128
 
 # How far a query sees on a side without bound, in tokens: beyond any segment.
-FAR = 1 << 30
+MAX_WINDOW = 1 << 30
 
 # The residue of heads in a branch that they take no part in.
 NO_RESIDUE = -1
@@ -188,14 +188,14 @@ class BranchGroup:
     @cached_property
     def _queries_and_pairs_of_a_token(self) -> tuple[float, float, float]:
         """Over all heads; pairs where not causal and where causal."""
-        before, behind = self.window or (FAR, FAR)
+        window_left, window_right = self.window or (MAX_WINDOW, MAX_WINDOW)
         queries = whole = half = 0.0
         for kind, heads in Counter(self.head_kind).items():
             branches = zip(self.rates, self.segment_rows, self.kinds[kind], strict=True)
             parts = [(rate, rows * self.modulus) for rate, rows, residue in branches if residue != NO_RESIDUE]
             queries += heads / min((rate for rate, _ in parts), default=math.inf)
-            whole += heads * sum(min(tokens, before + 1 + behind) / rate**2 for rate, tokens in parts)
-            half += heads * sum(min(tokens / 2, before + 1) / rate**2 for rate, tokens in parts)
+            whole += heads * sum(min(tokens, window_left + 1 + window_right) / rate**2 for rate, tokens in parts)
+            half += heads * sum(min(tokens / 2, window_left + 1) / rate**2 for rate, tokens in parts)
         return queries, whole, half
 
     def cuts_tiles(self, tile: int) -> bool:

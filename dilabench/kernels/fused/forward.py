@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart, apart_places
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
+    Results,
     all_whole,
     checked_scale,
     launch_arguments,
@@ -76,8 +76,8 @@ def _forward_kernel(
     left_over,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     R,
@@ -152,7 +152,7 @@ def _forward_kernel(
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
-            window = (before, behind)
+            window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
@@ -248,7 +248,7 @@ def fused_forward(
     return out, lse
 
 
-def fused_forward_apart(
+def fused_forward_partials(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -257,23 +257,23 @@ def fused_forward_apart(
     scale: float | None = None,
     log_masses: Sequence[Tensor] = (),
     config: TileConfig | None = None,
-) -> tuple[Tensor, Tensor, Apart]:
+) -> tuple[Tensor, Tensor, Partials]:
     """As `fused_forward` for a plan of single branches, with the result of each by itself. ``log_masses``: a null mass
     of each branch, [H, N] float32 as above, by its index; -inf also where the branch does not cover a row.
     """
-    known = launches("forward apart", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
+    known = launches("forward partials", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
     scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     operands = _as_read(q, k, v, plan, known)
-    places = apart_places(plan, q.shape, q.device, type(q))
-    apart = places.room(q)
+    places = partial_places(plan, q.shape, q.device, type(q))
+    partials = places.empty(q)
     tensors = []
-    for group, (own, own_lse) in zip(plan.groups, places.each(apart), strict=True):
+    for group, (own, own_lse) in zip(plan.groups, places.views(partials), strict=True):
         mass = {"mass": log_masses[group.branches[0]]} if log_masses else {}
         tensors.append({"out": own, "lse": own_lse, **operands, **mass})
     batch, length, num_heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((batch, num_heads, length), dtype=torch.float32, device=q.device)
-    merged = {"outs": apart.outs, "lses": apart.lses, "out": out, "lse": lse}
+    merged = {"outs": partials.outs, "lses": partials.lses, "out": out, "lse": lse}
 
     def prepare() -> Iterator[Launch]:
         for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):
@@ -282,7 +282,7 @@ def fused_forward_apart(
         yield places.merge(merged)
 
     known.make([*range(len(plan.groups)), "merged"], [*tensors, merged], prepare)
-    return out, lse, apart
+    return out, lse, partials
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:

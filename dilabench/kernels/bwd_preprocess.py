@@ -98,7 +98,7 @@ _STRIDES = tuple(f"{name}_{axis}" for name in ("out", "dout") for axis in "bnh")
         "stats_rows",
     )
 )
-def _row_sums_kernel(
+def _bwd_preprocess_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -170,7 +170,7 @@ def _row_sums_kernel(
     tl.store(stats_ptr + target + BLOCK, delta, valid)
 
 
-def row_sums(
+def bwd_preprocess(
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
@@ -229,4 +229,4 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
     }
     programs = triton.cdiv(out.shape[1], rows) * batch * num_heads
     kind = (out.dtype, dout.dtype, dim, unit, layout.block, found, *tensors)
-    return Launch(_row_sums_kernel, lambda _: ((programs,), arguments), False, kind)
+    return Launch(_bwd_preprocess_kernel, lambda _: ((programs,), arguments), False, kind)

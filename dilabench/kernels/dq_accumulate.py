@@ -11,7 +11,7 @@ from torch import Tensor
 from dilabench.kernels.tuning import TileConfig, heads_at_a_time
 
 
-def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:
+def dq_accumulator(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:
     """float32 zeros [B, N, H', D] for as few of the heads of q as have programs enough, each of ``tiles.block_n`` rows
     of k: those of a divisor of the K/V heads. Rows behind make ``modulus`` divide N. None where there is no room.
     """
@@ -25,6 +25,6 @@ def empty_sums(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Ten
         return None
 
 
-def write_sums(sums: Tensor, scale: float, dq: Tensor) -> None:
+def convert_dq(sums: Tensor, scale: float, dq: Tensor) -> None:
     """Write ``scale * sums`` into dq [B, N, H', D]; sums may have more rows behind."""
     torch.mul(sums[:, : dq.shape[1]], scale, out=dq)

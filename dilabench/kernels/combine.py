@@ -78,7 +78,7 @@ def _sum_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_heads"])
-def _softmax_kernel(
+def _combine_kernel(
     out_ptr,
     lse_ptr,
     out_strides,
@@ -135,7 +135,7 @@ def sum_parts_(total: Tensor, parts: Sequence[RowSum]) -> None:
         sum_parts_torch_(total, parts)
 
 
-def softmax_parts_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
+def combine_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     """Overwrite out [B, N, H, D] and lse [B, H, N] with the attention over all key sets, given each set's own.
 
     parts: at least one (out, lse, first), out [B, R, H, D] and lse [B, H, R] (natural log), on rows [first, first + R).
@@ -149,9 +149,9 @@ def softmax_parts_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> Non
     if out.numel() == 0:
         return
     if out.device.type == "cuda" and out.dtype != torch.float64:
-        _softmax_triton_(out, lse, parts)
+        _combine_triton_(out, lse, parts)
     else:
-        softmax_parts_torch_(out, lse, parts)
+        combine_torch_(out, lse, parts)
 
 
 def sum_parts_torch_(total: Tensor, parts: Sequence[RowSum]) -> None:
@@ -162,7 +162,7 @@ def sum_parts_torch_(total: Tensor, parts: Sequence[RowSum]) -> None:
     total.copy_(wide)
 
 
-def softmax_parts_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
+def combine_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     """The same merge in plain PyTorch: the CPU path and the oracle of the kernel."""
     compute = torch.promote_types(out.dtype, torch.float32)
     merged = torch.full_like(lse, float("-inf"), dtype=compute)
@@ -195,10 +195,10 @@ def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
     )
 
 
-def _softmax_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
+def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     rows = [_with_dense_heads(x) for x, _, _ in parts]
     programs, shape = _launch(out)
-    _softmax_kernel[(programs,)](
+    _combine_kernel[(programs,)](
         out,
         lse,
         out.stride()[:3],

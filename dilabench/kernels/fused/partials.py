@@ -32,16 +32,16 @@ _UNIT = COPY_BYTES // 2
 _BEFORE_CLASSES = 8
 
 
-class Apart(NamedTuple):
-    """Results of branches one after another, float32 ``lses`` and ``outs``; `ApartPlaces` says where each stands."""
+class Partials(NamedTuple):
+    """Results of branches one after another, float32 ``lses`` and ``outs``; `PartialPlaces` says where each is."""
 
     outs: Tensor
     lses: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ApartPlaces:
-    """Where the rows of groups of a single branch stand in `Apart`: n rows (`BranchGroup.stored_rows`) of each head in
+class PartialPlaces:
+    """Where the rows of groups of a single branch are in `Partials`: n rows (`BranchGroup.stored_rows`) of each head in
     out [B, n, H, D] and lse [B, H, n].
 
     shape: of all rows, [B, N, H, D]. outs, lses: where groups begin, and the end. table: int32, of each group the units
@@ -58,7 +58,7 @@ class ApartPlaces:
     is_uniform: bool
 
     @classmethod
-    def of(cls, groups: Sequence[BranchGroup], shape: Sequence[int], device: torch.device) -> ApartPlaces:
+    def of(cls, groups: Sequence[BranchGroup], shape: Sequence[int], device: torch.device) -> PartialPlaces:
         """For the results of queries of this shape."""
         batch, length, heads, dim = shape
         rows = tuple(group.stored_rows for group in groups)
@@ -72,17 +72,17 @@ class ApartPlaces:
         is_uniform = length // step >= tuning.MANY_TOKENS and not any(group.is_shifted for group in groups)
         return cls(tuple(shape), rows, outs, lses, torch.from_numpy(table).to(device), step, is_uniform)
 
-    def room(self, q: Tensor) -> Apart:
-        """Room for them, of the dtype of q."""
-        return Apart(q.new_empty(self.outs[-1]), q.new_empty(self.lses[-1], dtype=torch.float32))
+    def empty(self, q: Tensor) -> Partials:
+        """Uninitialised results, of the dtype of q."""
+        return Partials(q.new_empty(self.outs[-1]), q.new_empty(self.lses[-1], dtype=torch.float32))
 
-    def each(self, apart: Apart) -> list[tuple[Tensor, Tensor]]:
+    def views(self, partials: Partials) -> list[tuple[Tensor, Tensor]]:
         """out [B, n, H, D] and lse [B, H, n] of every group."""
         batch, _, heads, dim = self.shape
         return [
             (
-                apart.outs[out : out + batch * n * heads * dim].view(batch, n, heads, dim),
-                apart.lses[lse : lse + batch * heads * n].view(batch, heads, n),
+                partials.outs[out : out + batch * n * heads * dim].view(batch, n, heads, dim),
+                partials.lses[lse : lse + batch * heads * n].view(batch, heads, n),
             )
             for n, out, lse in zip(self.rows, self.outs, self.lses, strict=False)
         ]
@@ -123,9 +123,9 @@ class ApartPlaces:
 
 
 @lru_cache(maxsize=32)
-def apart_places(plan: ResiduePlan, shape: torch.Size, device: torch.device, _kind: type[Tensor]) -> ApartPlaces:
+def partial_places(plan: ResiduePlan, shape: torch.Size, device: torch.device, _kind: type[Tensor]) -> PartialPlaces:
     """Of the groups of a plan, for tensors of a kind (what has data, or is only traced): those of few lengths stay."""
-    return ApartPlaces.of(plan.groups, shape, device)
+    return PartialPlaces.of(plan.groups, shape, device)
 
 
 def _padded(elements: int) -> int:
