@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.lse import by_row, has_kernel, share_of
+from dilabench.kernels.softmax import finite
 from dilabench.kernels.tuning import rows_of_a_program
 
 # Ranges go to the kernels in units of 1/16 row: Triton compiles anew for integers that are 1, a multiple of 16 or
@@ -100,7 +102,7 @@ def _combine_kernel(
     for part in tl.static_range(len(parts)):
         own = rows - firsts[part] // UNIT
         top = tl.maximum(top, _load_lse(lses[part], batch, own, head, counts[part] // UNIT, n_heads))
-    top = tl.where(top == float("-inf"), 0.0, top)
+    top = finite(top)
     weights = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in tl.static_range(len(parts)):
@@ -129,7 +131,7 @@ def sum_parts_(total: Tensor, parts: Sequence[RowSum]) -> None:
     _check(total, [(x, first) for x, first in parts])
     if total.numel() == 0:
         return
-    if total.device.type == "cuda" and total.dtype != torch.float64:
+    if has_kernel(total.device, total.dtype):
         _sum_triton_(total, parts)
     else:
         sum_parts_torch_(total, parts)
@@ -148,7 +150,7 @@ def combine_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
             raise ValueError(f"a part {tuple(x.shape)} has lse {tuple(part_lse.shape)}: it must be [B, H, R]")
     if out.numel() == 0:
         return
-    if out.device.type == "cuda" and out.dtype != torch.float64:
+    if has_kernel(out.device, out.dtype):
         _combine_triton_(out, lse, parts)
     else:
         combine_torch_(out, lse, parts)
@@ -169,12 +171,11 @@ def combine_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> Non
     for x, part_lse, first in parts:
         covered = merged[..., first : first + x.shape[1]]
         covered.copy_(torch.logaddexp(covered, part_lse.to(compute)))
-    safe = merged.masked_fill(merged == float("-inf"), 0.0)
     wide = torch.zeros_like(out, dtype=compute)
     for x, part_lse, first in parts:
         rows = slice(first, first + x.shape[1])
-        weight = torch.exp(part_lse.to(compute) - safe[..., rows]).transpose(1, 2).unsqueeze(-1)
-        wide[:, rows] += torch.where(weight > 0, x.to(compute) * weight, 0.0)
+        share = by_row(share_of(part_lse.to(compute), merged[..., rows]))
+        wide[:, rows] += torch.where(share > 0, x.to(compute) * share, 0.0)
     out.copy_(wide)
     lse.copy_(merged)
 

@@ -45,7 +45,8 @@ from dilabench.kernels.fused.tile_walk import (
 )
 from dilabench.kernels.fused.wider_rows import make_ready, with_columns
 from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
-from dilabench.kernels.merge import merge_null_mass_
+from dilabench.kernels.lse import add_null_mass_
+from dilabench.kernels.softmax import finite, weights_of_two
 from dilabench.kernels.tuning import Selected, TileConfig, columns_to_add, select_kernel
 
 
@@ -156,8 +157,8 @@ def _forward_kernel(
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
-            # A row may see nothing yet; -inf - (-inf) must not reach exp2.
-            safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            # A row may see nothing yet.
+            safe_top = finite(new_top)
             p = tl.math.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
@@ -188,10 +189,7 @@ def _forward_kernel(
     lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * stored + first_stored.to(tl.int64) * step + place
     lse_at += tl.arange(0, BLOCK_M) * step
     if MERGE:
-        old_lse = tl.load(lse_at, inside, float("-inf"))
-        higher = tl.maximum(old_lse, lse)
-        ours = tl.exp(lse - higher)
-        theirs = tl.exp(old_lse - higher)
+        higher, ours, theirs = weights_of_two(lse, tl.load(lse_at, inside, float("-inf")))
         both = ours + theirs
         mine = mine * (ours / both)
         theirs = theirs / both
@@ -244,7 +242,7 @@ def fused_forward(
 
     known.make(range(len(plan.groups)), [tensors] * len(plan.groups), prepare)
     if log_mass is not None and not covered:
-        merge_null_mass_(out, lse, log_mass)
+        add_null_mass_(out, lse, log_mass)
     return out, lse
 
 

@@ -24,6 +24,7 @@ from dilabench.kernels import tuning
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launches import COPY_BYTES, Arguments, Launch
+from dilabench.kernels.softmax import weights_of_two
 
 # What each branch has begins at a multiple of so many numbers, and so of 16 bytes, whatever the shape: kernels are
 # compiled anew for others.
@@ -140,9 +141,7 @@ def _add_own(state, out_ptr, lse_ptr, row, seen, n_heads, column, HEAD_DIM: tl.c
     lse = tl.load(lse_ptr + row, seen, float("-inf"))
     there = (lse != float("-inf"))[:, None] & (column < HEAD_DIM)[None, :]
     out = tl.load(out_ptr + (row * (n_heads * HEAD_DIM))[:, None] + column[None, :], there, 0.0)
-    higher = tl.maximum(top, lse)
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    kept, share = tl.exp(top - safe), tl.exp(lse - safe)
+    higher, kept, share = weights_of_two(top, lse)
     return higher, total * kept + share, merged * kept[:, None] + out.to(tl.float32) * share[:, None]
 
 
