@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dilabench.distributed import block_deal, column_deal, row_deal
+from dilabench.distributed import block_deal, row_deal
 from dilabench.distributed.balance import HopPairs, hop_pairs
 from dilabench.distributed.row_deal import RowDeal
-from dilabench.workload.equal_parts import mesh_degrees, usp_degrees
+from dilabench.workload.equal_parts import usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
 
 
@@ -197,30 +197,26 @@ class HeadsForTokens:
 
 @dataclass(frozen=True, slots=True)
 class HeadsInRing:
-    """USP: groups of ranks trade tokens for heads, and a ring joins the groups.
+    """USP: groups of ranks trade tokens for heads, and a ring joins the groups (`usp_degrees`)."""
 
-    degrees: how many ranks are in a group, and how many groups there are.
-    """
-
-    degrees: Callable[[Workload, int], tuple[int, int]]
     trade: HeadsForTokens
     ring: Hops
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """Of the ring: within a group all compute the same pairs of other heads."""
-        return self.ring.load_balance(workload, self.degrees(workload, ranks)[1])
+        return self.ring.load_balance(workload, usp_degrees(ranks)[1])
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
         """Of the ring."""
-        return self.ring.overlapping_share(workload, self.degrees(workload, ranks)[1])
+        return self.ring.overlapping_share(workload, usp_degrees(ranks)[1])
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
         """Of the ring."""
-        return self.ring.sums_hops(workload, self.degrees(workload, ranks)[1])
+        return self.ring.sums_hops(workload, usp_degrees(ranks)[1])
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """Those of a group over its share of the sequence, and those of the ring over its share of the heads."""
-        heads, ring = self.degrees(workload, ranks)
+        heads, ring = usp_degrees(ranks)
         if _uneven(workload, ranks) or workload.num_heads % heads or workload.num_kv_heads % heads:
             return None
         share = {"num_heads": workload.num_heads // heads, "num_kv_heads": workload.num_kv_heads // heads}
@@ -243,22 +239,6 @@ class Blocks(Counted):
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """As `block_deal.received_bytes` counts them."""
         return 0 if ranks == 1 else block_deal.received_bytes(workload, ranks)
-
-
-class Columns(Counted):
-    """Single keys, of which those travel that some query sees."""
-
-    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
-        """None when nothing at all is visible."""
-        return column_deal.hop_pairs(workload, ranks)
-
-    def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """The work that needs no remote key."""
-        return slowest[0]
-
-    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """As `column_deal.received_bytes` counts them."""
-        return 0 if ranks == 1 else column_deal.received_bytes(workload, ranks)
 
 
 class Rows(Counted):
@@ -293,15 +273,13 @@ ZIGZAG_ALLGATHER = ZigzagGather(zigzag=True, kept="all")
 RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()
-COLUMNS = Columns()
 BALANCED_ALLGATHER = Rows()
 WHOLE_RING = WholeShards(zigzag=False)
 WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)
 NARROW_ZIGZAG_RING = WholeShards(zigzag=True, wide_sums=False)
 HEADS_FOR_TOKENS = HeadsForTokens(with_lse=False)
-HEADS_IN_RING = HeadsInRing(lambda _, ranks: usp_degrees(ranks), HEADS_FOR_TOKENS, WHOLE_ZIGZAG_RING)
-ULYSSES_RING = HeadsInRing(mesh_degrees, ULYSSES, RING_VARLEN)
+HEADS_IN_RING = HeadsInRing(HEADS_FOR_TOKENS, WHOLE_ZIGZAG_RING)
 
 
 def _uneven(workload: Workload, ranks: int) -> bool:

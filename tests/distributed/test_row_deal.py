@@ -9,7 +9,7 @@ from dilabench.distributed.row_deal import RowDeal, heaviest_first, hop_pairs, r
 from dilabench.distributed.sharding import zigzag
 from dilabench.distributed.shardings import BALANCED_ALLGATHER, RING_VARLEN
 from dilabench.distributed.single_rank import SingleRank
-from dilabench.impls.ring import balanced, gathered
+from dilabench.impls.ring import gathered
 from dilabench.impls.ring.schedule.one_launch import InOneLaunch
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload
@@ -125,4 +125,4 @@ def test_packed_kernels_take_what_their_masks_can(one, ends, algorithm):
         backend=LoadedBackend("made-up", unused, unused, packed=kernel),
         world=SingleRank.of(1, 2),
     )
-    assert type(balanced.build(one, context)._algorithm) is algorithm
+    assert type(gathered.build_balanced(one, context)._algorithm) is algorithm

@@ -63,4 +63,4 @@ class MagiAttention(PeerOverRanks):
 def _spans(positions: list[int]) -> tuple[Span, ...]:
     """Runs of successive positions, in the order of local rows."""
     breaks = [0, *(row + 1 for row, (a, b) in enumerate(pairwise(positions)) if b != a + 1), len(positions)]
-    return tuple(Span(positions[a], positions[b - 1] + 1, 1, a) for a, b in pairwise(breaks))
+    return tuple(Span(positions[a], positions[b - 1] + 1, a) for a, b in pairwise(breaks))

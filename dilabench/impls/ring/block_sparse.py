@@ -13,7 +13,6 @@ once, while the own gradients are computed; their owner sums in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from dilabench.distributed.world import World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
 from dilabench.impls.ring.schedule.function import ShardedAttention
-from dilabench.impls.ring.schedule.row_exchange import Places, RowExchange, apart
+from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
 from dilabench.impls.ring.schedule.sums import Sum
 from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.lists import BoolArray
@@ -39,11 +38,12 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 class BlockExchange:
     """`function.Algorithm` of one rank, which holds some rows.
 
-    own: its queries on its own keys. gathered: the same queries on the blocks of others, holder by holder (None: it
-    needs none).
+    own: its queries on its own keys. gathered: the same queries on the blocks of others, owner by owner (None: it needs
+    none), whose keys are what `placed` unpacks.
     """
 
-    exchange: RowExchange
+    exchange: RowGather
+    placed: RowSelection
     attend: BlockForward
     attend_backward: BlockBackward
     scale: float
@@ -52,32 +52,30 @@ class BlockExchange:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
-        arriving, pending = self.exchange.gather(k, v)
+        *arriving, pending = self.exchange.gather(k, v)
         out, lse = self.attend(q, k, v, self.own, scale=self.scale)
         pending.wait()
-        placed = self.exchange.placed(arriving)
+        keys, values = map(self.placed.unpack, arriving)
         if self.gathered is not None:
-            far_out, far_lse = self.attend(q, *apart(placed), self.gathered, scale=self.scale)
+            far_out, far_lse = self.attend(q, keys, values, self.gathered, scale=self.scale)
             merge_rows_(out, lse, far_out, far_lse)
-        return out, lse, (placed,)
+        return out, lse, (keys, values)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
         sums = Sum.like(q), Sum.like(k), Sum.like(v)
-        gradients = kept[0]
+        dkeys, dvalues = keys, values = kept
         if self.gathered is not None:
-            keys, values = apart(kept[0])
             far = self.attend_backward(dout, q, keys, values, out, lse, self.gathered, scale=self.scale)
             sums[0].put(far[0])
-            gradients = self.exchange.gradients(*far[1:])
-        returning, pending = self.exchange.give_back(gradients, k)
+            dkeys, dvalues = far[1:]
+        returned = self.exchange.give_back(self.placed.pack(dkeys), self.placed.pack(dvalues), k)
         own = self.attend_backward(dout, q, k, v, out, lse, self.own, scale=self.scale)
         for total, part in zip(sums, own, strict=True):
             total.put(part)
-        pending.wait()
-        self.exchange.add_returned(*sums[1:], returning)
+        returned.add(*sums[1:])
         dq, dk, dv = (total.finish() for total in sums)
         return dq, dk, dv
 
@@ -118,26 +116,15 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
 Blocks = npt.NDArray[np.int64]
 
 
-class Deal(Protocol):
-    """Who holds which blocks or keys, and what of them goes from rank to rank."""
-
-    def sent(self, holder: int, reader: int) -> Blocks: ...
-
-
-def travelling(deal: Deal, world: World) -> tuple[dict[int, Blocks], dict[int, Blocks]]:
-    """What this rank needs of each holder, and gives each reader."""
-    others = [other for other in range(world.size) if other != world.rank]
-    needed = {holder: deal.sent(holder, world.rank) for holder in others}
-    return needed, {reader: deal.sent(world.rank, reader) for reader in others}
-
-
 def _exchange(workload: Workload, device: torch.device, world: World, deal: BlockDeal) -> BlockExchange:
     """What this rank computes, sends and receives.
 
     The last block of the sequence may be short, so that its holder comes last among those of gathered blocks.
     """
     own = deal.own(world.rank)
-    needed, given = travelling(deal, world)
+    others = [other for other in range(world.size) if other != world.rank]
+    given = {reader: deal.sent(world.rank, reader) for reader in others}
+    needed = {owner: deal.sent(owner, world.rank) for owner in others}
     last = len(deal.sizes) - 1
     needed = dict(sorted(needed.items(), key=lambda item: last in item[1] // deal.heads))
     coming = np.concatenate([*needed.values(), own[:0]])
@@ -146,21 +133,17 @@ def _exchange(workload: Workload, device: torch.device, world: World, deal: Bloc
     slots = _slots(deal, coming)
     key_rows = _rows_of_slots(deal, coming, slots)
     _, attend, attend_backward = kernels_for(device)
-    exchange = RowExchange(
-        world,
-        needs={holder: deal.rows_of(parcels) for holder, parcels in needed.items() if len(parcels)},
-        gives={
-            reader: None
-            if deal.heads == 1 and len(parcels) == len(own)
-            else _rows(deal, parcels, own.searchsorted(parcels // deal.heads)).to(device)
-            for reader, parcels in given.items()
-            if len(parcels)
-        },
-        heads=deal.heads,
-        places=Places(key_rows, _rows(deal, coming, slots).to(device)) if deal.heads > 1 else None,
-    )
+    needs = {owner: deal.rows_of(parcels) for owner, parcels in needed.items()}
+    gives = {}
+    for reader, parcels in given.items():
+        everything = deal.heads == 1 and len(parcels) == len(own)
+        index = None if everything else _rows(deal, parcels, own.searchsorted(parcels // deal.heads)).to(device)
+        if len(parcels):
+            gives[reader] = [RowSelection(0, rows, index, deal.heads)]
+    order = _rows(deal, coming, slots).to(device) if deal.heads > 1 else None
     return BlockExchange(
-        exchange,
+        RowGather(world, sum(needs.values()), places_in_order(needs), gives, deal.heads),
+        RowSelection(0, key_rows, order, deal.heads),
         attend,
         attend_backward,
         workload.softmax_scale,

@@ -19,7 +19,7 @@ from dilabench.distributed.row_deal import RowDeal, overlap, overlapping
 from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.function import Algorithm
-from dilabench.impls.ring.schedule.row_exchange import RowExchange, apart, together
+from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
 from dilabench.impls.ring.schedule.sums import Sum
 from dilabench.workload.spec import Workload
 
@@ -37,51 +37,45 @@ class Run:
 class InOneLaunch:
     """`function.Algorithm` of a rank, its pieces as packed sequences. runs: the keys of each piece, in order."""
 
-    exchange: RowExchange
+    exchange: RowGather
     kernel: PackedKernel
     runs: tuple[Run, ...]
     options: dict[str, Any]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the K and V that came."""
-        arriving, pending = self.exchange.gather(k, v)
+        *gathered, pending = self.exchange.gather(k, v)
         pending.wait()
-        keys, values = self._keys(k, v, arriving)
+        keys, values = map(self._keys, (k, v), gathered)
         out, lse = self.kernel.attend(q[0], keys, values, **self.options)
-        return out[None], lse[None], (arriving,)
+        return out[None], lse[None], tuple(gathered)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards; those of keys that came first, so that they travel meanwhile."""
-        (arriving,) = kept
-        keys, values = self._keys(k, v, arriving)
+        keys, values = map(self._keys, (k, v), kept)
         dq, *gradients = self.kernel.attend_backward(dout[0], q[0], keys, values, out[0], lse[0], **self.options)
-        far = self._summed(gradients, apart(arriving), own=False)
-        returning, pending = self.exchange.give_back(together(*(total.finish() for total in far)), k)
-        dk, dv = self._summed(gradients, (k, v), own=True)
-        pending.wait()
-        self.exchange.add_returned(dk, dv, returning)
+        far = (self._summed(part, gathered, own=False) for part, gathered in zip(gradients, kept, strict=True))
+        dkeys, dvalues = (total.finish() for total in far)
+        returned = self.exchange.give_back(dkeys, dvalues, k)
+        dk, dv = (self._summed(part, local, own=True) for part, local in zip(gradients, (k, v), strict=True))
+        returned.add(dk, dv)
         return dq[None], dk.finish(), dv.finish()
 
-    def _keys(self, k: Tensor, v: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [T_k, K, D] of the launch."""
-        found = []
-        for near, far in zip((k, v), apart(arriving), strict=True):
-            rows = [(near if run.own else far)[0].narrow(0, run.first, run.rows) for run in self.runs]
-            found.append(rows[0] if len(rows) == 1 else torch.cat(rows))
-        keys, values = found
-        return keys, values
+    def _keys(self, local: Tensor, gathered: Tensor) -> Tensor:
+        """Keys or values [T_k, K, D] of the launch."""
+        rows = [(local if run.own else gathered)[0].narrow(0, run.first, run.rows) for run in self.runs]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _summed(self, gradients: Sequence[Tensor], like: tuple[Tensor, Tensor], own: bool) -> tuple[Sum, Sum]:
-        """dK and dV of own keys, or of those that came: a key is in as many runs as pieces see it."""
-        dk, dv = Sum.like(like[0]), Sum.like(like[1])
-        starts = accumulate((run.rows for run in self.runs), initial=0)
-        for run, start in zip(self.runs, starts, strict=False):
+    def _summed(self, gradient: Tensor, like: Tensor, own: bool) -> Sum:
+        """dK or dV of own keys, or of those that came: a key is in as many runs as pieces see it."""
+        total, start = Sum.like(like), 0
+        for run in self.runs:
             if run.own == own:
-                for total, gradient in zip((dk, dv), gradients, strict=True):
-                    total.put(gradient[None, start : start + run.rows], run.first)
-        return dk, dv
+                total.put(gradient[None, start : start + run.rows], run.first)
+            start += run.rows
+        return total
 
 
 def in_one_launch(workload: Workload, context: BuildContext, deal: RowDeal) -> Algorithm | None:
@@ -117,10 +111,11 @@ def _on_device(bounds: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(bounds, dtype=torch.int32).to(device)
 
 
-def _exchange(deal: RowDeal, world: World) -> RowExchange:
+def _exchange(deal: RowDeal, world: World) -> RowGather:
     rank, others = world.rank, [other for other in range(world.size) if other != world.rank]
     spans = shards_of(deal.held).parts[rank]
-    gives: dict[int, Tensor | None] = {}
+    held = sum(span.length for span in spans)
+    gives: dict[int, list[RowSelection]] = {}
     for reader in others:
         rows, seen = [], deal.seen(reader)
         for span in spans:
@@ -129,9 +124,9 @@ def _exchange(deal: RowDeal, world: World) -> RowExchange:
                 rows.append(torch.arange(len(shared)) + span.row + shared.start - span.start)
         if rows:
             index = torch.cat(rows)
-            gives[reader] = None if len(index) == sum(span.length for span in spans) else index.to(world.device)
-    needs = {holder: moved for holder in others if (moved := deal.moved(holder, rank))}
-    return RowExchange(world, needs, gives)
+            gives[reader] = [RowSelection(0, held, None if len(index) == held else index.to(world.device))]
+    needs = {holder: deal.moved(holder, rank) for holder in others}
+    return RowGather(world, sum(needs.values()), places_in_order(needs), gives)
 
 
 def _runs(deal: RowDeal, rank: int) -> tuple[Run, ...]:
