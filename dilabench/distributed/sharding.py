@@ -13,6 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dilabench.distributed.balance import cut_runs
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -75,12 +77,19 @@ class Shards:
 
 
 def shards_of(held: Sequence[Sequence[range]]) -> Shards:
-    """Shards of the runs of positions that each rank holds, in its order of rows."""
-    parts: list[list[Span]] = [[] for _ in held]
-    for part, runs in zip(parts, held, strict=True):
-        for run in runs:
-            _hold(part, run.start, run.stop)
-    return Shards(tuple(map(tuple, parts)))
+    """Shards of the runs of positions that each rank holds, in its order of rows; adjacent runs are one span."""
+    parts = []
+    for runs in held:
+        part: list[Span] = []
+        row = 0
+        for run in filter(None, runs):
+            if part and part[-1].stop == run.start:
+                part[-1] = Span(part[-1].start, run.stop, part[-1].row)
+            else:
+                part.append(Span(run.start, run.stop, row))
+            row += len(run)
+        parts.append(tuple(part))
+    return Shards(tuple(parts))
 
 
 # Bounds of sequences and a number of ranks to what each rank holds.
@@ -89,7 +98,7 @@ Cut = Callable[[Sequence[tuple[int, int]], int], Shards]
 
 def contiguous(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
     """Every sequence (start, end) in `size` successive parts: one per rank, in order."""
-    return _dealt(bounds, size, size, lambda chunk: chunk)
+    return shards_of(cut_runs(bounds, size, zigzag=False))
 
 
 def zigzag(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
@@ -97,24 +106,4 @@ def zigzag(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
 
     The convention of ring-flash-attention, torch's context_parallel and USP (not nnscaler's).
     """
-    return _dealt(bounds, size, 2 * size, lambda chunk: min(chunk, 2 * size - 1 - chunk))
-
-
-def _dealt(bounds: Sequence[tuple[int, int]], size: int, chunks: int, owner: Callable[[int], int]) -> Shards:
-    parts: list[list[Span]] = [[] for _ in range(size)]
-    for start, end in bounds:
-        for chunk in range(chunks):
-            edges = [start + (end - start) * edge // chunks for edge in (chunk, chunk + 1)]
-            _hold(parts[owner(chunk)], *edges)
-    return Shards(tuple(map(tuple, parts)))
-
-
-def _hold(part: list[Span], start: int, stop: int) -> None:
-    """Add a span to a rank's part; adjacent spans are joined, empty ones left out."""
-    if start >= stop:
-        return
-    row = part[-1].row + part[-1].length if part else 0
-    if part and part[-1].stop == start:
-        part[-1] = Span(part[-1].start, stop, part[-1].row)
-    else:
-        part.append(Span(start, stop, row))
+    return shards_of(cut_runs(bounds, size, zigzag=True))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.block_deal import BlockDeal
+from dilabench.distributed.block_assignment import BlockAssignment
 from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
@@ -97,7 +97,7 @@ class NoRows:
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
-    """Ranks hold chunks of blocks dealt by the pairs that their rows see.
+    """Ranks hold chunks of blocks assigned by the pairs that their rows see.
 
     Raises ConfigError for a file that does not fit, ValueError for windows and for a pattern without whole blocks.
     """
@@ -107,84 +107,88 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
             "local_window mask, or block-sparse on one device"
         )
     world = context.world or World.alone(context.device)
-    deal = BlockDeal.of(workload, world.size)
-    shards = shards_of(deal.positions)
-    algorithm = _exchange(workload, context.device, world, deal) if shards.rows[world.rank] else NoRows()
+    assignment = BlockAssignment.of(workload, world.size)
+    shards = shards_of(assignment.positions)
+    algorithm = _exchange(workload, context.device, world, assignment) if shards.rows[world.rank] else NoRows()
     return ShardedAttention(workload, shards, world, algorithm)
 
 
 Blocks = npt.NDArray[np.int64]
 
 
-def _exchange(workload: Workload, device: torch.device, world: World, deal: BlockDeal) -> BlockExchange:
+def _exchange(workload: Workload, device: torch.device, world: World, assignment: BlockAssignment) -> BlockExchange:
     """What this rank computes, sends and receives.
 
-    The last block of the sequence may be short, so that its holder comes last among those of gathered blocks.
+    The last block of the sequence may be short, so that its owner comes last among those of gathered blocks.
     """
-    own = deal.own(world.rank)
+    own = assignment.own(world.rank)
     others = [other for other in range(world.size) if other != world.rank]
-    given = {reader: deal.sent(world.rank, reader) for reader in others}
-    needed = {owner: deal.sent(owner, world.rank) for owner in others}
-    last = len(deal.sizes) - 1
-    needed = dict(sorted(needed.items(), key=lambda item: last in item[1] // deal.heads))
+    given = {reader: assignment.sent(world.rank, reader) for reader in others}
+    needed = {owner: assignment.sent(owner, world.rank) for owner in others}
+    last = len(assignment.sizes) - 1
+    needed = dict(sorted(needed.items(), key=lambda item: last in item[1] // assignment.parts))
     coming = np.concatenate([*needed.values(), own[:0]])
-    queries = deal.mask[:, own]
-    rows = int(deal.sizes[own].sum())
-    slots = _slots(deal, coming)
-    key_rows = _rows_of_slots(deal, coming, slots)
+    queries = assignment.mask[:, own]
+    rows = int(assignment.sizes[own].sum())
+    slots = _slots(assignment, coming)
+    key_rows = _rows_of_slots(assignment, coming, slots)
     _, attend, attend_backward = kernels_for(device)
-    needs = {owner: deal.rows_of(parcels) for owner, parcels in needed.items()}
+    needs = {owner: assignment.rows_of(parts) for owner, parts in needed.items()}
     gives = {}
-    for reader, parcels in given.items():
-        everything = deal.heads == 1 and len(parcels) == len(own)
-        index = None if everything else _rows(deal, parcels, own.searchsorted(parcels // deal.heads)).to(device)
-        if len(parcels):
-            gives[reader] = [RowSelection(0, rows, index, deal.heads)]
-    order = _rows(deal, coming, slots).to(device) if deal.heads > 1 else None
+    for reader, parts in given.items():
+        everything = assignment.parts == 1 and len(parts) == len(own)
+        index = None if everything else _rows(assignment, parts, own.searchsorted(parts // assignment.parts)).to(device)
+        if len(parts):
+            gives[reader] = [RowSelection(0, rows, index, assignment.parts)]
+    order = _rows(assignment, coming, slots).to(device) if assignment.parts > 1 else None
     return BlockExchange(
-        RowGather(world, sum(needs.values()), places_in_order(needs), gives, deal.heads),
-        RowSelection(0, key_rows, order, deal.heads),
+        RowGather(world, sum(needs.values()), places_in_order(needs), gives, assignment.parts),
+        RowSelection(0, key_rows, order, assignment.parts),
         attend,
         attend_backward,
         workload.softmax_scale,
-        own=BlockPlan(queries[:, :, own], deal.block_size, rows, workload.causal),
+        own=BlockPlan(queries[:, :, own], assignment.block_size, rows, workload.causal),
         gathered=BlockPlan(
-            _gathered_mask(deal, queries, coming, slots), deal.block_size, rows, causal=False, key_rows=key_rows
+            _gathered_mask(assignment, queries, coming, slots),
+            assignment.block_size,
+            rows,
+            causal=False,
+            key_rows=key_rows,
         )
         if len(coming)
         else None,
     )
 
 
-def _slots(deal: BlockDeal, parcels: Blocks) -> Blocks:
-    """[parcels]: which block of gathered keys each is: those of a head one after another, the short one behind all."""
-    blocks, heads = parcels // deal.heads, parcels % deal.heads
-    whole = deal.sizes[blocks] == deal.block_size
-    slots = np.zeros(len(parcels), dtype=np.int64)
-    for head in range(deal.heads):
+def _slots(assignment: BlockAssignment, parts: Blocks) -> Blocks:
+    """[parts]: which block of gathered keys each is: those of a head one after another, the short one behind all."""
+    blocks, heads = parts // assignment.parts, parts % assignment.parts
+    whole = assignment.sizes[blocks] == assignment.block_size
+    slots = np.zeros(len(parts), dtype=np.int64)
+    for head in range(assignment.parts):
         mine = np.flatnonzero(whole & (heads == head))
         slots[mine] = np.arange(len(mine))
     slots[~whole] = slots[whole].max(initial=-1) + 1
     return slots
 
 
-def _rows_of_slots(deal: BlockDeal, parcels: Blocks, slots: Blocks) -> int:
+def _rows_of_slots(assignment: BlockAssignment, parts: Blocks, slots: Blocks) -> int:
     """Rows of gathered keys, of the heads that have most."""
-    return int((slots * deal.block_size + deal.sizes[parcels // deal.heads]).max(initial=0))
+    return int((slots * assignment.block_size + assignment.sizes[parts // assignment.parts]).max(initial=0))
 
 
-def _rows(deal: BlockDeal, parcels: Blocks, places: Blocks) -> Tensor:
-    """row·heads + head of the rows of parcels whose blocks are the ones at these places, parcel by parcel."""
-    inside = np.arange(deal.block_size)
-    rows = (places[:, None] * deal.block_size + inside) * deal.heads + (parcels % deal.heads)[:, None]
-    return torch.from_numpy(rows[inside < deal.sizes[parcels // deal.heads][:, None]])
+def _rows(assignment: BlockAssignment, parts: Blocks, places: Blocks) -> Tensor:
+    """row·heads + head of the rows of parts whose blocks are the ones at these places, part by part."""
+    inside = np.arange(assignment.block_size)
+    rows = (places[:, None] * assignment.block_size + inside) * assignment.parts + (parts % assignment.parts)[:, None]
+    return torch.from_numpy(rows[inside < assignment.sizes[parts // assignment.parts][:, None]])
 
 
-def _gathered_mask(deal: BlockDeal, queries: BoolArray, parcels: Blocks, slots: Blocks) -> BoolArray:
+def _gathered_mask(assignment: BlockAssignment, queries: BoolArray, parts: Blocks, slots: Blocks) -> BoolArray:
     """[heads of the mask, own blocks, slots] of the mask's rows [heads of the mask, own blocks, n]."""
     mask = np.zeros((*queries.shape[:2], slots.max() + 1), dtype=bool)
-    sharing = len(mask) // deal.heads
+    sharing = len(mask) // assignment.parts
     for head, (found, seen) in enumerate(zip(mask, queries, strict=True)):
-        mine = parcels % deal.heads == head // sharing
-        found[:, slots[mine]] = seen[:, parcels[mine] // deal.heads]
+        mine = parts % assignment.parts == head // sharing
+        found[:, slots[mine]] = seen[:, parts[mine] // assignment.parts]
     return mask

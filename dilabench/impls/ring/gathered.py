@@ -9,7 +9,7 @@ A backend that aligns ends takes a chunk of queries and all keys before them in 
 Packed sequences are one launch where the backend has a kernel for that.
 
 `balanced-allgather` is for packed documents, whose work is their areas under the mask: cut in order, half of two ranks
-would wait. Chunks of rows are dealt so that each rank has as many tokens and the same work.
+would wait. Chunks of rows are assigned so that each rank has as many tokens and the same work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.row_deal import RowDeal, united
+from dilabench.distributed.row_assignment import RowAssignment, united
 from dilabench.distributed.sharding import Shards, Span, shards_of
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import World
@@ -88,18 +88,18 @@ class Gathered(Calls):
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """`zigzag-allgather`: dense patterns, padded or packed; each sequence on zigzag shards."""
     world = context.world or World.alone(context.device)
-    return _built(workload, context, world, RowDeal.zigzag(workload, world.size))
+    return _built(workload, context, world, RowAssignment.zigzag(workload, world.size))
 
 
 def build_balanced(workload: Workload, context: BuildContext) -> ShardedAttention:
     """`balanced-allgather`: dense patterns with causal masks and windows, padded or packed."""
     world = context.world or World.alone(context.device)
-    return _built(workload, context, world, RowDeal.of(workload, world.size))
+    return _built(workload, context, world, RowAssignment.of(workload, world.size))
 
 
-def _built(workload: Workload, context: BuildContext, world: World, deal: RowDeal) -> ShardedAttention:
-    shards = shards_of(deal.held)
-    algorithm = in_one_launch(workload, context, deal) or by_pieces(workload, context, world, shards)
+def _built(workload: Workload, context: BuildContext, world: World, assignment: RowAssignment) -> ShardedAttention:
+    shards = shards_of(assignment.held)
+    algorithm = in_one_launch(workload, context, assignment) or by_pieces(workload, context, world, shards)
     return ShardedAttention(workload, shards, world, algorithm)
 
 

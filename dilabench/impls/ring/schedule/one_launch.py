@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, PackedKernel
-from dilabench.distributed.row_deal import RowDeal, overlap, overlapping
+from dilabench.distributed.row_assignment import RowAssignment, overlap, overlapping
 from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.function import Algorithm
@@ -78,23 +78,23 @@ class InOneLaunch:
         return total
 
 
-def in_one_launch(workload: Workload, context: BuildContext, deal: RowDeal) -> Algorithm | None:
+def in_one_launch(workload: Workload, context: BuildContext, assignment: RowAssignment) -> Algorithm | None:
     """For packed sequences, where the backend's kernel takes what the mask makes of a piece; None elsewhere."""
     kernel, world = context.require_backend().packed, context.world or World.alone(context.device)
-    left, right = deal.reach
+    left, right = assignment.reach
     masked = (left, right) != (None, None)
     if kernel is None or context.device.type not in kernel.devices or workload.layout != "packed":
         return None
     # The last row of a piece stands at its last key unless rows see keys behind them.
-    if (masked and not (kernel.aligns_ends and right == 0)) or not deal.held[world.rank]:
+    if (masked and not (kernel.aligns_ends and right == 0)) or not assignment.held[world.rank]:
         return None
-    pieces = deal.pieces(world.rank)
+    pieces = assignment.pieces(world.rank)
     bounds = [0, *accumulate(len(piece.rows) for piece in pieces)]
     key_bounds = [0, *accumulate(len(piece.keys) for piece in pieces)]
     return InOneLaunch(
-        _exchange(deal, world),
+        _exchange(assignment, world),
         kernel,
-        _runs(deal, world.rank),
+        _runs(assignment, world.rank),
         {
             "cu_seqlens": _on_device(bounds, context.device),
             "longest": max(len(piece.rows) for piece in pieces),
@@ -111,49 +111,49 @@ def _on_device(bounds: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(bounds, dtype=torch.int32).to(device)
 
 
-def _exchange(deal: RowDeal, world: World) -> RowGather:
+def _exchange(assignment: RowAssignment, world: World) -> RowGather:
     rank, others = world.rank, [other for other in range(world.size) if other != world.rank]
-    spans = shards_of(deal.held).parts[rank]
-    held = sum(span.length for span in spans)
-    gives: dict[int, list[RowSelection]] = {}
+    spans = shards_of(assignment.held).parts[rank]
+    held = sum(map(len, assignment.held[rank]))
+    gives = {}
     for reader in others:
-        rows, seen = [], deal.seen(reader)
-        for span in spans:
-            own = range(span.start, span.stop)
-            for shared in (overlap(own, one) for one in overlapping(seen, own)):
-                rows.append(torch.arange(len(shared)) + span.row + shared.start - span.start)
+        sent = assignment.sent(rank, reader)
+        rows = [
+            torch.arange(len(shared)) + span.row + shared.start - span.start
+            for span in spans
+            for shared in overlapping(sent, range(span.start, span.stop))
+        ]
         if rows:
             index = torch.cat(rows)
             gives[reader] = [RowSelection(0, held, None if len(index) == held else index.to(world.device))]
-    needs = {holder: deal.moved(holder, rank) for holder in others}
+    needs = {owner: assignment.moved(owner, rank) for owner in others}
     return RowGather(world, sum(needs.values()), places_in_order(needs), gives)
 
 
-def _runs(deal: RowDeal, rank: int) -> tuple[Run, ...]:
-    """The keys of each piece, in order, from where they lie; runs that follow each other there are one."""
-    places = _places(deal, rank)
+def _runs(assignment: RowAssignment, rank: int) -> tuple[Run, ...]:
+    """The keys of each piece, in order, from where they are; runs that follow each other there are one."""
+    places = _places(assignment, rank)
     positions = tuple(sorted(places, key=lambda held: held.start))
-    found: list[Run] = []
-    for piece in deal.pieces(rank):
+    runs: list[Run] = []
+    for piece in assignment.pieces(rank):
         for held in overlapping(positions, piece.keys):
             shared, place = overlap(held, piece.keys), places[held]
             run = Run(place.own, place.first + shared.start - held.start, len(shared))
-            before = found[-1] if found else None
+            before = runs[-1] if runs else None
             if before and (before.own, before.first + before.rows) == (run.own, run.first):
-                found[-1] = Run(run.own, before.first, before.rows + run.rows)
+                runs[-1] = Run(run.own, before.first, before.rows + run.rows)
             else:
-                found.append(run)
-    return tuple(found)
+                runs.append(run)
+    return tuple(runs)
 
 
-def _places(deal: RowDeal, rank: int) -> dict[range, Run]:
-    """Where the keys that a rank has in a call lie, by positions: its own, and what comes, holder by holder."""
-    spans = shards_of(deal.held).parts[rank]
+def _places(assignment: RowAssignment, rank: int) -> dict[range, Run]:
+    """Where the keys of a call are, by positions: own ones, and those that come, owner by owner."""
+    spans = shards_of(assignment.held).parts[rank]
     places = {range(span.start, span.stop): Run(True, span.row, span.length) for span in spans}
-    came, seen = 0, deal.seen(rank)
-    for holder in (other for other in range(len(deal.held)) if other != rank):
-        for held in deal.held[holder]:
-            for shared in (overlap(held, one) for one in overlapping(seen, held)):
-                places[shared] = Run(False, came, len(shared))
-                came += len(shared)
+    came = 0
+    for owner in (other for other in range(len(assignment.held)) if other != rank):
+        for shared in assignment.sent(owner, rank):
+            places[shared] = Run(False, came, len(shared))
+            came += len(shared)
     return places
