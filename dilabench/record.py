@@ -54,6 +54,7 @@ FailureCode = Literal[
     "verification_timeout",
     "out_of_memory",
     "peer_lost",
+    "out_of_step",
     "no_samples",
 ]
 

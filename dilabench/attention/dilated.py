@@ -25,7 +25,6 @@ from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.null_mass import add_null_mass_
 from dilabench.impls.one_operator import (
     Computation,
     differentiable_operator,
@@ -38,6 +37,7 @@ from dilabench.impls.one_operator import (
     shapes_of_results,
     with_gradient,
 )
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated

@@ -26,7 +26,6 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
-from dilabench.impls.null_mass import add_null_mass_
 from dilabench.impls.one_operator import (
     Computation,
     first_derivatives,
@@ -34,6 +33,7 @@ from dilabench.impls.one_operator import (
     outside_compilers,
     refuse_forward_mode,
 )
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern

@@ -12,7 +12,7 @@ from dilabench.backends import math
 from dilabench.choice.computation import load_backend
 from dilabench.choice.requirements import unmet
 from dilabench.contracts import LoadedBackend, MergingKernel
-from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.lse import merge_rows_
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 
