@@ -41,6 +41,7 @@ LIBRARY = {
 SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "cache_folder", "retired"}
 NOT_FOR_MODELS = {"pluggy", "typer", "rich", "scipy", "matplotlib", "jinja2"}
 MOST_LOADED_MODULES = 60
+MOST_FILES_OF_A_FIRST_CALL = 37
 HEAVY_PACKAGES = {"torch", "triton", "flash_attn", "flash_attn_interface", "xformers"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
 # Metaphors and words that design.md §1 replaces: a name should be what a reader of the field would search for.
@@ -124,22 +125,37 @@ def test_the_library_names_nothing_of_the_benchmark() -> None:
     assert {name: above for name, above in found.items() if above} == {}
 
 
+A_CALL = """
+import torch
+from dilabench.attention import dilated_attention
+q = torch.randn(1, 256, 2, 16)
+def call():
+    return dilated_attention(q, q, q, segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
+"""
+
+
 def test_a_call_of_the_library_loads_few_modules_and_nothing_of_the_benchmark() -> None:
-    code = (
-        "import torch\n"
-        "from dilabench.attention import dilated_attention\n"
-        "q = torch.randn(1, 256, 2, 16)\n"
-        "dilated_attention(q, q, q, segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)\n"
-    )
-    loaded = modules_after(code)
+    loaded = modules_after(f"{A_CALL}call()")
     assert not {name.partition(".")[0] for name in loaded} & NOT_FOR_MODELS
     ours = sorted(name for name in loaded if name.partition(".")[0] == "dilabench")
     assert len(ours) <= MOST_LOADED_MODULES, ours
 
 
-def test_light_modules_name_no_heavy_package_at_module_level() -> None:
-    found = {dotted(path): module_level_imports(ast.parse(SOURCES[path])) & HEAVY_PACKAGES for path in LIGHT}
-    assert {name: heavy for name, heavy in found.items() if heavy} == {}
+def test_a_first_call_passes_few_files() -> None:
+    code = A_CALL + (
+        "import sys\n"
+        "passed = set()\n"
+        "def see(frame, event, _):\n"
+        "    if event == 'call' and frame.f_code.co_name != '<module>':\n"
+        "        passed.add(frame.f_code.co_filename)\n"
+        "sys.setprofile(see)\n"
+        "call()\n"
+        "sys.setprofile(None)\n"
+        "print(*passed, sep='\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    passed = [name for name in done.stdout.splitlines() if Path(name).is_relative_to(PACKAGE)]
+    assert 0 < len(passed) <= MOST_FILES_OF_A_FIRST_CALL, sorted(passed)
 
 
 def test_importing_every_light_module_leaves_torch_out() -> None:
