@@ -297,7 +297,9 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         )
     if indices.device != tensors[0][2]:
         raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
-    plan = SelectedPlan(indices if indices.ndim == 3 else indices[None], size, length, options.causal, options.window)
+    # As selectors of dilabench give them.
+    by_head = (indices if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
+    plan = SelectedPlan(by_head, size, length, options.causal, options.window)
     union, rows = _over_blocks(pattern, tensors, options)
     planned = replace(rows, plan=plan)
     return replace(union, rows=lambda _device: (planned,))
