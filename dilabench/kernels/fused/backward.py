@@ -346,8 +346,7 @@ def fused_backward(
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
     with ``apart`` from the own results of each group and the merged lse: those with detached merge weights.
 
-    Exact also when ``plan.leftover`` is not empty: the caller adds those branches' gradients, computed from the same
-    out and lse. The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
+    The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
     ``cache``: another than that of these tensors. Raises ValueError as `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)

@@ -227,7 +227,7 @@ def fused_forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
-    Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
+    Rows that no branch covers get out 0 and lse -inf.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
     (packed qkv included). ``beside``: launches that are compiled with these where they are new.

@@ -254,8 +254,6 @@ def checked_scale(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: flo
         )
     if (length, num_heads) != (plan.sequence_length, plan.num_heads):
         raise ValueError(f"q {tuple(q.shape)} does not fit a plan for N={plan.sequence_length}, H={plan.num_heads}")
-    if not plan.groups:
-        raise ValueError(f"no branch fits residue-class tiles: {plan.leftover}")
     scale = dim**-0.5 if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale {scale} must be positive: fold the sign into q")
