@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilabench.impls.null_mass import add_null_mass_
+from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
 
