@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.adapt import Call, Plain, adapted
 from dilabench.backends.band import Band
 from dilabench.contracts import MergingKernel
 from dilabench.kernels.cpu import flash
@@ -13,27 +13,18 @@ from dilabench.kernels.cpu.flash import Mask
 from dilabench.workload.spec import UNBOUNDED, Window
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    found, lse = flash.attend(q, k, v, Mask(band.left, band.right, scale), _as_summed(out))
-    return found.to(q.dtype), lse
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    mask = Mask(call.band.left, call.band.right, call.scale)
+    out, lse = flash.attend(q, k, v, mask, _as_summed(call.place))
+    return out.to(q.dtype), lse
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    dq: Tensor | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = Mask(band.left, band.right, scale)
-    found, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, _as_summed(dq))
-    return found.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    mask = Mask(call.band.left, call.band.right, call.scale)
+    dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, _as_summed(call.place))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _as_summed(place: Tensor | None) -> Tensor | None:
