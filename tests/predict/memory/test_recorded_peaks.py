@@ -32,6 +32,8 @@ OUTDATED = (
     | {("h100-gigapath-large-before", "fused", 70001, "both")}
     # Without the parts that float32 comes to the kernels in since.
     | {("h200-float32", "fused", 8192, "forward"), ("h200-float32", "fused", 8192, "both")}
+    # Without the tiles of counts that mask and score are read from since.
+    | {("h200-flex", "flex", 32768, "forward")}
     # With a second gradient of out, which took the batch axis of packed shards away and is no longer made.
     | {
         ("h200-packed-two-gpus", "balanced-allgather", 131072, "both"),
@@ -55,7 +57,8 @@ def recorded():
             switched = row.case.optimizations
             plain = not (switched.buffer_pool_bytes or switched.cuda_graph or switched.compile)
             outdated = (path.stem, row.case.implementation, workload.seq_len, workload.mode) in OUTDATED
-            if plain and not outdated and isinstance(row.outcome, Measured) and row.outcome.memory:
+            known = row.case.implementation in CATALOGUE.implementations
+            if plain and known and not outdated and isinstance(row.outcome, Measured) and row.outcome.memory:
                 yield path.stem, row.case, record.device, row.outcome.memory.peak_bytes
 
 
