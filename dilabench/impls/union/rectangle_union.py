@@ -45,22 +45,20 @@ class RectangleUnion(Union):
 
     shares: Callable[[], Sequence[Sequence[Rectangle]]]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Union.forward`; kept of a call are its out and lse."""
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        merging = None if self.detached else self._merging(q, onto[0].dtype if onto else None)
-        output = onto or self._empty_output(q, merging.results if merging else None)
+        merging = None if self.detached else self._merging(q, None)
+        output = self._empty_output(q, merging.results if merging else None)
 
         def attend(share: Sequence[Rectangle]) -> list[Tensor]:
             kept: list[Tensor] = []
             for rows in share:
-                if merging and self._merge(merging, rows, q, k, v, *output, fresh=rows.first and onto is None):
+                if merging and self._merge(merging, rows, q, k, v, *output, fresh=rows.first):
                     continue
                 out, lse = self._attend(rows, q, k, v)
                 result = out.to(output[0].dtype), lse
-                (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
+                (rows.write if rows.first else rows.merge)(*output, *result)
                 if self.detached:
                     kept += result
                 # The next call must not find this result still in memory.
@@ -82,17 +80,14 @@ class RectangleUnion(Union):
         out: Tensor,
         lse: Tensor,
         kept: Sequence[Tensor] = (),
-        onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Union.backward`."""
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
-        merging = self._merging(q, onto[0].dtype if onto else None)
+        merging = self._merging(q, None)
         dtype = merging.results if merging else None
-        dq, dk, dv = onto or (
-            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
-        )
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         shares = self._shares_of(q)
         means: OwnMeans | None = None
         if self.detached:

@@ -7,13 +7,15 @@ p = exp(scale * q.k - lse) from a *given* lse, which may be that of a larger sof
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.forward import (
     check,
     cut,
-    is_read_in_place,
     kernel_arguments,
     padded,
     query_arguments,
@@ -23,7 +25,7 @@ from dilabench.kernels.block_sparse.key_lists import KeyLists, add_slots
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.backward import _key_kernel, _query_kernel
 from dilabench.kernels.fused.row_layout import segment_arguments
-from dilabench.kernels.launches import Arguments, Launched, Launches, run
+from dilabench.kernels.launch_cache import Launch, LaunchCache
 from dilabench.kernels.query_sums import empty_sums, write_sums
 from dilabench.kernels.row_sums import StatsLayout, row_sums
 from dilabench.kernels.tuning import TileConfig, padded_dim, specialized_backward_config
@@ -56,28 +58,30 @@ def block_sparse_backward(
     dim = q.shape[-1]
     dout, q, k, v, out = (padded(x) for x in (dout, q, k, v, out))
     at_once = None if query_config or key_config else backward_tiles(q, k, v, dout, plan)
-    known = plan.launches("backward", dout, q, k, v, out, lse, scale, query_config, key_config, at_once)
-    known.once("checked", lambda: check(q, k, v, plan))
+    cache = plan.launch_cache("backward", dout, q, k, v, out, lse, scale, query_config, key_config, at_once)
+    cache.once("checked", lambda: check(q, k, v, plan))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv}
     sums = empty_sums(q, k, at_once) if at_once else None
     if at_once and sums is not None:
         stats_layout = StatsLayout.of(q.shape[1], tile=at_once.block_m, block=at_once.block_m)
-        tensors |= {"sums": sums, "stats": row_sums(out, dout, lse.contiguous(), stats_layout, known, "blocks of sums")}
+        tensors |= {"sums": sums, "stats": row_sums(out, dout, lse.contiguous(), stats_layout, cache, "blocks of sums")}
         lists, slots = _key_lists(plan, at_once, q, k)
-        _run_at_once(tensors | {"slots": slots}, dq, lists, plan, scale, at_once, known)
+        _run_at_once(tensors | {"slots": slots}, dq, lists, plan, scale, at_once, cache)
     else:
         columns = padded_dim(q.shape[-1])
         by_query = plan.config(columns, "backward_query", q.element_size(), query_config)
         by_key = plan.config(columns, "backward_key", q.element_size(), key_config)
         stats_layout = StatsLayout.of(q.shape[1], tile=max(by_query.block_m, by_key.block_m))
-        stats = row_sums(out, dout, lse.contiguous(), stats_layout, known, "row sums")
+        stats = row_sums(out, dout, lse.contiguous(), stats_layout, cache, "row sums")
         lists, slots = _key_lists(plan, by_key, q, k)
         tensors |= {"dq": dq, "slots": slots, "stats": stats}
-        if not known.repeat("dq", tensors):
-            _keep(known, "dq", run(_query_kernel, *_query_launch(tensors, plan, scale, by_query)), tensors)
-        if not known.repeat("dk, dv", tensors):
-            _keep(known, "dk, dv", run(_key_kernel, *_key_launch(tensors, lists, plan, scale, by_key)), tensors)
+
+        def prepare() -> Iterator[Launch]:
+            yield _query_launch(tensors, plan, scale, by_query)
+            yield _key_launch(tensors, lists, plan, scale, by_key)
+
+        cache.launch("passes", [tensors] * 2, prepare)
     add_slots(slots, lists, dk, dv, scale)
     return cut(dq, dim), cut(dk, dim), cut(dv, dim)
 
@@ -90,18 +94,18 @@ def _key_lists(plan: Plan, tiles: TileConfig, q: Tensor, k: Tensor) -> tuple[Key
     return lists, q.new_empty(shape, dtype=torch.float32)
 
 
-def _query_launch(tensors: dict[str, Tensor], plan: Plan, scale: float, config: TileConfig) -> Arguments:
-    items, entries = plan.query_lists(config, tensors["q"].device)
-    grid, shared = query_arguments(tensors, _rows(config), items, entries, plan, scale, config)
-    return grid, shared | _of_backward(tensors, scale) | {"dq_ptr": tensors["dq"]}
+def _query_launch(tensors: dict[str, Tensor], plan: Plan, scale: float, config: TileConfig) -> Launch:
+    grid, shared = query_arguments(tensors, _rows(config), plan, scale, config)
+    own = _of_backward(tensors, scale) | {"dq_ptr": tensors["dq"]}
+    return Launch(_query_kernel, lambda _: (grid, shared | own))
 
 
-def _key_launch(tensors: dict[str, Tensor], lists: KeyLists, plan: Plan, scale: float, config: TileConfig) -> Arguments:
+def _key_launch(tensors: dict[str, Tensor], lists: KeyLists, plan: Plan, scale: float, config: TileConfig) -> Launch:
     sets, n_items, _ = lists.items.shape
     heads, kv_heads = tensors["q"].shape[2], tensors["k"].shape[2]
     group = plan.group(heads, kv_heads, by_key=True)
     grid, shared = kernel_arguments(tensors, _rows(config), n_items, group, kv_heads, plan, scale, config)
-    own = {
+    own = _of_backward(tensors, scale) | {
         "dk_ptr": tensors["dk"],
         "dv_ptr": tensors["dv"],
         "slots_ptr": tensors["slots"] if lists.slots else None,
@@ -116,7 +120,7 @@ def _key_launch(tensors: dict[str, Tensor], lists: KeyLists, plan: Plan, scale: 
         "PER_HEAD": sets > 1,
         "SLOT_DIM": tensors["slots"].shape[-1],
     }
-    return grid, shared | _of_backward(tensors, scale) | own
+    return Launch(_key_kernel, lambda _: (grid, shared | own))
 
 
 def _rows(config: TileConfig) -> dict[str, int]:
@@ -124,16 +128,10 @@ def _rows(config: TileConfig) -> dict[str, int]:
     return {"q": config.block_m, "dout": config.block_m, "k": config.block_n, "v": config.block_n}
 
 
-def _of_backward(tensors: dict[str, Tensor], scale: float) -> dict[str, object]:
+def _of_backward(tensors: dict[str, Tensor], scale: float) -> dict[str, Any]:
     """What both kernels are given besides."""
     stats = tensors["stats"]
     return {"stats_ptr": stats, "stats_blocks": stats.shape[4], "scale": scale, "ADD": False, "OVERLAPS": False}
-
-
-def _keep(known: Launches, name: str, launched: Launched, tensors: dict[str, Tensor]) -> None:
-    """Remember a launch whose operands were read as they lie."""
-    if all(is_read_in_place(tensors[operand]) for operand in ("q", "k", "v", "dout")):
-        known.keep(name, launched, tensors)
 
 
 def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) -> TileConfig | None:
@@ -157,22 +155,25 @@ def _run_at_once(
     plan: Plan,
     scale: float,
     tiles: TileConfig,
-    known: Launches,
+    cache: LaunchCache,
 ) -> None:
     """Write dq, dk and dv by the Hopper kernel; the sums of key tiles that several programs share, to their slots."""
     sums, heads, kv_heads = tensors["sums"], dq.shape[2], tensors["k"].shape[2]
     for first in range(0, heads, sums.shape[2]):
         if first:
             sums.zero_()
-        if not known.repeat(("at once", first), tensors):
-            launched = _launch_at_once(tensors, lists, plan, first * kv_heads // heads, scale, tiles)
-            known.keep(("at once", first), launched, tensors)
+        first_kv_head = first * kv_heads // heads
+
+        def prepare(first_kv_head: int = first_kv_head) -> list[Launch]:
+            return [_launch_at_once(tensors, lists, plan, first_kv_head, scale, tiles)]
+
+        cache.launch(("at once", first), [tensors], prepare)
         write_sums(sums, scale, dq[:, :, first : first + sums.shape[2]])
 
 
 def _launch_at_once(
     tensors: dict[str, Tensor], lists: KeyLists, plan: Plan, first_kv_head: int, scale: float, tiles: TileConfig
-) -> Launched:
+) -> Launch:
     # The kernel module needs a Triton with Gluon's Hopper instructions.
     from dilabench.kernels.fused.sm90.backward import _backward_kernel, tile_arguments
 
@@ -204,4 +205,4 @@ def _launch_at_once(
         "PER_HEAD": sets > 1,
         "COUNTED": False,
     }
-    return run(_backward_kernel, (n_items * n_blocks,), shared | own)
+    return Launch(_backward_kernel, lambda _: ((n_items * n_blocks,), shared | own))

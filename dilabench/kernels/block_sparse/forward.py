@@ -21,7 +21,7 @@ from dilabench.kernels.fused.row_layout import (
     on_hopper,
     segment_arguments,
 )
-from dilabench.kernels.launches import COPY_BYTES, Arguments, run
+from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim, specialized_config
 
 _LOG2E = 1.4426950408889634
@@ -38,47 +38,43 @@ def block_sparse_forward(
     """
     dim = q.shape[-1]
     q, k, v = (padded(x) for x in (q, k, v))
-    known = plan.launches("forward", q, k, v, scale, config)
-    known.once("checked", lambda: check(q, k, v, plan))
-    on_sm90 = config is None and known.once("hopper", lambda: can_run(q, k, v, plan))
-    batch, rows, num_heads, columns = q.shape
+    cache = plan.launch_cache("forward", q, k, v, scale, config)
+    cache.once("checked", lambda: check(q, k, v, plan))
+    hopper = config is None and cache.once("hopper", lambda: can_run(q, k, v, plan))
     # The Hopper kernel does not write rows without work.
-    whole = not on_sm90 or known.once("whole", lambda: plan.every_row_has_work)
+    whole = not hopper or cache.once("whole", lambda: plan.every_row_has_work)
     out = (torch.empty if whole else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, num_heads, rows), dtype=torch.float32, device=q.device)
-    if on_sm90:
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    if hopper:
         lse.fill_(float("-inf"))
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if not known.repeat("forward", tensors):
-        if on_sm90:
-            known.keep("forward", run(*_sm90_launch(tensors, plan, scale)), tensors)
-        else:
-            config = plan.config(padded_dim(columns), "forward", q.element_size(), config)
-            launched = run(_forward_kernel, *_launch(tensors, plan, scale, config))
-            if all(map(is_read_in_place, (q, k, v))):
-                known.keep("forward", launched, tensors)
+
+    def prepare() -> list[Launch]:
+        return [_hopper_launch(tensors, plan, scale) if hopper else _launch(tensors, plan, scale, config)]
+
+    cache.launch("forward", [tensors], prepare)
     return cut(out, dim), lse
 
 
-def _launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float, config: TileConfig) -> Arguments:
-    items, entries = plan.query_lists(config, tensors["q"].device)
+def _launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float, config: TileConfig | None) -> Launch:
+    q = tensors["q"]
+    config = plan.config(padded_dim(q.shape[3]), "forward", q.element_size(), config)
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
-    grid, shared = query_arguments(tensors, rows, items, entries, plan, scale, config)
+    grid, shared = query_arguments(tensors, rows, plan, scale, config)
     own = {"out_ptr": tensors["out"], "lse_ptr": tensors["lse"], "mass_ptr": None, "MERGE": False, "COMPACT": False}
-    return grid, shared | own
+    return Launch(_forward_kernel, lambda _: (grid, shared | own))
 
 
 def query_arguments(
     tensors: Mapping[str, Tensor],
     rows: Mapping[str, int],
-    items: Tensor,
-    entries: Tensor,
     plan: Plan,
     scale: float,
     config: TileConfig,
 ) -> Arguments:
     """What both Triton kernels by query are given. ``rows``: how many each operand has in a tile."""
     heads, kv_heads = tensors["q"].shape[2], tensors["k"].shape[2]
+    items, entries = plan.query_lists(config, tensors["q"].device)
     group = plan.group(heads, kv_heads)
     grid, shared = kernel_arguments(tensors, rows, items.shape[1], group, heads, plan, scale, config)
     own = {
@@ -102,7 +98,8 @@ def kernel_arguments(
     config: TileConfig,
 ) -> Arguments:
     """What all Triton kernels are given, as `fused.row_layout.launch_arguments` has it."""
-    tiles = {name: (readable(tensors[name]), tile_rows) for name, tile_rows in rows.items()}
+    operands = {name: tensors[name] for name in rows}
+    tiles = {name: (x if is_read_in_place(x) else x.contiguous(), rows[name]) for name, x in operands.items()}
     grid, shared = launch_arguments(tiles, n_items, group, heads_per_batch, plan.causal, scale, config)
     bounds = plan.bounds(tensors["q"].device)
     own = {
@@ -136,10 +133,8 @@ def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: in
     return q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
 
 
-def _sm90_launch(
-    tensors: Mapping[str, Tensor], plan: Plan, scale: float
-) -> tuple[object, tuple[int], dict[str, object]]:
-    """Kernel, grid and arguments, for what `can_run` admits."""
+def _hopper_launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float) -> Launch:
+    """For what `can_run` admits."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
     from dilabench.kernels.fused.sm90.forward import _forward_kernel, stays, tile_arguments
 
@@ -189,7 +184,8 @@ def _sm90_launch(
         "PERSISTENT": persistent,
         "num_warps": tiles.num_warps,
     }
-    return _forward_kernel, (min(processors, n_work) if persistent else n_work,), arguments
+    grid = (min(processors, n_work) if persistent else n_work,)
+    return Launch(_forward_kernel, lambda _: (grid, arguments))
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
@@ -202,11 +198,6 @@ def is_read_in_place(x: Tensor) -> bool:
     """Whether bulk copies can step over x [B, N, H, D] as it lies."""
     steps = all(stride * x.element_size() % COPY_BYTES == 0 for stride in x.stride()[:3])
     return x.stride(3) == 1 and steps and x.data_ptr() % COPY_BYTES == 0
-
-
-def readable(x: Tensor) -> Tensor:
-    """x, or a copy that `is_read_in_place`."""
-    return x if is_read_in_place(x) else x.contiguous()
 
 
 def padded(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.launches import COPY_BYTES, Arguments, Launch
+from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 
 # Numbers that a program merges. GigaPath's five branches at 70001 tokens took 0.150 ms on one H100 when all rows were
 # stored, and 0.185 with 4096.

@@ -13,7 +13,7 @@ from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launch, Launches
+from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache
 from dilabench.kernels.query_sums import write_sums
 from dilabench.kernels.row_sums import StatsLayout
 from dilabench.kernels.tuning import TileConfig, specialized_backward_config
@@ -95,7 +95,7 @@ def run_at_once(
     sums: Tensor,
     causal: bool,
     scale: float,
-    known: Launches,
+    cache: LaunchCache,
 ) -> None:
     """Write the gradients of these groups. stats: of their rows. sums: from `empty_sums`, for some heads after the
     other.
@@ -106,13 +106,12 @@ def run_at_once(
     for first in range(0, heads, some):
         if first:
             sums.zero_()
-        names = [("at once", index, first) for index in range(len(steps))]
 
         def prepare(first: int = first) -> Iterator[Launch]:
             for index, (step, own) in enumerate(zip(steps, tensors, strict=True)):
                 yield _launch(step, own, first * kv_heads // heads, causal, scale, index > 0)
 
-        known.make(names, tensors, prepare)
+        cache.launch(("at once", first), tensors, prepare)
         write_sums(sums, scale, dq[:, :, first : first + some])
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.row_layout import on_hopper
-from dilabench.kernels.launches import Launch, compile_ahead, launch
+from dilabench.kernels.launch_cache import Launch, LaunchCache, compile_ahead
 
 _ROWS = 64
 # Strides are counted in so many elements, so that the compiler knows that 16 bytes can be read at a time.
@@ -38,12 +38,15 @@ def columns_to_add(dim: int, dtype: torch.dtype, device: torch.device, queries: 
     return -dim % (64 if whole_lines else 16)
 
 
-def with_columns(x: Tensor, more: int) -> Tensor:
-    """``x [B, N, H, D]`` with columns of zeros behind, contiguous: read and written once."""
+def with_columns(x: Tensor, more: int, cache: LaunchCache, name: str) -> Tensor:
+    """``x [B, N, H, D]`` with columns of zeros behind, contiguous: read and written once.
+
+    cache: that of the pass, in which this launch has a name.
+    """
     if x.stride(3) != 1 or any(stride % _UNIT for stride in (*x.stride()[:3], x.shape[3])):
         x = x.contiguous()
     wider = x.new_empty((*x.shape[:3], x.shape[3] + more))
-    launch([_widening(x, wider)])
+    cache.launch(name, [{"x": x, "wider": wider}], lambda: [_widening(x, wider)])
     return wider
 
 

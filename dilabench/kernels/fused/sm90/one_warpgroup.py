@@ -11,7 +11,7 @@ from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import class_box, shared_arguments
 from dilabench.kernels.fused.sm90.tile_walk import tile_descriptor
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launch
+from dilabench.kernels.launch_cache import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
 
