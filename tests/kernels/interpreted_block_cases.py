@@ -18,9 +18,8 @@ from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forw
 from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse import key_lists
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
-from dilabench.kernels.block_sparse.bounded import BoundedPlan
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import BlockPlan, BoundedPlan
 from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.gates import gated, gated_sum
 from dilabench.kernels.tuning import TileConfig

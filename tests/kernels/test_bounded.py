@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dilabench.kernels.block_sparse.bounded import BoundedPlan
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import BlockPlan, BoundedPlan
 from dilabench.patterns.hidden_rows import HiddenRows
 
 

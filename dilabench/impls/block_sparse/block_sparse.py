@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.listed_on_cpu import listed_backward, listed_forward
-from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward
+from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward, listed_backward, listed_forward
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward, BlockUnion, block_union
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import flash
