@@ -45,7 +45,7 @@ def _blocks(plan: Plan) -> Blocks:
     lists: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(plan.mask_heads)]
     pairs = 0
     for index in range(count):
-        some, _ = visible_tiles(seen_by, np.array([index]), size, size, hidden)
+        some = visible_tiles(seen_by, torch.tensor([index]), size, size, hidden)[0].numpy()
         for mask_head, of_head in enumerate(lists):
             seen = plan.seen_blocks(mask_head, index)
             ranges = _ranges(seen[some[0, seen]], size, plan.keys)

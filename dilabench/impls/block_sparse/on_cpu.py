@@ -93,7 +93,8 @@ def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]
         heads = slice(mask_head * heads_per_mask, (mask_head + 1) * heads_per_mask)
         kv_heads = slice(heads.start // group, -(-heads.stop // group))
         for index in range(-(-plan.rows // size)):
-            some, whole = visible_tiles(seen_by, np.array([index]), size, size, plan.hidden_tiles(size))
+            tiles = visible_tiles(seen_by, torch.tensor([index]), size, size, plan.hidden_tiles(size))
+            some, whole = (x.numpy() for x in tiles)
             seen = plan.seen_blocks(mask_head, index)
             seen = seen[some[0, seen]]
             if len(seen):
