@@ -16,9 +16,9 @@ from dilabench.contracts import BuildContext
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.impls.packed import Packed, build_packed
-from dilabench.kernels.fused.apart import Apart
 from dilabench.kernels.fused.backward import fused_backward
-from dilabench.kernels.fused.forward import fused_forward, fused_forward_apart
+from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
+from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
 from dilabench.kernels.tile_candidates import read_tiles
@@ -27,7 +27,7 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
 
-def build(workload: Workload, context: BuildContext) -> Fused | FusedApart | Packed:
+def build(workload: Workload, context: BuildContext) -> Fused | FusedDetached | Packed:
     """Plan the tiles of the workload; tables reach the device with the first call.
 
     Raises ValueError for branches that have no plan (`residue_plan`).
@@ -35,21 +35,21 @@ def build(workload: Workload, context: BuildContext) -> Fused | FusedApart | Pac
     return build_packed(_padded, workload, context) if workload.layout == "packed" else _padded(workload, context)
 
 
-def _padded(workload: Workload, context: BuildContext) -> Fused | FusedApart:
+def _padded(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     pattern = DilatedPattern.of(workload)
     # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
-    apart = workload.detaches_merge and not pattern.has_grouped_heads and len(pattern.branches) > 1
-    plan = _plan(workload, apart)
-    zero_keys = log_zero_keys(workload, context.device, apart=apart)
+    detached = workload.detaches_merge and not pattern.has_grouped_heads and len(pattern.branches) > 1
+    plan = _plan(workload, detached)
+    zero_keys = log_zero_keys(workload, context.device, apart=detached)
     scale, tiles = workload.softmax_scale, read_tiles(context.tiles)
-    if not apart:
+    if not detached:
         return Fused(plan, scale, zero_keys, tiles)
     # Each at an address of its own, a multiple of what kernels are compiled for.
     of_branches = () if zero_keys is None else tuple(branch.clone() for branch in zero_keys)
-    return FusedApart(plan, scale, of_branches, tiles)
+    return FusedDetached(plan, scale, of_branches, tiles)
 
 
-def _plan(workload: Workload, apart: bool) -> ResiduePlan:
+def _plan(workload: Workload, detached: bool) -> ResiduePlan:
     pattern = DilatedPattern.of(workload)
     return residue_plan(
         pattern.segment_lengths,
@@ -60,7 +60,7 @@ def _plan(workload: Workload, apart: bool) -> ResiduePlan:
         workload.causal,
         pattern.offset,
         pattern.offset_by,
-        apart=apart,
+        separate=detached,
         branch_of_head=pattern.branch_of_head(workload.num_heads),
         window=workload.window,
     )
@@ -108,7 +108,7 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class FusedApart:
+class FusedDetached:
     """Branches by themselves, merged with weights that count as constants in the backward pass.
 
     Given its own out and the merged lse, the backward of a branch is its share of the detached gradient
@@ -142,8 +142,8 @@ class FusedApart:
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out and lse, outside autograd, and what every branch gives by itself; `beside`: what is compiled with it."""
-        out, lse, apart = self.with_branches(q, k, v, beside)
-        return out, lse, [apart.outs, apart.lses]
+        out, lse, partials = self.with_branches(q, k, v, beside)
+        return out, lse, [*partials]
 
     def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `forward`, which compiles for `backward`, too."""
@@ -151,10 +151,10 @@ class FusedApart:
 
     def with_branches(
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
-    ) -> tuple[Tensor, Tensor, Apart]:
+    ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
         options = {"scale": self.scale, "log_masses": self.zero_keys, "config": self.tiles.get("forward")}
-        return fused_forward_apart(q, k, v, self.plan, **options, beside=beside, cache=cache)
+        return fused_forward_partials(q, k, v, self.plan, **options, beside=beside, cache=cache)
 
     def backward(
         self,
@@ -167,19 +167,19 @@ class FusedApart:
         kept: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the merged lse; what branches give by themselves is computed again where it is not `kept`."""
-        apart = Apart(*kept) if kept else self.with_branches(q, k, v)[2]
-        return _backward(self, (dout, q, k, v, out, lse), apart)
+        partials = Partials(*kept) if kept else self.with_branches(q, k, v)[2]
+        return _backward(self, (dout, q, k, v, out, lse), partials)
 
 
-def _backward_launches(of: Fused | FusedApart, q: Tensor, k: Tensor, v: Tensor) -> list[Launch]:
+def _backward_launches(of: Fused | FusedDetached, q: Tensor, k: Tensor, v: Tensor) -> list[Launch]:
     """The launches of the backward pass, on results that hold anything."""
     noted: list[Launch] = []
     cache = LaunchCache(noted)
     batch, length, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
-    apart = of.with_branches(q, k, v, cache=cache)[2] if isinstance(of, FusedApart) else None
-    _backward(of, (out, q, k, v, out, lse), apart, cache)
+    partials = of.with_branches(q, k, v, cache=cache)[2] if isinstance(of, FusedDetached) else None
+    _backward(of, (out, q, k, v, out, lse), partials, cache)
     return noted
 
 
@@ -187,8 +187,8 @@ _Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _backward(
-    of: Fused | FusedApart, given: _Given, apart: Apart | None, cache: LaunchCache | None = None
+    of: Fused | FusedDetached, given: _Given, partials: Partials | None, cache: LaunchCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients; given: dout, q, k, v, out, lse, and of branches apart their own results."""
+    """The gradients; given: dout, q, k, v, out, lse, and with detached weights what each branch gives."""
     tiles = {"query_config": of.tiles.get("backward_query"), "key_config": of.tiles.get("backward_key")}
-    return fused_backward(*given, of.plan, scale=of.scale, **tiles, apart=apart, cache=cache)
+    return fused_backward(*given, of.plan, scale=of.scale, **tiles, partials=partials, cache=cache)

@@ -21,8 +21,8 @@ from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
 from dilabench.impls.union.branches import branches_of, covers_every_row
-from dilabench.impls.union.merging import has_kernel
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
+from dilabench.kernels.lse import has_kernel
 from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
 from dilabench.metadata import OWN_TILES
 from dilabench.record import Note

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
-from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse import key_lists
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan, BoundedPlan
 from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.gates import gated, gated_sum
+from dilabench.kernels.lse import merge_rows_
 from dilabench.kernels.tuning import TileConfig
 from dilabench.kernels.varlen import sequence_plan
 from dilabench.patterns.hidden_rows import HiddenRows

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from dilabench.kernels import tuning
 from dilabench.kernels.fused import tile_tables as tile_tables_module
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
@@ -222,7 +223,9 @@ def test_fused_is_refused_exactly_where_branches_have_no_plan() -> None:
         workload = WorkloadRequest.model_validate({**shape, **pattern}).resolve("bfloat16")
         only = DilatedPattern.of(workload).branch_of_head(4)
         try:
-            residue_plan(tuple(segments), tuple(rates), workload.seq_len, 4, 4, True, apart=True, branch_of_head=only)
+            residue_plan(
+                tuple(segments), tuple(rates), workload.seq_len, 4, 4, True, separate=True, branch_of_head=only
+            )
         except ValueError:
             planned = False
         else:
@@ -336,7 +339,7 @@ def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
 def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of the length that many have in common are those of each, made here or on the device."""
     n, heads, kv_heads, segments, rates, offset, offset_by = case
-    monkeypatch.setattr(tile_tables_module, "_FEW", few)
+    monkeypatch.setattr(tuning, "FEW_ENTRIES", few)
     make, cpu, made = tile_tables_module._tables, torch.device("cpu"), set()
     lengths = range(n, n + 70, 3)
     for length in lengths:
@@ -359,7 +362,7 @@ def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -
 def test_tables_of_all_tails_are_those_of_each(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = case
     only = grouped[0] if grouped else None
-    monkeypatch.setattr(tile_tables_module, "_FEW", few)
+    monkeypatch.setattr(tuning, "FEW_ENTRIES", few)
     make, cpu = tile_tables_module._tables, torch.device("cpu")
     shape = (segments, rates, n, heads, kv_heads, False, offset, offset_by)
     plans = [residue_plan(*shape, tile=16, branch_of_head=only, window=window) for window in ((-1, -1), (70, 20))]
@@ -413,8 +416,8 @@ def test_the_cut_is_nearly_always_the_fastest_one() -> None:
     lost = []
     for row in json.loads(figures.read_text())["rows"]:
         shape = (row["tokens"], row["heads"], row["kv_heads"], row["causal"])
-        before, behind = row["window"], 0 if row["causal"] else row["window"]
-        window = (before, behind) if before >= 0 else (-1, -1)
+        window_left, window_right = row["window"], 0 if row["causal"] else row["window"]
+        window = (window_left, window_right) if window_left >= 0 else (-1, -1)
         plan = residue_plan(tuple(row["segments"]), tuple(row["rates"]), *shape, window=window)
         taken = sorted(sorted(group.branches) for group in plan.groups)
         took = {json.dumps(cut["cut"]): cut["forward_ms"] + cut["backward_ms"] for cut in row["cuts"]}

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import nothing_looks_on
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.nesting import chains
 from dilabench.impls.union.own_means import OwnMeans
 from dilabench.impls.union.rectangles import DIAGONAL_ROWS, LEAST_ROWS, Rectangle, rectangles
 from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import UNBOUNDED, Workload
 from dilabench.workload.work import flops
 

@@ -23,12 +23,12 @@ from dilabench.kernels.block_sparse.forward import (
 )
 from dilabench.kernels.block_sparse.key_lists import KeyLists, add_slots
 from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.bwd_preprocess import StatsLayout, bwd_preprocess
+from dilabench.kernels.dq_accumulate import convert_dq, dq_accumulator
 from dilabench.kernels.fused.backward import _key_kernel, _query_kernel
 from dilabench.kernels.fused.row_layout import segment_arguments
 from dilabench.kernels.launch_cache import Launch, LaunchCache
-from dilabench.kernels.query_sums import empty_sums, write_sums
-from dilabench.kernels.row_sums import StatsLayout, row_sums
-from dilabench.kernels.tuning import TileConfig, padded_dim, specialized_backward_config
+from dilabench.kernels.tuning import TileConfig, padded_dim, select_kernel
 
 _LOG2E = 1.4426950408889634
 # A program of the Hopper kernel has a multiprocessor for itself: with fewer of them, or with shorter lists of query
@@ -62,10 +62,11 @@ def block_sparse_backward(
     cache.once("checked", lambda: check(q, k, v, plan))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv}
-    sums = empty_sums(q, k, at_once) if at_once else None
+    sums = dq_accumulator(q, k, at_once) if at_once else None
     if at_once and sums is not None:
         stats_layout = StatsLayout.of(q.shape[1], tile=at_once.block_m, block=at_once.block_m)
-        tensors |= {"sums": sums, "stats": row_sums(out, dout, lse.contiguous(), stats_layout, cache, "blocks of sums")}
+        stats = bwd_preprocess(out, dout, lse.contiguous(), stats_layout, cache, "blocks of sums")
+        tensors |= {"sums": sums, "stats": stats}
         lists, slots = _key_lists(plan, at_once, q, k)
         _run_at_once(tensors | {"slots": slots}, dq, lists, plan, scale, at_once, cache)
     else:
@@ -73,7 +74,7 @@ def block_sparse_backward(
         by_query = plan.config(columns, "backward_query", q.element_size(), query_config)
         by_key = plan.config(columns, "backward_key", q.element_size(), key_config)
         stats_layout = StatsLayout.of(q.shape[1], tile=max(by_query.block_m, by_key.block_m))
-        stats = row_sums(out, dout, lse.contiguous(), stats_layout, cache, "row sums")
+        stats = bwd_preprocess(out, dout, lse.contiguous(), stats_layout, cache, "row sums")
         lists, slots = _key_lists(plan, by_key, q, k)
         tensors |= {"dq": dq, "slots": slots, "stats": stats}
 
@@ -139,8 +140,10 @@ def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) ->
     pairs = plan.pairs(q.shape[2])
     if pairs is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
         return None
-    tiles = specialized_backward_config(q.shape[-1], plan.block_size)
-    if tiles is None or q.shape[-1] < _SMALLEST_DIM:
+    kernel, tiles = select_kernel(
+        "backward_key", q.shape[-1], causal=plan.causal, largest_tile=plan.block_size, hopper=True
+    )
+    if kernel != "at_once" or q.shape[-1] < _SMALLEST_DIM:
         return None
     key_rows = k.numel() // k.shape[-1]
     if key_rows < _LEAST_PROGRAMS * tiles.block_n or q.shape[0] * pairs < _LEAST_STEPS * tiles.block_m * key_rows:
@@ -168,7 +171,7 @@ def _run_at_once(
             return [_launch_at_once(tensors, lists, plan, first_kv_head, scale, tiles)]
 
         cache.launch(("at once", first), [tensors], prepare)
-        write_sums(sums, scale, dq[:, :, first : first + sums.shape[2]])
+        convert_dq(sums, scale, dq[:, :, first : first + sums.shape[2]])
 
 
 def _launch_at_once(

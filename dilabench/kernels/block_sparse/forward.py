@@ -22,7 +22,7 @@ from dilabench.kernels.fused.row_layout import (
     segment_arguments,
 )
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
-from dilabench.kernels.tuning import TileConfig, padded_dim, specialized_config
+from dilabench.kernels.tuning import Selected, TileConfig, is_persistent, padded_dim, select_kernel
 
 _LOG2E = 1.4426950408889634
 
@@ -116,8 +116,12 @@ def kernel_arguments(
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
     """Whether the Hopper kernel serves it and is faster for its head dim."""
-    tiles = specialized_config(q.shape[-1], plan.block_size)
-    return tiles is not None and serves((q, k, v), plan, tiles, plan.keys // tiles.block_n)
+    kernel, tiles = _selected(q, plan)
+    return kernel == "specialized" and serves((q, k, v), plan, tiles, plan.keys // tiles.block_n)
+
+
+def _selected(q: Tensor, plan: Plan) -> Selected:
+    return select_kernel("forward", q.shape[-1], causal=plan.causal, largest_tile=plan.block_size, hopper=True)
 
 
 def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: int) -> bool:
@@ -136,19 +140,18 @@ def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: in
 def _hopper_launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float) -> Launch:
     """For what `can_run` admits."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.sm90.forward import _forward_kernel, stays, tile_arguments
+    from dilabench.kernels.fused.sm90.forward import _forward_kernel, tile_arguments
 
     q, k, v = (tensors[name] for name in "qkv")
     batch, _, num_heads, dim = q.shape
-    tiles = specialized_config(dim, plan.block_size)
-    assert tiles is not None, "asked of `can_run`"
+    tiles = _selected(q, plan).tiles
     items, entries = plan.query_lists(tiles, q.device)
     group = plan.group(num_heads, k.shape[2])
     bounds = plan.bounds(q.device)
     n_items = items.shape[1]
     n_work = n_items * batch * num_heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    persistent = stays(dim, plan.causal, len(bounds) > 0)
+    persistent = is_persistent(dim, plan.causal, len(bounds) > 0)
     strides = {
         f"{name}_{axis}": tensors[name].stride(place) for name in "qkv" for place, axis in ((1, "token"), (2, "head"))
     }

@@ -24,8 +24,8 @@ from dilabench.kernels.block_sparse.lists import (
     lists_with_room,
     visible_tiles,
 )
-from dilabench.kernels.fused.branch_group import FAR, BranchGroup
-from dilabench.kernels.tuning import Direction, TileConfig, float32_config
+from dilabench.kernels.fused.branch_group import MAX_WINDOW, BranchGroup
+from dilabench.kernels.tuning import Direction, TileConfig, select_kernel
 from dilabench.patterns.hidden_rows import HiddenRows
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class Plan(ABC):
         every mask head is a kind.
         """
         rows = self.keys if by_key else self.rows
-        before, behind = (FAR if side < 0 else side for side in (self.left, 0 if self.causal else self.right))
+        window_left, window_right = (
+            MAX_WINDOW if side < 0 else side for side in (self.left, 0 if self.causal else self.right)
+        )
         return BranchGroup(
             branches=(0,),
             modulus=1,
@@ -120,7 +122,7 @@ class Plan(ABC):
             head_kind=tuple(head * self.mask_heads // num_heads for head in range(num_heads)),
             head_shift=(0,) * num_heads,
             heads_per_kv=num_heads // kv_heads,
-            window=None if self.left < 0 and (self.causal or self.right < 0) else (before, behind),
+            window=None if self.left < 0 and (self.causal or self.right < 0) else (window_left, window_right),
         )
 
     def head_kinds(self, num_heads: int, device: torch.device) -> Tensor:
@@ -179,7 +181,9 @@ class Plan(ABC):
             raise ValueError(f"block size {self.block_size} is not a multiple of 16: use the blocked path")
         if given is None:
             default = TileConfig(64, 64, 8 if dim > 128 else 4, 2)
-            given = float32_config(dim, direction) if itemsize > 2 else _SM90.get((dim, direction), default)
+            given = _SM90.get((dim, direction), default)
+            if itemsize > 2:
+                given = select_kernel(direction, dim, causal=self.causal, largest_tile=tile, itemsize=itemsize).tiles
         return given.fitted(tile)
 
     def keep(self, key: Hashable, make: Callable[[], KeptT]) -> KeptT:

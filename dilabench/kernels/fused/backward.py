@@ -10,6 +10,7 @@ and nobody asked torch for deterministic algorithms.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart, apart_places
+from dilabench.kernels.bwd_preprocess import STATS_BLOCK, OneClass, StatsLayout, bwd_preprocess, stats_places
+from dilabench.kernels.dq_accumulate import dq_accumulator
 from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
@@ -52,11 +55,9 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
-from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
+from dilabench.kernels.fused.wider_rows import with_columns
 from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache, layout
-from dilabench.kernels.query_sums import empty_sums
-from dilabench.kernels.row_sums import STATS_BLOCK, OneClass, StatsLayout, row_sums, stats_places
-from dilabench.kernels.tuning import TileConfig, tile_columns, tile_config
+from dilabench.kernels.tuning import TileConfig, columns_to_add, select_kernel
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 
@@ -92,8 +93,8 @@ def _query_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     key_rows,
@@ -175,7 +176,7 @@ def _query_kernel(
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
-            window = (before, behind)
+            window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
             seen = outside(seen, query_row[:, None], ranges, RANGES)
@@ -224,8 +225,8 @@ def _key_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     n_slots,
@@ -343,7 +344,9 @@ def _key_kernel(
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
                 dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 query_row = query_tile + tl.arange(0, BLOCK_M)
-                seen = seen_queries(query_row, partner, key_row, residue, (before, behind), R, CAUSAL, WINDOWED)
+                seen = seen_queries(
+                    query_row, partner, key_row, residue, (window_left, window_right), R, CAUSAL, WINDOWED
+                )
                 seen = outside(seen, query_row[None, :], ranges, RANGES)
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
@@ -385,22 +388,22 @@ def fused_backward(
     scale: float | None = None,
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
-    apart: Apart | None = None,
+    partials: Partials | None = None,
     cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
-    with ``apart`` from the own results of each group and the merged lse: those with detached merge weights.
+    with ``partials`` from the own results of each group and the merged lse: those with detached merge weights.
 
     The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
     ``cache``: another than that of these tensors. Raises ValueError as `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
     if cache is None:
-        key = plan, scale, tiles, apart is None, layout(q), layout(k), layout(v), layout(dout), layout(out), layout(lse)
-        cache = LaunchCache.of("backward", *key)
+        layouts = layout(q), layout(k), layout(v), layout(dout), layout(out), layout(lse)
+        cache = LaunchCache.of("backward", plan, scale, tiles, partials is None, *layouts)
     operands = {"q": q, "k": k, "v": v, "dout": dout}
     scale = cache.once("scale", lambda: checked_scale(q, k, v, plan, scale))
-    if more := columns_to_add(dim, q.dtype, q.device):
+    if more := columns_to_add(dim, q.element_size(), on_hopper(q.device)):
         operands = {name: with_columns(x, more, cache, f"columns of {name}") for name, x in operands.items()}
     q, k, v, _ = operands.values()
     if not cache.once("whole", lambda: all(is_whole(x, plan.groups) for x in operands.values())):
@@ -410,13 +413,13 @@ def fused_backward(
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = cache.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
-        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
+        sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
     if sums is None:
         at_once = []
     passes = cache.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
     if not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
-    stats_of = _RowSums(out, dout, lse, plan, apart, cache)
+    stats_of = _Preprocess(out, dout, lse, plan, partials, cache)
     if sums is not None:
         of_steps = [stats_of(step, ("at once", index)) for index, step in enumerate(at_once)]
         run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, cache)
@@ -435,29 +438,29 @@ def fused_backward(
     return dq, dk, dv
 
 
-class _RowSums:
+class _Preprocess:
     """The statistics of rows for each group: of the merged result, whose rows are read once for all of them, or of the
-    results apart.
+    partial results.
     """
 
     def __init__(
-        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, apart: Apart | None, cache: LaunchCache
+        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, partials: Partials | None, cache: LaunchCache
     ) -> None:
         self._out, self._dout, self._lse, self._cache = out, dout, lse, cache
-        self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and apart is None else None
+        self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and partials is None else None
         self._found = False
         self._own: dict[int, tuple[Tensor, OneClass]] = {}
-        if apart is not None:
-            places = apart_places(plan, out.shape, out.device, type(out))
-            for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.each(apart), strict=True)):
+        if partials is not None:
+            places = partial_places(plan, out.shape, out.device, type(out))
+            for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.views(partials), strict=True)):
                 self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
         given = (self._dout, self._lse, step.stats_layout, self._cache, ("row sums", name))
         if self._own:
             out, one_class = self._own[id(step.group)]
-            return row_sums(out, *given, one_class=one_class)
-        stats = row_sums(self._out, *given, self._delta, self._found)
+            return bwd_preprocess(out, *given, one_class=one_class)
+        stats = bwd_preprocess(self._out, *given, self._delta, self._found)
         self._found = self._delta is not None
         return stats
 
@@ -479,13 +482,19 @@ def _passes(
     key_config: TileConfig | None,
 ) -> list[_TwoPasses]:
     """The other groups, each with the tiles that are given or else the best, fitted to it."""
-    found, dim = [], sum(tile_columns(q.shape[-1], q.element_size()))
+    found = []
     for group in plan.groups:
         if any(group is step.group for step in at_once):
             continue
-        fit = group.largest_tile, q.element_size()
-        by_query = query_config or tile_config(dim, plan.causal, "backward_query", *fit)
-        by_key = key_config or tile_config(dim, plan.causal, "backward_key", *fit)
+        select = partial(
+            select_kernel,
+            head_dim=q.shape[-1],
+            causal=plan.causal,
+            largest_tile=group.largest_tile,
+            itemsize=q.element_size(),
+        )
+        by_query = query_config or select("backward_query").tiles
+        by_key = key_config or select("backward_key").tiles
         by_query, by_key = by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
         tile = max(by_query.block_m, by_key.block_m)
         stats_layout = StatsLayout.of(group.length, group.modulus, group.super_tokens, tile)

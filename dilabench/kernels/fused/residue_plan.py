@@ -25,9 +25,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dilabench.kernels.fused.branch_group import (
-    FAR,
     MAX_MODULUS,
     MAX_MULTIPLICITY,
+    MAX_WINDOW,
     NO_RESIDUE,
     SMALLEST_TILE,
     TILE_BITS,
@@ -37,6 +37,7 @@ from dilabench.kernels.fused.branch_group import (
     OffsetBy,
 )
 from dilabench.kernels.fused.tile_lists import computed_pairs
+from dilabench.kernels.tuning import GROUP_COST_PAIRS, MERGE_COST_PAIRS
 
 # Where a length is no multiple of all moduli, tensors may be copied to one that is: by less than so many tokens.
 MOST_TOKENS_BEHIND = 4096
@@ -70,15 +71,15 @@ def residue_plan(
     offset_by: OffsetBy = "head",
     tile: int = 64,
     cut: tuple[tuple[int, ...], ...] | None = None,
-    apart: bool = False,
+    separate: bool = False,
     branch_of_head: tuple[int, ...] | None = None,
     window: tuple[int, int] = (-1, -1),
 ) -> ResiduePlan:
     """Split the branches into groups with the least computed pairs at ``tile`` rows.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
-    (branch indices) instead, and ``apart`` each branch one of its own. ``branch_of_head``: the index of the only branch
-    that each head takes part in; None where all take part in all. A branch without heads is in no group.
+    (branch indices) instead, and ``separate`` one group for each branch. A branch without heads is in no group.
+    ``branch_of_head``: the index of the only branch that each head takes part in; None where all take part in all.
     ``window``: how many tokens before and behind it a query sees, -1 for all.
 
     Raises ValueError for ill-formed arguments, a ``cut`` that does not fit, and branches that have no plan.
@@ -92,8 +93,8 @@ def residue_plan(
     if branch_of_head is not None and len(branch_of_head) != num_heads:
         raise ValueError(f"{len(branch_of_head)} branches of heads for {num_heads} heads: give one for each")
     heads = HeadResidues(num_heads, num_kv_heads, offset, offset_by, branch_of_head)
-    left, right = (FAR if tokens < 0 else min(tokens, FAR) for tokens in window)
-    branches = _Branches(segment_lengths, dilation_rates, heads, (left, FAR if causal else right))
+    left, right = (MAX_WINDOW if tokens < 0 else min(tokens, MAX_WINDOW) for tokens in window)
+    branches = _Branches(segment_lengths, dilation_rates, heads, (left, MAX_WINDOW if causal else right))
     if cut is not None:
         given = [_fit(part, branches, sequence_length, SMALLEST_TILE) for part in cut]
         if refused := [fit for fit in given if isinstance(fit, str)]:
@@ -107,8 +108,8 @@ def residue_plan(
     multiple = math.lcm(*(dilation_rates[i] for i in taken))
     if multiple > MOST_TOKENS_BEHIND:
         raise ValueError(f"the lcm of the dilation rates is {multiple}, above {MOST_TOKENS_BEHIND}")
-    if apart:
-        groups = _alone(taken, branches, sequence_length)
+    if separate:
+        groups = _separate(taken, branches, sequence_length)
     else:
         groups = _groups(taken, branches, sequence_length, causal, tile)
     return ResiduePlan(groups, sequence_length, num_heads, num_kv_heads, causal)
@@ -123,7 +124,7 @@ class _Branches(NamedTuple):
     window: tuple[int, int]
 
 
-def _alone(usable: tuple[int, ...], branches: _Branches, sequence_length: int) -> tuple[BranchGroup, ...]:
+def _separate(usable: tuple[int, ...], branches: _Branches, sequence_length: int) -> tuple[BranchGroup, ...]:
     """A group of each branch. Raises ValueError where one has no tiles."""
     found = []
     for index in usable:
@@ -146,16 +147,10 @@ def _groups(
         groups = tuple(fit for fit in found if not isinstance(fit, str))
         if len(groups) == len(parts):
             return groups
-    _alone(usable, branches, sequence_length)
+    _separate(usable, branches, sequence_length)
     parts = _cheapest_cut(usable, branches, sequence_length, causal, tile)
     fits = (_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts)
     return tuple(fit for fit in fits if not isinstance(fit, str))
-
-
-# A later group re-reads and re-writes the output rows it covers, and is further launches: of a row and of a group that
-# is about as much as so many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
-# forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first alone).
-_MERGE_COST_PAIRS, _GROUP_COST_PAIRS = 128, 2_000_000
 
 
 @lru_cache(maxsize=256)
@@ -176,7 +171,7 @@ def _cheapest_cut(
             cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
             if start:
                 rows = branches.heads.taking_part(run) * sequence_length / min(group.rates)
-                cost += _MERGE_COST_PAIRS * rows + _GROUP_COST_PAIRS
+                cost += MERGE_COST_PAIRS * rows + GROUP_COST_PAIRS
             options.append((best[start][0] + cost, (*best[start][1], run)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]

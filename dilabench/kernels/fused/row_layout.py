@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments
-from dilabench.kernels.tuning import TileConfig, tile_columns
+from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, tile_columns
 
 LARGEST_HEAD_DIM = 256
 
@@ -36,8 +36,8 @@ PER_LENGTH = (
     "left_over",
     "super_rows",
     "super_tokens",
-    "before",
-    "behind",
+    "window_left",
+    "window_right",
     "stats_blocks",
     "stats_rows",
     "first_kv_head",
@@ -112,7 +112,7 @@ def _float32_products(device: torch.device) -> str:
     return "bf16x6" if known and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
 
 
-def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
+def residue_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     """(shape, strides) of ``x [B, N, H, D]`` as [N / R, columns] in whole rows, of several batch elements [B, N / R,
     columns]: head h of the token at place c of a row starts at column ``c * stride(1) + h * stride(2)``; behind R
     tokens stand as many as are left over (`_fits_a_box`).
@@ -125,7 +125,7 @@ def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     return shape[some:], [length * token, modulus * token, 1][some:]
 
 
-def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
+def residue_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     """(shape, strides) of ``x [B, N, H, D]`` as [B, R, H, N / R, D] in whole rows; behind R tokens stand as many as are
     left over (`_fits_a_box`).
 
@@ -138,14 +138,33 @@ def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     return shape, [item, token, head, modulus * token, 1]
 
 
-def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    """`class_box` in tiles of [1, 1, 1, rows, columns]; reads past an end give 0."""
-    return TensorDescriptor(x, *class_box(x, modulus), [1, 1, 1, rows, columns])
+def residue_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
+    """`residue_box` in tiles of [1, 1, 1, rows, columns]; reads past an end give 0."""
+    return TensorDescriptor(x, *residue_box(x, modulus), [1, 1, 1, rows, columns])
 
 
-# Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
-L2_RESIDENT_BYTES = 24 << 20
 _LOG2E = 1.4426950408889634
+
+
+class Results(NamedTuple):
+    """``out`` [B, N, H, D] and ``lse`` [B, H, N], of which rows that the group does not cover are left as they are.
+
+    mass: [1, H, N], the logarithm of a null mass that counts as a key of value 0. merge: with what is there. follows:
+    directly behind the launch of another group, beside whose end it begins. compact: out [B, n, H, D] and lse [B, H, n]
+    hold the `BranchGroup.stored_rows` of one class of each head, the only one that a single branch covers.
+    """
+
+    out: Tensor
+    lse: Tensor
+    mass: Tensor | None = None
+    merge: bool = False
+    follows: bool = False
+    compact: bool = False
+
+    @property
+    def compiled_for(self) -> tuple[Hashable, ...]:
+        """What kernels are compiled for of them, besides the shape of out."""
+        return self.out.dtype, self.mass is None, self.merge, self.follows, self.compact
 
 
 def launch_arguments(
@@ -164,8 +183,8 @@ def launch_arguments(
     grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
     head, tail = arguments["HEAD"], arguments["TAIL"]
     for name, (x, rows) in tiles.items():
-        arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows, head)
-        arguments[f"{name}_tail_desc"] = class_rows(x, group.modulus, rows, tail) if tail else None
+        arguments[f"{name}_desc"] = residue_rows(x, group.modulus, rows, head)
+        arguments[f"{name}_tail_desc"] = residue_rows(x, group.modulus, rows, tail) if tail else None
     return grid, arguments
 
 
@@ -217,15 +236,15 @@ def segment_arguments(group: BranchGroup) -> dict[str, int]:
     """How long super-segments and the sequence are and how they lie, and how many tokens before and behind it a query
     sees.
     """
-    before, behind = group.window or (0, 0)
+    window_left, window_right = group.window or (0, 0)
     return {
         "super_rows": group.super_rows,
         "super_tokens": group.super_tokens,
         "whole_rows": group.length // group.modulus,
         "longer_classes": group.length % group.modulus,
         "length": group.length,
-        "before": before,
-        "behind": behind,
+        "window_left": window_left,
+        "window_right": window_right,
         "SHIFTED": group.is_shifted,
         "WINDOWED": group.is_windowed,
     }

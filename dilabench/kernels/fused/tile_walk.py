@@ -86,7 +86,7 @@ def stored_rows(super_rows, super_tokens, length, R):
 def box_place(
     residue, row, first_place, whole_rows, left_over, R, ROWS: tl.constexpr, CUT: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """Where a tile of ROWS rows of a class stands in the box of `row_layout.class_rows`: (place among the tokens of a
+    """Where a tile of ROWS rows of a class stands in the box of `row_layout.residue_rows`: (place among the tokens of a
     row, row). CUT: ``left_over`` tokens may stand behind the whole rows. SHIFTED: classes count from ``first_place``.
     """
     if SHIFTED:
@@ -232,8 +232,8 @@ def window_rows(query_row, apart, window, R):
     """First and last row of keys that a query sees, which is the class ``apart`` of them ahead in a row. window: tokens
     before and behind it.
     """
-    before, behind = window
-    return query_row + 1 - (before - apart + R) // R, query_row - 1 + (behind + apart + R) // R
+    window_left, window_right = window
+    return query_row + 1 - (window_left - apart + R) // R, query_row - 1 + (window_right + apart + R) // R
 
 
 @triton.jit
