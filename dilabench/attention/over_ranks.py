@@ -22,7 +22,7 @@ from dilabench.attention import operands, ranks_operator
 from dilabench.attention.planning import backend_of, planner_of
 from dilabench.attention.ranks_operator import Options
 from dilabench.contracts import BuildContext
-from dilabench.distributed.row_deal import RowDeal
+from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
@@ -109,8 +109,8 @@ def sequence_shards(
     """How a sequence of `seq_len` tokens, or packed ones (`cu_seqlens`, rising from 0), lie on the ranks of a group.
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
-    causal attention; 'contiguous' gives it the r-th part, as dilated attention wants; 'balanced' deals chunks of packed
-    sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. Nothing is
+    causal attention; 'contiguous' gives it the r-th part, as dilated attention wants; 'balanced' assigns chunks of
+    packed sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. Nothing is
     padded: parts differ where lengths do not divide. `group`: by default all ranks; or a DeviceMesh of one dimension.
     Raises ValueError for bounds that do not rise or an unknown order, RuntimeError without a process group.
     """
@@ -132,7 +132,7 @@ def sequence_shards(
 
 def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
     if order == "balanced":
-        return shards_of(RowDeal.over(sequences, reach_of(window, causal=True), size).held)
+        return shards_of(balanced_rows(sequences, reach_of(window, causal=True), size))
     return (zigzag if order == "zigzag" else contiguous)(sequences, size)
 
 
@@ -224,7 +224,7 @@ def _function(
         built = load_target(over_ranks.get(case.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
             return built
-        dealt = ": those were dealt for causal attention with the window that sequence_shards was given"
-        hint = dealt if shards.order == "balanced" else ""
+        assigned = ": those were assigned for causal attention with the window that sequence_shards was given"
+        hint = assigned if shards.order == "balanced" else ""
         against.append(f"{case.implementation}: it takes tokens in another order than {shards.order}{hint}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")

@@ -1,4 +1,4 @@
-"""Which pairs each rank computes, hop by hop, and what the busiest is sent, from the sharding alone. No torch.
+"""Which pairs each rank computes, step by step, from the sharding alone. No torch.
 
 With |i, j| the pairs inside positions [i, j), those between an interval [a, b) and a later one [c, d) are
 |a, d| - |a, c| - |b, d| + |b, c|.
@@ -7,37 +7,44 @@ With |i, j| the pairs inside positions [i, j), those between an interval [a, b) 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from dilabench.patterns.counting import windowed_pairs
 from dilabench.patterns.dilated import rows_kept
-from dilabench.workload.spec import DTYPE_BYTES, Workload
+from dilabench.workload.spec import Workload
 
 Interval = tuple[int, int]
-HopPairs = tuple[tuple[float, ...], ...]
+# Per rank the pairs with its own keys, with those of the rank before it, of the one two before it, and so on.
+StepPairs = tuple[tuple[float, ...], ...]
 
 
-def hop_pairs(workload: Workload, ranks: int, zigzag: bool) -> HopPairs | None:
-    """Per rank the pairs with its own keys, with those of the rank before it, of the one two before it, and so on.
+def by_step(ranks: int, pairs: Callable[[int, int], float]) -> StepPairs:
+    """The pairs of each rank, given those of one rank's queries and another's keys."""
+    return tuple(tuple(pairs(rank, (rank - step) % ranks) for step in range(ranks)) for rank in range(ranks))
 
-    Of one batch entry, over all query heads as if each kept residue 0; sequences are cut in order or zigzag. A window
-    that is not the same on both sides counts as if it were. None for a pattern that is no union of strided segments,
-    as block masks are (`block_deal.hop_pairs`).
+
+def step_pairs(workload: Workload, ranks: int, zigzag: bool) -> StepPairs | None:
+    """Of one batch entry, over all query heads as if each kept residue 0; sequences are cut in order or zigzag.
+
+    A window that is not the same on both sides counts as if it were. None for a pattern that is no union of strided
+    segments, as block masks are (`BlockAssignment.step_pairs`).
     """
     if any(workload.pattern.strided_segments(shape, 0) is None for shape in workload.shapes):
         return None
-    pairs = [[0.0] * ranks for _ in range(ranks)]
     lengths = Counter(end - start for start, end in workload.sequences)
-    for length, sequences in lengths.items():
-        held = parts(length, ranks, zigzag)
-        for branch, heads in _branches(workload, length).items():
-            for rank in range(ranks):
-                for hop in range(ranks):
-                    holder = (rank - hop) % ranks
-                    pairs[rank][hop] += sequences * heads * branch.between(held[rank], held[holder])
-    return tuple(map(tuple, pairs))
+    counted = [
+        (parts(length, ranks, zigzag), branch, sequences * heads)
+        for length, sequences in lengths.items()
+        for branch, heads in _branches(workload, length).items()
+    ]
+    return by_step(
+        ranks,
+        lambda reader, owner: sum(
+            (times * branch.between(held[reader], held[owner]) for held, branch, times in counted), 0.0
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +97,20 @@ def _branches(workload: Workload, length: int) -> Counter[_Branch]:
     return counted
 
 
+def cut_runs(bounds: Sequence[Interval], ranks: int, zigzag: bool) -> list[list[range]]:
+    """By rank the runs of sequences (start, stop), each cut in order or zigzag."""
+    held: list[list[range]] = [[] for _ in range(ranks)]
+    for start, stop in bounds:
+        for runs, part in zip(held, parts(stop - start, ranks, zigzag), strict=True):
+            runs += [range(start + first, start + last) for first, last in part]
+    return held
+
+
 def parts(length: int, ranks: int, zigzag: bool) -> tuple[tuple[Interval, ...], ...]:
-    """Positions that each rank holds, as `dilabench.distributed.sharding` cuts them."""
+    """Positions that each rank holds: the r-th part, or chunks r and 2P-1-r of 2P (zigzag)."""
     chunks = 2 * ranks if zigzag else ranks
     edges = [length * edge // chunks for edge in range(chunks + 1)]
     pieces = list(pairwise(edges))
     if not zigzag:
         return tuple((piece,) for piece in pieces)
     return tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks))
-
-
-def busiest_bytes(workload: Workload, ranks: int, rows_moved: Callable[[int, int], int], heads: int = 1) -> int:
-    """Bytes that one call brings the rank with most where rows of K and V travel, and their gradients come back.
-
-    rows_moved: what a holder sends a reader, in rows of all key/value heads, or of one of so many parts of `heads`.
-    """
-    import numpy as np
-
-    everyone = range(ranks)
-    moved = np.array([[rows_moved(a, b) if a != b else 0 for b in everyone] for a in everyone], dtype=np.int64)
-    keys, gradients = moved.sum(0), moved.sum(1)
-    rows = int((keys * (workload.mode != "backward") + gradients * (workload.mode != "forward")).max())
-    vector = workload.num_kv_heads // heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
-    return 2 * workload.batch_size * vector * rows

@@ -13,20 +13,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dilabench.distributed.balance import cut_runs
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions start, start + step, ... below stop; the first is row `row` of the rank that holds it."""
+    """Positions [start, stop); the first is row `row` of the rank that holds it."""
 
     start: int
     stop: int
-    step: int = 1
     row: int = 0
 
     @property
     def length(self) -> int:
         """How many positions."""
-        return max(0, -(-(self.stop - self.start) // self.step))
+        return max(0, self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,14 @@ class Shards:
         """Which of some positions ([R] int64, on the CPU) a rank holds: their indices in `positions`, and its rows."""
         rows = torch.full_like(positions, -1)
         for span in self.parts[rank]:
-            row, rest = (positions - span.start) // span.step, (positions - span.start) % span.step
-            inside = (positions >= span.start) & (positions < span.stop) & (rest == 0)
-            rows = torch.where(inside, span.row + row, rows)
+            inside = (positions >= span.start) & (positions < span.stop)
+            rows = torch.where(inside, span.row + positions - span.start, rows)
         index = (rows >= 0).nonzero()[:, 0]
         return index, rows[index]
 
     def take(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's rows of a whole tensor, contiguous."""
-        pieces = [_positions(x, span, dim) for span in self.parts[rank]]
+        pieces = [x.narrow(dim, span.start, span.length) for span in self.parts[rank]]
         if not pieces:
             return x.narrow(dim, 0, 0).contiguous()
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)).contiguous()
@@ -72,17 +72,24 @@ class Shards:
         whole = shards[0].new_empty(shape)
         for part, shard in zip(self.parts, shards, strict=True):
             for span in part:
-                _positions(whole, span, dim).copy_(shard.narrow(dim, span.row, span.length))
+                whole.narrow(dim, span.start, span.length).copy_(shard.narrow(dim, span.row, span.length))
         return whole
 
 
 def shards_of(held: Sequence[Sequence[range]]) -> Shards:
-    """Shards of the runs of positions that each rank holds, in its order of rows."""
-    parts: list[list[Span]] = [[] for _ in held]
-    for part, runs in zip(parts, held, strict=True):
-        for run in runs:
-            _hold(part, run.start, run.stop, 1)
-    return Shards(tuple(map(tuple, parts)))
+    """Shards of the runs of positions that each rank holds, in its order of rows; adjacent runs are one span."""
+    parts = []
+    for runs in held:
+        part: list[Span] = []
+        row = 0
+        for run in filter(None, runs):
+            if part and part[-1].stop == run.start:
+                part[-1] = Span(part[-1].start, run.stop, part[-1].row)
+            else:
+                part.append(Span(run.start, run.stop, row))
+            row += len(run)
+        parts.append(tuple(part))
+    return Shards(tuple(parts))
 
 
 # Bounds of sequences and a number of ranks to what each rank holds.
@@ -91,7 +98,7 @@ Cut = Callable[[Sequence[tuple[int, int]], int], Shards]
 
 def contiguous(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
     """Every sequence (start, end) in `size` successive parts: one per rank, in order."""
-    return _dealt(bounds, size, size, lambda chunk: chunk)
+    return shards_of(cut_runs(bounds, size, zigzag=False))
 
 
 def zigzag(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
@@ -99,53 +106,4 @@ def zigzag(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
 
     The convention of ring-flash-attention, torch's context_parallel and USP (not nnscaler's).
     """
-    return _dealt(bounds, size, 2 * size, lambda chunk: min(chunk, 2 * size - 1 - chunk))
-
-
-def striped(bounds: Sequence[tuple[int, int]], size: int) -> Shards:
-    """Position t of a sequence on rank t mod P."""
-    parts: list[list[Span]] = [[] for _ in range(size)]
-    for start, end in bounds:
-        for rank in range(size):
-            _hold(parts[rank], start + rank, end, size)
-    return Shards(tuple(map(tuple, parts)))
-
-
-def cut_parts(shards: Shards, size: int) -> Shards:
-    """The rows of every rank in `size` successive parts: ranks r·size to (r + 1)·size - 1 hold those of rank r."""
-    parts: list[list[Span]] = []
-    for part, rows in zip(shards.parts, shards.rows, strict=True):
-        for index in range(size):
-            first, stop = rows * index // size, rows * (index + 1) // size
-            parts.append([])
-            for span in part:
-                low, high = max(first, span.row), min(stop, span.row + span.length)
-                start = span.start + (low - span.row) * span.step
-                _hold(parts[-1], start, start + (high - low) * span.step, span.step)
-    return Shards(tuple(map(tuple, parts)))
-
-
-def _dealt(bounds: Sequence[tuple[int, int]], size: int, chunks: int, owner: Callable[[int], int]) -> Shards:
-    parts: list[list[Span]] = [[] for _ in range(size)]
-    for start, end in bounds:
-        for chunk in range(chunks):
-            edges = [start + (end - start) * edge // chunks for edge in (chunk, chunk + 1)]
-            _hold(parts[owner(chunk)], edges[0], edges[1], 1)
-    return Shards(tuple(map(tuple, parts)))
-
-
-def _hold(part: list[Span], start: int, stop: int, step: int) -> None:
-    """Add a span to a rank's part; adjacent spans are joined, empty ones left out."""
-    if start >= stop:
-        return
-    row = part[-1].row + part[-1].length if part else 0
-    if part and step == 1 and part[-1].step == 1 and part[-1].stop == start:
-        part[-1] = Span(part[-1].start, stop, 1, part[-1].row)
-    else:
-        part.append(Span(start, stop, step, row))
-
-
-def _positions(x: Tensor, span: Span, dim: int) -> Tensor:
-    index = [slice(None)] * x.ndim
-    index[dim] = slice(span.start, span.stop, span.step)
-    return x[tuple(index)]
+    return shards_of(cut_runs(bounds, size, zigzag=True))

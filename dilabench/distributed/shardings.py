@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dilabench.distributed import block_deal, column_deal, row_deal
-from dilabench.distributed.balance import HopPairs, hop_pairs
-from dilabench.distributed.row_deal import RowDeal
-from dilabench.workload.equal_parts import mesh_degrees, usp_degrees
+from dilabench.distributed.assignment import Assignment
+from dilabench.distributed.balance import StepPairs, step_pairs
+from dilabench.distributed.block_assignment import BlockAssignment
+from dilabench.distributed.row_assignment import RowAssignment
+from dilabench.workload.equal_parts import usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
 
 
@@ -19,12 +20,12 @@ class Counted(ABC):
     """λ from the pairs that each rank computes."""
 
     @abstractmethod
-    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
-        """As `balance.hop_pairs` has them; None where they are not known."""
+    def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
+        """As `balance.step_pairs` has them; None where they are not known."""
 
-    @abstractmethod
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """Pairs of the slowest rank that can be computed while messages are under way."""
+        """Pairs of the slowest rank that can be computed while messages are under way: those with its own keys."""
+        return slowest[0]
 
     def sums_hops(self, _workload: Workload, _ranks: int) -> bool:
         """No: all keys are there when a row is computed."""
@@ -58,9 +59,9 @@ class Hops(Counted):
     zigzag: bool | None
     kept: Literal["nothing", "last hop", "all"]
 
-    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+    def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
         """Of dense and dilated patterns."""
-        return hop_pairs(workload, ranks, workload.causal if self.zigzag is None else self.zigzag)
+        return step_pairs(workload, ranks, workload.causal if self.zigzag is None else self.zigzag)
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """All but the last hop's work, whose keys must have arrived; a backward pass that begins with this hop has no
@@ -109,13 +110,12 @@ class Hops(Counted):
 class WholeShards(Hops):
     """Every shard goes to every rank, also where a mask hides it: torch's context parallelism and ring_flash_attn.
 
-    at_once: K and V come in one gather, in the forward and again in the backward pass. wide_sums: sums of dK and dV are
-    float32 and go round in P hops; otherwise they have the dtype of K and take P-1.
+    at_once: K and V come in one gather, in the forward and again in the backward pass. Sums of dK and dV are float32
+    and go round in P hops.
     """
 
     at_once: bool = False
     kept: Literal["nothing"] = "nothing"
-    wide_sums: bool = True
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """All but the last hop's work, or that on own keys where the others come at once."""
@@ -123,29 +123,23 @@ class WholeShards(Hops):
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """K and V of the P-1 others in each pass; backward, the sums besides. Read in torch 2.13, ring_flash_attn
-        0.1.8, yunchang 0.6.4, and TransformerEngine's main branch of August 2026, whose sums are narrow.
+        0.1.8 and yunchang 0.6.4.
         """
         if ranks == 1:
             return 0
         if workload.seq_len % ranks or workload.layout == "packed" or not workload.is_dense:
             return None
         forward, backward = workload.mode != "backward", workload.mode != "forward"
-        item = DTYPE_BYTES[workload.dtype]
-        keys = (ranks - 1) * item * (forward + backward)
-        sums = ranks * 4 if self.wide_sums else (ranks - 1) * item
-        return _vector(workload) * (workload.seq_len // ranks) * (keys + sums * backward)
+        keys = (ranks - 1) * DTYPE_BYTES[workload.dtype] * (forward + backward)
+        return _vector(workload) * (workload.seq_len // ranks) * (keys + ranks * 4 * backward)
 
 
 class OneExchange(Counted):
     """Every row of nested branches that a rank sees, once, in one exchange."""
 
-    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+    def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
         """Of sequences cut in order."""
-        return hop_pairs(workload, ranks, zigzag=False)
-
-    def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """The work that needs no remote key."""
-        return slowest[0]
+        return step_pairs(workload, ranks, zigzag=False)
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """rows = Σ (w_i - max(w_{i-1}, l))/r_i, behind a causal mask what lies before; the backward pass has only
@@ -197,30 +191,26 @@ class HeadsForTokens:
 
 @dataclass(frozen=True, slots=True)
 class HeadsInRing:
-    """USP: groups of ranks trade tokens for heads, and a ring joins the groups.
+    """USP: groups of ranks trade tokens for heads, and a ring joins the groups (`usp_degrees`)."""
 
-    degrees: how many ranks are in a group, and how many groups there are.
-    """
-
-    degrees: Callable[[Workload, int], tuple[int, int]]
     trade: HeadsForTokens
     ring: Hops
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """Of the ring: within a group all compute the same pairs of other heads."""
-        return self.ring.load_balance(workload, self.degrees(workload, ranks)[1])
+        return self.ring.load_balance(workload, usp_degrees(ranks)[1])
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
         """Of the ring."""
-        return self.ring.overlapping_share(workload, self.degrees(workload, ranks)[1])
+        return self.ring.overlapping_share(workload, usp_degrees(ranks)[1])
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
         """Of the ring."""
-        return self.ring.sums_hops(workload, self.degrees(workload, ranks)[1])
+        return self.ring.sums_hops(workload, usp_degrees(ranks)[1])
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """Those of a group over its share of the sequence, and those of the ring over its share of the heads."""
-        heads, ring = self.degrees(workload, ranks)
+        heads, ring = usp_degrees(ranks)
         if _uneven(workload, ranks) or workload.num_heads % heads or workload.num_kv_heads % heads:
             return None
         share = {"num_heads": workload.num_heads // heads, "num_kv_heads": workload.num_kv_heads // heads}
@@ -229,52 +219,41 @@ class HeadsInRing:
         return None if traded is None or sent_round is None else traded + sent_round
 
 
-class Blocks(Counted):
-    """Whole blocks of a mask, of which those travel that some query sees."""
+class Assigned(Counted):
+    """Chunks of rows assigned by their work, and keys that some row sees, each once."""
 
-    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
+    @abstractmethod
+    def _assignment(self, workload: Workload, ranks: int) -> Assignment | None:
+        """None for patterns that are not assigned so."""
+
+    def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
         """None when nothing at all is visible."""
-        return block_deal.hop_pairs(workload, ranks)
-
-    def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """The work that needs no remote key."""
-        return slowest[0]
+        assignment = self._assignment(workload, ranks)
+        pairs = assignment.step_pairs() if assignment else ()
+        return pairs if any(map(sum, pairs)) else None
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """As `block_deal.received_bytes` counts them."""
-        return 0 if ranks == 1 else block_deal.received_bytes(workload, ranks)
+        """The fewest of this assignment."""
+        assignment = self._assignment(workload, ranks)
+        return assignment.received_bytes(workload) if assignment else None
 
 
-class Columns(Counted):
-    """Single keys, of which those travel that some query sees."""
+class Blocks(Assigned):
+    """Whole blocks of a mask."""
 
-    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
-        """None when nothing at all is visible."""
-        return column_deal.hop_pairs(workload, ranks)
-
-    def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """The work that needs no remote key."""
-        return slowest[0]
-
-    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """As `column_deal.received_bytes` counts them."""
-        return 0 if ranks == 1 else column_deal.received_bytes(workload, ranks)
+    def _assignment(self, workload: Workload, ranks: int) -> Assignment:
+        return BlockAssignment.of(workload, ranks)
 
 
-class Rows(Counted):
-    """Chunks of rows dealt by their work, and keys that some row sees, each once: the fewest bytes of that deal."""
+class Rows(Assigned):
+    """Rows of dense patterns."""
 
-    def pairs(self, workload: Workload, ranks: int) -> HopPairs | None:
-        """Of dense patterns."""
-        return row_deal.hop_pairs(workload, ranks) if workload.is_dense else None
+    def _assignment(self, workload: Workload, ranks: int) -> Assignment | None:
+        return RowAssignment.of(workload, ranks) if workload.is_dense else None
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:  # noqa: ARG002
         """Nothing: the one launch wants all its keys."""
         return 0.0
-
-    def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """As `row_deal.received_bytes` counts them."""
-        return row_deal.received_bytes(workload, RowDeal.of(workload, ranks)) if workload.is_dense else None
 
 
 class ZigzagGather(Hops):
@@ -282,7 +261,7 @@ class ZigzagGather(Hops):
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """Each key once to the ranks that see it, whatever the lengths and windows."""
-        return row_deal.received_bytes(workload, RowDeal.zigzag(workload, ranks)) if workload.is_dense else None
+        return RowAssignment.zigzag(workload, ranks).received_bytes(workload) if workload.is_dense else None
 
 
 RING = Hops(zigzag=False, kept="nothing")
@@ -293,15 +272,12 @@ ZIGZAG_ALLGATHER = ZigzagGather(zigzag=True, kept="all")
 RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()
-COLUMNS = Columns()
 BALANCED_ALLGATHER = Rows()
 WHOLE_RING = WholeShards(zigzag=False)
 WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)
-NARROW_ZIGZAG_RING = WholeShards(zigzag=True, wide_sums=False)
 HEADS_FOR_TOKENS = HeadsForTokens(with_lse=False)
-HEADS_IN_RING = HeadsInRing(lambda _, ranks: usp_degrees(ranks), HEADS_FOR_TOKENS, WHOLE_ZIGZAG_RING)
-ULYSSES_RING = HeadsInRing(mesh_degrees, ULYSSES, RING_VARLEN)
+HEADS_IN_RING = HeadsInRing(HEADS_FOR_TOKENS, WHOLE_ZIGZAG_RING)
 
 
 def _uneven(workload: Workload, ranks: int) -> bool:

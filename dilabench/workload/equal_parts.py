@@ -1,11 +1,9 @@
-"""What peers over ranks cannot cut, and which meshes ranks make: the reasons that skip a case, and refuse a build.
+"""What peers over ranks cannot cut: the reasons that skip a case, and refuse a build.
 
 Our implementations take any number of rows per rank; peers need parts of equal length and at least 2 ranks. No torch.
 """
 
 from __future__ import annotations
-
-from math import gcd
 
 from dilabench.workload.spec import Workload
 
@@ -25,19 +23,9 @@ def against_whole_heads(workload: Workload, ranks: int) -> str | None:
     return _against(workload, ranks, ranks) or _against_heads(workload, ranks)
 
 
-def against_whole_heads_in_pairs(workload: Workload, ranks: int) -> str | None:
-    """The reason against zigzag parts that are traded for whole heads."""
-    return _against(workload, ranks, 2 * ranks) or _against_heads(workload, ranks)
-
-
 def against_usp(workload: Workload, ranks: int) -> str | None:
     """The reason against the mesh of `usp_degrees`."""
     return _against(workload, ranks, 2 * ranks) or _against_heads(workload, usp_degrees(ranks)[0])
-
-
-def against_equal_chunks(workload: Workload, ranks: int) -> str | None:
-    """The reason against MagiAttention's 8 chunks per rank, its default; with any other length it pads."""
-    return _against(workload, ranks, 8 * ranks)
 
 
 def usp_degrees(ranks: int) -> tuple[int, int]:
@@ -47,26 +35,6 @@ def usp_degrees(ranks: int) -> tuple[int, int]:
     """
     heads = 2 if ranks >= 4 and ranks % 2 == 0 else 1
     return heads, ranks // heads
-
-
-def mesh_degrees(workload: Workload, ranks: int) -> tuple[int, int]:
-    """Of `ulysses-ring`: how many ranks trade tokens for heads, and how many such groups form a ring.
-
-    As many as divide ranks and key/value heads, but not all ranks: that is `ulysses`. (1, P) where there is no mesh.
-    """
-    shared = gcd(ranks, workload.num_kv_heads)
-    heads = max(one for one in range(1, ranks + 1) if shared % one == 0 and (one < ranks or ranks == 1))
-    return heads, ranks // heads
-
-
-def against_mesh(workload: Workload, ranks: int) -> str | None:
-    """The reason against the mesh of `mesh_degrees`."""
-    if mesh_degrees(workload, ranks)[0] > 1:
-        return None
-    return (
-        f"{ranks} ranks and num_kv_heads {workload.num_kv_heads} make no mesh of heads x sequence: no number between 1 "
-        f"and {ranks} divides both; use ulysses or zigzag-ring"
-    )
 
 
 def _against_heads(workload: Workload, ranks: int) -> str | None:

@@ -21,21 +21,6 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks, launch):
     assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
 
 
-# Eight ranks are a mesh of 2 x 4, and of 4 x 2 for more heads: whole, short and packed sequences.
-ON_EIGHT = {"causal", "fewer rows than chunks", "odd lengths, window", "a mesh of more heads"}
-
-
-@pytest.mark.parametrize("ranks", [4, slow(6), slow(8)])
-def test_heads_and_sequence_over_a_mesh_are_as_exact(ranks, launch):
-    import ring_cases
-
-    cases = ring_cases.on_a_mesh(ranks)
-    assert len(cases) > 9
-    if ranks == 8:
-        cases = {name: cases[name] for name in ON_EIGHT}
-    assert launch(ring_cases.exact, ranks, [["ulysses-ring"], cases]) == [[]] * ranks
-
-
 # On five ranks there are more parts than wait for each other.
 ON_FIVE = {"causal", "full", "window both ways", "branches", "offset by key head", "preset", "odd lengths, full"}
 

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from dilabench.distributed.sharding import contiguous, striped, zigzag
+from dilabench.distributed.sharding import contiguous, zigzag
 
 BOUNDS = [((0, 24),), ((0, 23),), ((0, 3),), ((0, 1), (1, 14), (14, 31))]
 
 
-@pytest.mark.parametrize("sharding", [contiguous, zigzag, striped])
+@pytest.mark.parametrize("sharding", [contiguous, zigzag])
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_position_is_held_once_and_joins_again(sharding, bounds, size):
@@ -21,10 +21,6 @@ def test_zigzag_gives_rank_r_chunks_r_and_the_mirrored_one():
     positions = torch.arange(16)
     parts = [zigzag([(0, 16)], 4).take(positions, rank, 0).tolist() for rank in range(4)]
     assert parts == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
-
-
-def test_striped_deals_positions_in_turn():
-    assert striped([(0, 7)], 3).take(torch.arange(7), 1, 0).tolist() == [1, 4]
 
 
 def test_contiguous_parts_differ_by_one_row_at_most():

@@ -12,7 +12,7 @@ CPU = Machine(device="cpu", no_cuda="test")
 ONE_GPU = Machine(device="cuda", gpus=(GpuInfo(name="a", compute_capability="9.0"),))
 
 
-DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses", "ulysses-ring")
+DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses")
 DILATED = ("ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
 
 
@@ -36,17 +36,6 @@ def test_single_and_parallel_rows_stand_side_by_side_in_every_mode(catalogue):
     assert {one.case.implementation for one in parallel} == set(DENSE)
     # Grouped heads stay grouped.
     assert {one.case.workload.num_kv_heads for one in cases} == {8}
-
-
-def test_ranks_that_make_no_mesh_are_not_asked_for_one_unless_it_is_named(catalogue):
-    unasked = cases_of(catalogue, presets=("tiny",), nproc=2, overrides={"pattern": "dense"})
-    assert "ulysses-ring" not in {one.case.implementation for one in unasked}
-    (named,) = (
-        one
-        for one in cases_of(catalogue, presets=("tiny",), implementations=("usp",), overrides={"mode": "both"})
-        if one.case.world_size > 1
-    )
-    assert "2 ranks and num_kv_heads 8 make no mesh of heads x sequence" in named.skip.why
 
 
 def test_a_mode_that_the_user_set_is_the_only_one(catalogue):

@@ -13,7 +13,6 @@ once, while the own gradients are computed; their owner sums in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +20,13 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.block_deal import BlockDeal
+from dilabench.distributed.block_assignment import BlockAssignment
 from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
 from dilabench.impls.ring.schedule.function import ShardedAttention
-from dilabench.impls.ring.schedule.row_exchange import Places, RowExchange, apart
+from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
 from dilabench.impls.ring.schedule.sums import Sum
 from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.lists import BoolArray
@@ -39,11 +38,12 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 class BlockExchange:
     """`function.Algorithm` of one rank, which holds some rows.
 
-    own: its queries on its own keys. gathered: the same queries on the blocks of others, holder by holder (None: it
-    needs none).
+    own: its queries on its own keys. gathered: the same queries on the blocks of others, owner by owner (None: it needs
+    none), whose keys are what `placed` unpacks.
     """
 
-    exchange: RowExchange
+    exchange: RowGather
+    placed: RowSelection
     attend: BlockForward
     attend_backward: BlockBackward
     scale: float
@@ -52,32 +52,30 @@ class BlockExchange:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
-        arriving, pending = self.exchange.gather(k, v)
+        *arriving, pending = self.exchange.gather(k, v)
         out, lse = self.attend(q, k, v, self.own, scale=self.scale)
         pending.wait()
-        placed = self.exchange.placed(arriving)
+        keys, values = map(self.placed.unpack, arriving)
         if self.gathered is not None:
-            far_out, far_lse = self.attend(q, *apart(placed), self.gathered, scale=self.scale)
+            far_out, far_lse = self.attend(q, keys, values, self.gathered, scale=self.scale)
             merge_rows_(out, lse, far_out, far_lse)
-        return out, lse, (placed,)
+        return out, lse, (keys, values)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
         sums = Sum.like(q), Sum.like(k), Sum.like(v)
-        gradients = kept[0]
+        dkeys, dvalues = keys, values = kept
         if self.gathered is not None:
-            keys, values = apart(kept[0])
             far = self.attend_backward(dout, q, keys, values, out, lse, self.gathered, scale=self.scale)
             sums[0].put(far[0])
-            gradients = self.exchange.gradients(*far[1:])
-        returning, pending = self.exchange.give_back(gradients, k)
+            dkeys, dvalues = far[1:]
+        returned = self.exchange.give_back(self.placed.pack(dkeys), self.placed.pack(dvalues), k)
         own = self.attend_backward(dout, q, k, v, out, lse, self.own, scale=self.scale)
         for total, part in zip(sums, own, strict=True):
             total.put(part)
-        pending.wait()
-        self.exchange.add_returned(*sums[1:], returning)
+        returned.add(*sums[1:])
         dq, dk, dv = (total.finish() for total in sums)
         return dq, dk, dv
 
@@ -99,7 +97,7 @@ class NoRows:
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
-    """Ranks hold chunks of blocks dealt by the pairs that their rows see.
+    """Ranks hold chunks of blocks assigned by the pairs that their rows see.
 
     Raises ConfigError for a file that does not fit, ValueError for windows and for a pattern without whole blocks.
     """
@@ -109,99 +107,88 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
             "local_window mask, or block-sparse on one device"
         )
     world = context.world or World.alone(context.device)
-    deal = BlockDeal.of(workload, world.size)
-    shards = shards_of(deal.positions)
-    algorithm = _exchange(workload, context.device, world, deal) if shards.rows[world.rank] else NoRows()
+    assignment = BlockAssignment.of(workload, world.size)
+    shards = shards_of(assignment.positions)
+    algorithm = _exchange(workload, context.device, world, assignment) if shards.rows[world.rank] else NoRows()
     return ShardedAttention(workload, shards, world, algorithm)
 
 
 Blocks = npt.NDArray[np.int64]
 
 
-class Deal(Protocol):
-    """Who holds which blocks or keys, and what of them goes from rank to rank."""
-
-    def sent(self, holder: int, reader: int) -> Blocks: ...
-
-
-def travelling(deal: Deal, world: World) -> tuple[dict[int, Blocks], dict[int, Blocks]]:
-    """What this rank needs of each holder, and gives each reader."""
-    others = [other for other in range(world.size) if other != world.rank]
-    needed = {holder: deal.sent(holder, world.rank) for holder in others}
-    return needed, {reader: deal.sent(world.rank, reader) for reader in others}
-
-
-def _exchange(workload: Workload, device: torch.device, world: World, deal: BlockDeal) -> BlockExchange:
+def _exchange(workload: Workload, device: torch.device, world: World, assignment: BlockAssignment) -> BlockExchange:
     """What this rank computes, sends and receives.
 
-    The last block of the sequence may be short, so that its holder comes last among those of gathered blocks.
+    The last block of the sequence may be short, so that its owner comes last among those of gathered blocks.
     """
-    own = deal.own(world.rank)
-    needed, given = travelling(deal, world)
-    last = len(deal.sizes) - 1
-    needed = dict(sorted(needed.items(), key=lambda item: last in item[1] // deal.heads))
+    own = assignment.own(world.rank)
+    others = [other for other in range(world.size) if other != world.rank]
+    given = {reader: assignment.sent(world.rank, reader) for reader in others}
+    needed = {owner: assignment.sent(owner, world.rank) for owner in others}
+    last = len(assignment.sizes) - 1
+    needed = dict(sorted(needed.items(), key=lambda item: last in item[1] // assignment.parts))
     coming = np.concatenate([*needed.values(), own[:0]])
-    queries = deal.mask[:, own]
-    rows = int(deal.sizes[own].sum())
-    slots = _slots(deal, coming)
-    key_rows = _rows_of_slots(deal, coming, slots)
+    queries = assignment.mask[:, own]
+    rows = int(assignment.sizes[own].sum())
+    slots = _slots(assignment, coming)
+    key_rows = _rows_of_slots(assignment, coming, slots)
     _, attend, attend_backward = kernels_for(device)
-    exchange = RowExchange(
-        world,
-        needs={holder: deal.rows_of(parcels) for holder, parcels in needed.items() if len(parcels)},
-        gives={
-            reader: None
-            if deal.heads == 1 and len(parcels) == len(own)
-            else _rows(deal, parcels, own.searchsorted(parcels // deal.heads)).to(device)
-            for reader, parcels in given.items()
-            if len(parcels)
-        },
-        heads=deal.heads,
-        places=Places(key_rows, _rows(deal, coming, slots).to(device)) if deal.heads > 1 else None,
-    )
+    needs = {owner: assignment.rows_of(parts) for owner, parts in needed.items()}
+    gives = {}
+    for reader, parts in given.items():
+        everything = assignment.parts == 1 and len(parts) == len(own)
+        index = None if everything else _rows(assignment, parts, own.searchsorted(parts // assignment.parts)).to(device)
+        if len(parts):
+            gives[reader] = [RowSelection(0, rows, index, assignment.parts)]
+    order = _rows(assignment, coming, slots).to(device) if assignment.parts > 1 else None
     return BlockExchange(
-        exchange,
+        RowGather(world, sum(needs.values()), places_in_order(needs), gives, assignment.parts),
+        RowSelection(0, key_rows, order, assignment.parts),
         attend,
         attend_backward,
         workload.softmax_scale,
-        own=BlockPlan(queries[:, :, own], deal.block_size, rows, workload.causal),
+        own=BlockPlan(queries[:, :, own], assignment.block_size, rows, workload.causal),
         gathered=BlockPlan(
-            _gathered_mask(deal, queries, coming, slots), deal.block_size, rows, causal=False, key_rows=key_rows
+            _gathered_mask(assignment, queries, coming, slots),
+            assignment.block_size,
+            rows,
+            causal=False,
+            key_rows=key_rows,
         )
         if len(coming)
         else None,
     )
 
 
-def _slots(deal: BlockDeal, parcels: Blocks) -> Blocks:
-    """[parcels]: which block of gathered keys each is: those of a head one after another, the short one behind all."""
-    blocks, heads = parcels // deal.heads, parcels % deal.heads
-    whole = deal.sizes[blocks] == deal.block_size
-    slots = np.zeros(len(parcels), dtype=np.int64)
-    for head in range(deal.heads):
+def _slots(assignment: BlockAssignment, parts: Blocks) -> Blocks:
+    """[parts]: which block of gathered keys each is: those of a head one after another, the short one behind all."""
+    blocks, heads = parts // assignment.parts, parts % assignment.parts
+    whole = assignment.sizes[blocks] == assignment.block_size
+    slots = np.zeros(len(parts), dtype=np.int64)
+    for head in range(assignment.parts):
         mine = np.flatnonzero(whole & (heads == head))
         slots[mine] = np.arange(len(mine))
     slots[~whole] = slots[whole].max(initial=-1) + 1
     return slots
 
 
-def _rows_of_slots(deal: BlockDeal, parcels: Blocks, slots: Blocks) -> int:
+def _rows_of_slots(assignment: BlockAssignment, parts: Blocks, slots: Blocks) -> int:
     """Rows of gathered keys, of the heads that have most."""
-    return int((slots * deal.block_size + deal.sizes[parcels // deal.heads]).max(initial=0))
+    return int((slots * assignment.block_size + assignment.sizes[parts // assignment.parts]).max(initial=0))
 
 
-def _rows(deal: BlockDeal, parcels: Blocks, places: Blocks) -> Tensor:
-    """row·heads + head of the rows of parcels whose blocks are the ones at these places, parcel by parcel."""
-    inside = np.arange(deal.block_size)
-    rows = (places[:, None] * deal.block_size + inside) * deal.heads + (parcels % deal.heads)[:, None]
-    return torch.from_numpy(rows[inside < deal.sizes[parcels // deal.heads][:, None]])
+def _rows(assignment: BlockAssignment, parts: Blocks, places: Blocks) -> Tensor:
+    """row·heads + head of the rows of parts whose blocks are the ones at these places, part by part."""
+    inside = np.arange(assignment.block_size)
+    rows = (places[:, None] * assignment.block_size + inside) * assignment.parts + (parts % assignment.parts)[:, None]
+    return torch.from_numpy(rows[inside < assignment.sizes[parts // assignment.parts][:, None]])
 
 
-def _gathered_mask(deal: BlockDeal, queries: BoolArray, parcels: Blocks, slots: Blocks) -> BoolArray:
+def _gathered_mask(assignment: BlockAssignment, queries: BoolArray, parts: Blocks, slots: Blocks) -> BoolArray:
     """[heads of the mask, own blocks, slots] of the mask's rows [heads of the mask, own blocks, n]."""
     mask = np.zeros((*queries.shape[:2], slots.max() + 1), dtype=bool)
-    sharing = len(mask) // deal.heads
+    sharing = len(mask) // assignment.parts
     for head, (found, seen) in enumerate(zip(mask, queries, strict=True)):
-        mine = parcels % deal.heads == head // sharing
-        found[:, slots[mine]] = seen[:, parcels[mine] // deal.heads]
+        mine = parts % assignment.parts == head // sharing
+        found[:, slots[mine]] = seen[:, parts[mine] // assignment.parts]
     return mask

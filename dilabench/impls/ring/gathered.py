@@ -1,82 +1,65 @@
-"""`zigzag-allgather`: all keys that a rank sees come in one exchange; then each chunk of its queries is one call.
+"""`zigzag-allgather`, `balanced-allgather`: all keys that a rank sees come in one exchange, each once.
 
-The context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2) on zigzag shards. Each query is read once, so
-that nothing is merged: a ring reads q and writes out and dq once per hop. Its price is that most of the exchange is
-waited for, and memory for the keys of all ranks, which stay for the backward pass. So it is for few K/V heads.
+The context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2) on zigzag shards: then each chunk of queries is one
+call. Each query is read once and nothing is merged; a ring reads q and writes out and dq once per step. The price is
+that most of the exchange is waited for, and memory for the keys of all ranks, which stay for the backward pass. So it
+is for few K/V heads.
 
 A backend that aligns ends takes a chunk of queries and all keys before them in one call; over others it is two calls.
 Packed sequences are one launch where the backend has a kernel for that.
+
+`balanced-allgather` is for packed documents, whose work is their areas under the mask: cut in order, half of two ranks
+would wait. Chunks of rows are assigned so that each rank has as many tokens and the same work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.row_deal import RowDeal, united
-from dilabench.distributed.sharding import Shards, Span, shards_of, zigzag
+from dilabench.distributed.row_assignment import RowAssignment, united
+from dilabench.distributed.sharding import Shards, Span, shards_of
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.one_launch import in_one_launch
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.impls.ring.schedule.placed import PlacedSoftmax, PlacedSum
 from dilabench.impls.ring.schedule.plan import pieces_between
-from dilabench.impls.ring.schedule.sums import Softmax, Sum
+from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection
+from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum
 from dilabench.impls.union.branches import branches_of
 from dilabench.workload.spec import Workload
 
-
-class Stretch(NamedTuple):
-    """Successive rows of a rank's shard, from `local` on, and their place among the rows that a reader gathers."""
-
-    local: int
-    gathered: int
-    rows: int
-
-
-Stretches = Mapping[int, Sequence[Stretch]]
+# Rows of a rank's shard, and the same rows among those that are gathered.
+Shared = tuple[RowSelection, RowSelection]
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Calls):
     """`function.Algorithm` with one exchange per pass.
 
-    early: the calls on this rank's own keys alone, made while messages travel. late: those on the `rows` gathered keys.
-    own, needs: what of these is this rank's and what comes from each holder. gives: what each reader gathers of it.
-    apart: no two calls have queries in common.
+    early: the calls on this rank's own keys alone, made while messages are sent. late: those on gathered keys.
+    own: which of these are this rank's. apart: no two calls have queries in common.
     """
 
-    world: World
+    exchange: RowGather
     early: tuple[Piece, ...]
     late: tuple[Piece, ...]
-    rows: int
-    own: tuple[Stretch, ...]
-    needs: Stretches
-    gives: Stretches
+    own: tuple[Shared, ...]
     apart: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
         results = PlacedSoftmax(q) if self.apart else Softmax(q)
-        keys, values = _room(k, self.rows), _room(v, self.rows)
-        pending = self.world.swap(
-            {
-                reader: [_rows(x, s.local, s.rows) for s in given for x in (k, v)]
-                for reader, given in self.gives.items()
-            },
-            self._gathered(keys, values),
-            "keys",
-        )
-        for stretch in self.own:
+        keys, values, pending = self.exchange.gather(k, v)
+        for local, gathered in self.own:
             for whole, shard in ((keys, k), (values, v)):
-                copy_strided_(_rows(whole, stretch.gathered, stretch.rows), _rows(shard, stretch.local, stretch.rows))
+                copy_strided_(gathered.pack(whole), local.pack(shard))
         self.attend(self.early, results, q, k, v)
         pending.wait()
         self.attend(self.late, results, q, keys, values)
@@ -85,70 +68,57 @@ class Gathered(Calls):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this rank's shards; those of gathered keys first, so that they travel meanwhile."""
+        """dq, dk, dv of this rank's shards; those of gathered keys first, so that they are sent meanwhile."""
         keys, values = kept
         dq = PlacedSum(q) if self.apart else Sum.like(q)
         dkeys, dvalues = Sum.like(keys), Sum.like(values)
         self.attend_backward(self.late, (dq, dkeys, dvalues), dout, q, keys, values, out, lse)
-        gradients = dkeys.finish(), dvalues.finish()
-        returned = {
-            reader: [(s.local, (_room(k, s.rows), _room(v, s.rows))) for s in given]
-            for reader, given in self.gives.items()
-        }
-        receives = {
-            reader: [_rows(x, 0, x.shape[1]) for _, parts in several for x in parts]
-            for reader, several in returned.items()
-        }
-        pending = self.world.swap(self._gathered(*gradients), receives, "gradients")
+        returned = self.exchange.give_back(dkeys.finish(), dvalues.finish(), k)
         dk, dv = Sum.like(k), Sum.like(v)
-        for stretch in self.own:
-            for total, gathered in zip((dk, dv), (dkeys, dvalues), strict=True):
-                total.add_rows(gathered, stretch.gathered, stretch.rows, stretch.local)
+        for local, gathered in self.own:
+            for total, part in ((dk, dkeys), (dv, dvalues)):
+                total.add_rows(part, gathered.first, gathered.stop - gathered.first, local.first)
         self.attend_backward(self.early, (dq, dk, dv), dout, q, k, v, out, lse)
-        # Put together while the last gradients travel.
+        # Put together while the last gradients are on their way.
         whole_dq = dq.finish()
-        pending.wait()
-        for first, parts in (one for several in returned.values() for one in several):
-            for total, part in zip((dk, dv), parts, strict=True):
-                total.put(part, first)
+        returned.add(dk, dv)
         return whole_dq, dk.finish(), dv.finish()
-
-    def _gathered(self, *tensors: Tensor) -> dict[int, list[Tensor]]:
-        """The rows of each holder in gathered tensors, in the order in which they travel."""
-        return {
-            holder: [_rows(x, s.gathered, s.rows) for s in theirs for x in tensors]
-            for holder, theirs in self.needs.items()
-        }
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
-    """Dense patterns, padded or packed; each sequence on zigzag shards."""
+    """`zigzag-allgather`: dense patterns, padded or packed; each sequence on zigzag shards."""
     world = context.world or World.alone(context.device)
-    shards = zigzag(workload.sequences, world.size)
-    algorithm = in_one_launch(workload, context, RowDeal.zigzag(workload, world.size))
-    return ShardedAttention(workload, shards, world, algorithm or by_pieces(workload, context, shards))
+    return _built(workload, context, world, RowAssignment.zigzag(workload, world.size))
 
 
-def by_pieces(workload: Workload, context: BuildContext, shards: Shards) -> Gathered:
+def build_balanced(workload: Workload, context: BuildContext) -> ShardedAttention:
+    """`balanced-allgather`: dense patterns with causal masks and windows, padded or packed."""
+    world = context.world or World.alone(context.device)
+    return _built(workload, context, world, RowAssignment.of(workload, world.size))
+
+
+def _built(workload: Workload, context: BuildContext, world: World, assignment: RowAssignment) -> ShardedAttention:
+    shards = shards_of(assignment.held)
+    algorithm = in_one_launch(workload, context, assignment) or by_pieces(workload, context, world, shards)
+    return ShardedAttention(workload, shards, world, algorithm)
+
+
+def by_pieces(workload: Workload, context: BuildContext, world: World, shards: Shards) -> Gathered:
     """On any shards of spans without gaps."""
-    world, backend = context.world or World.alone(context.device), context.require_backend()
+    backend = context.require_backend()
     plans = [_plan(workload, shards, rank, backend.aligns_ends) for rank in range(world.size)]
     early, late, spans = plans[world.rank]
+    own = shards.parts[world.rank]
     others = [rank for rank in range(world.size) if rank != world.rank]
-    needs = {holder: _stretches(shards.parts[holder], spans) for holder in others}
-    gives = {reader: _stretches(shards.parts[world.rank], plans[reader][2]) for reader in others}
-    return Gathered(
-        workload,
-        backend,
+    places = {owner: [gathered for _, gathered in _shared(shards.parts[owner], spans)] for owner in others}
+    gives = {reader: [local for local, _ in _shared(own, plans[reader][2])] for reader in others}
+    exchange = RowGather(
         world,
-        early,
-        late,
         sum(span.length for span in spans),
-        _stretches(shards.parts[world.rank], spans),
-        {holder: theirs for holder, theirs in needs.items() if theirs},
-        {reader: given for reader, given in gives.items() if given},
-        _apart((*early, *late)),
+        {owner: selections for owner, selections in places.items() if selections},
+        {reader: selections for reader, selections in gives.items() if selections},
     )
+    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), _apart((*early, *late)))
 
 
 def _plan(
@@ -188,23 +158,14 @@ def _united(pieces: Sequence[Piece]) -> tuple[Span, ...]:
     return shards_of([united([range(piece.key, piece.key + piece.keys) for piece in pieces])]).parts[0]
 
 
-def _stretches(shard: Sequence[Span], gathered: Sequence[Span]) -> tuple[Stretch, ...]:
+def _shared(shard: Sequence[Span], gathered: Sequence[Span]) -> tuple[Shared, ...]:
     """What of a rank's shard is among gathered rows."""
     found = []
     for own in shard:
         for span in gathered:
             start, stop = max(own.start, span.start), min(own.stop, span.stop)
             if start < stop:
-                found.append(Stretch(own.row + start - own.start, span.row + start - span.start, stop - start))
+                local, place = own.row + start - own.start, span.row + start - span.start
+                length = stop - start
+                found.append((RowSelection(local, local + length), RowSelection(place, place + length)))
     return tuple(found)
-
-
-def _room(x: Tensor, rows: int) -> Tensor:
-    """For so many rows [B, rows, K, D] of x, in memory rows first: any number of them is one message, and in place."""
-    B, _, K, D = x.shape
-    return x.new_empty(rows, B, K, D).transpose(0, 1)
-
-
-def _rows(x: Tensor, first: int, rows: int) -> Tensor:
-    """Rows of x [B, N, K, D] as they travel: [rows, B, K, D]."""
-    return x.narrow(1, first, rows).transpose(0, 1)

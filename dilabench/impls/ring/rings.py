@@ -1,9 +1,14 @@
-"""The rings: K and V go from rank to rank. They differ in how sequences are cut and in whether hops overlap.
+"""The rings: at step t every rank has the K and V of the rank t before it, and gives its dK and dV straight back.
 
-`ring`: communication and computation take turns. `ring-overlap`: the next hop is under way while this one is computed,
-in two buffers of K and V, and what the last hop brought is kept for the backward pass; on CUDA the hops run on a stream
-of their own, which waits only for what was queued before them.
-`zigzag-ring`: the same with causal work balanced over the ranks. Rank r holds chunks r and 2P-1-r of 2P. A hop from an
+Each step is sent by the owner instead of being passed on, which moves the same bytes and leaves out what nobody sees:
+whole steps out of a window's reach, chunks behind a causal mask. Partial dK and dV return to their owner as the kernel
+gave them and are summed there in float32, so they are sent once, not P times.
+
+`ring`: communication and computation take turns. `ring-overlap`: the next step is under way while this one is computed,
+in two buffers of K and V; on CUDA messages run on a stream of their own, which waits only for what was queued before
+them. The last step's K and V stay until the backward pass, which begins with them, goes on with the other steps and
+ends with the rank's own part. One step less is moved then, and every dK and dV is sent while something is computed.
+`zigzag-ring`: the same with causal work balanced over the ranks. Rank r holds chunks r and 2P-1-r of 2P. A step from an
 earlier rank needs all queries and the first half of its keys, one from a later rank the second half of the queries and
 all its keys: half a block either way, and only that is computed. For dilated patterns it pays only where branches of
 low rate span ranks.
@@ -13,12 +18,93 @@ leaves some ranks without a row of it; nothing is padded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Cut, contiguous, zigzag
+from dilabench.distributed.world import Pending
 from dilabench.impls.ring.schedule.function import ShardedAttention
-from dilabench.impls.ring.schedule.hops import Ring
-from dilabench.impls.ring.schedule.share import share_of
+from dilabench.impls.ring.schedule.row_exchange import Transfer
+from dilabench.impls.ring.schedule.share import Share, share_of
+from dilabench.impls.ring.schedule.sums import Softmax, Sum
 from dilabench.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """`function.Algorithm` with point-to-point messages; at distance 0 is the rank's own part: nothing moves for it.
+
+    overlap: the next step is under way while this one is computed (two buffers), and the last step's K and V are kept
+    for the backward pass; without it messages and computation take turns.
+    """
+
+    share: Share
+    overlap: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """out, lse, and what is kept: K and V of the last step, as they arrived."""
+        results, coming = Softmax(q), None
+        for distance, following in pairwise((*range(self._size), 0)):
+            arrived, coming = self._take(distance, following, coming, k, v)
+            if distance == 0:
+                self.share.attend_own(results, q, k, v)
+            elif arrived.packed:
+                self.share.attend_remote(arrived.peer, results, q, arrived.packed)
+        return *results.finish(), tuple(arrived.packed) if self.overlap else ()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's shards."""
+        share, (dq, dk, dv) = self.share, (Sum.like(x) for x in (q, k, v))
+        returns: list[Transfer] = []
+        # What the forward pass kept is from the rank after this one, round the ring.
+        coming = Transfer((share.world.rank + 1) % self._size, Pending(()), list(kept)) if self.overlap else None
+        for distance, following in pairwise((*self._backward_order, 0)):
+            arrived, coming = self._take(distance, following, coming, k, v)
+            if distance == 0:
+                share.attend_own_backward((dq, dk, dv), dout, q, k, v, out, lse)
+                continue
+            gradients = []
+            if arrived.packed:
+                gradients = share.attend_remote_backward(arrived.peer, dq, dout, q, arrived.packed, out, lse)
+            returns.append(share.exchange.give_back(distance, gradients, k, share.gradient_dtype))
+            # Messages under way hold what they still send; all else is freed before the next step.
+            del arrived, gradients
+            if not self.overlap or len(returns) > 1:
+                self._add([returns.pop(0)], dk, dv)
+        self._add(returns, dk, dv)
+        return dq.finish(), dk.finish(), dv.finish()
+
+    @property
+    def _size(self) -> int:
+        return self.share.world.size
+
+    @property
+    def _backward_order(self) -> tuple[int, ...]:
+        """Distances in the order of the backward pass, the same on all ranks, so that messages match."""
+        if not self.overlap or self._size == 1:
+            return tuple(range(self._size))
+        return self._size - 1, *range(1, self._size - 1), 0
+
+    def _take(
+        self, distance: int, following: int, coming: Transfer | None, k: Tensor, v: Tensor
+    ) -> tuple[Transfer, Transfer | None]:
+        """What comes from a distance, waited for; where steps overlap, the following one has been requested."""
+        exchange = self.share.exchange
+        arrived = coming or exchange.fetch(distance, k, v)
+        ahead = exchange.fetch(following, k, v) if self.overlap else None
+        arrived.work.wait()
+        return arrived, ahead
+
+    def _add(self, returns: list[Transfer], dk: Sum, dv: Sum) -> None:
+        for returned in returns:
+            returned.work.wait()
+            for total, packed in zip((dk, dv), returned.packed, strict=False):
+                self.share.exchange.gives[returned.peer].add(total, packed)
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:

@@ -1,8 +1,8 @@
 """`ulysses`: ranks exchange their part of the sequence for their part of the heads, attend, and exchange back.
 
-One all-to-all before and one after; in between every rank sees whole sequences. Query heads are dealt in order, sizes
-differing by at most one; a key/value head goes to every rank that holds one of its query heads, and its gradients are
-summed by the rank that holds the tokens.
+One all-to-all before and one after; in between every rank sees whole sequences. Query heads are assigned in order,
+numbers differing by at most one. A key/value head goes to every rank that holds one of its query heads; the rank that
+holds the tokens sums its gradients.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDeal:
+class HeadAssignment:
     """Which query heads each rank attends with, and which key/value heads they read."""
 
     queries: tuple[range, ...]
     keys: tuple[range, ...]
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, size: int) -> HeadDeal:
+    def of(cls, num_heads: int, num_kv_heads: int, size: int) -> HeadAssignment:
         """H heads over P ranks, in order."""
         group = num_heads // num_kv_heads
         queries = tuple(range(num_heads * rank // size, num_heads * (rank + 1) // size) for rank in range(size))
@@ -49,16 +49,16 @@ class Ulysses:
 
     world: World
     shards: Shards
-    deal: HeadDeal
+    assignment: HeadAssignment
     attention: Algorithm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, this rank's heads of q, k, v, out and lse over the whole sequence, and what attention keeps."""
-        deal = self.deal
-        whole_q, whole_k, whole_v = self._to_heads((q, k, v), (deal.queries, deal.keys, deal.keys))
+        assignment = self.assignment
+        whole_q, whole_k, whole_v = self._to_heads((q, k, v), (assignment.queries, assignment.keys, assignment.keys))
         whole_out, whole_lse, kept = self.attention.forward(whole_q, whole_k, whole_v)
-        (out,) = self._to_tokens((whole_out,), (deal.queries,), q.shape[0])
-        (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (deal.queries,), q.shape[0])
+        (out,) = self._to_tokens((whole_out,), (assignment.queries,), q.shape[0])
+        (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (assignment.queries,), q.shape[0])
         lse_by_head = lse.squeeze(-1).transpose(1, 2).contiguous()
         return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse, *kept)
 
@@ -66,29 +66,35 @@ class Ulysses:
         self, dout: Tensor, q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
-        deal, (whole_q, whole_k, whole_v, whole_out, whole_lse, *rest) = self.deal, kept
-        (whole_dout,) = self._to_heads((dout,), (deal.queries,))
+        assignment, (whole_q, whole_k, whole_v, whole_out, whole_lse, *rest) = self.assignment, kept
+        (whole_dout,) = self._to_heads((dout,), (assignment.queries,))
         parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse, tuple(rest))
-        dq, dk, dv = self._to_tokens(parts, (deal.queries, deal.keys, deal.keys), q.shape[0])
+        dq, dk, dv = self._to_tokens(parts, (assignment.queries, assignment.keys, assignment.keys), q.shape[0])
         return dq, dk, dv
 
-    def _to_heads(self, tensors: Sequence[Tensor], deals: Sequence[tuple[range, ...]]) -> list[Tensor]:
+    def _to_heads(self, tensors: Sequence[Tensor], assignments: Sequence[tuple[range, ...]]) -> list[Tensor]:
         """Local tokens of all heads [B, N_local, ·, D] -> all tokens of this rank's heads [B, N, ·, D]."""
         B, _, _, D = tensors[0].shape
         rows, rank = self.shards.rows, self.world.rank
-        give = [[x[:, :, _slice(deal[peer])] for x, deal in zip(tensors, deals, strict=True)] for peer in self._peers]
-        shapes = [[(B, rows[peer], len(deal[rank]), D) for deal in deals] for peer in self._peers]
+        give = [
+            [x[:, :, _slice(assignment[peer])] for x, assignment in zip(tensors, assignments, strict=True)]
+            for peer in self._peers
+        ]
+        shapes = [[(B, rows[peer], len(assignment[rank]), D) for assignment in assignments] for peer in self._peers]
         arrived = self._exchange(give, shapes)
         return [self.shards.join([arrived[peer][index] for peer in self._peers]) for index in range(len(tensors))]
 
-    def _to_tokens(self, tensors: Sequence[Tensor], deals: Sequence[tuple[range, ...]], B: int) -> list[Tensor]:
+    def _to_tokens(self, tensors: Sequence[Tensor], assignments: Sequence[tuple[range, ...]], B: int) -> list[Tensor]:
         """The way back: all tokens of this rank's heads -> local tokens of all heads, copies of a head summed."""
         D = tensors[0].shape[-1]
         own_rows = self.shards.rows[self.world.rank]
         give = [[self.shards.take(x, peer) for x in tensors] for peer in self._peers]
-        shapes = [[(B, own_rows, len(deal[peer]), D) for deal in deals] for peer in self._peers]
+        shapes = [[(B, own_rows, len(assignment[peer]), D) for assignment in assignments] for peer in self._peers]
         arrived = self._exchange(give, shapes)
-        return [_gathered_heads([parts[index] for parts in arrived], deal) for index, deal in enumerate(deals)]
+        return [
+            _gathered_heads([parts[index] for parts in arrived], assignment)
+            for index, assignment in enumerate(assignments)
+        ]
 
     def _exchange(
         self, give: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
@@ -112,12 +118,12 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """Rank r holds the r-th part of every sequence. Dense and dilated patterns, padded and packed."""
     world = context.world or World.alone(context.device)
     shards = contiguous(workload.sequences, world.size)
-    deal = HeadDeal.of(workload.num_heads, workload.num_kv_heads, world.size)
-    heads, kv_heads = deal.queries[world.rank], deal.keys[world.rank]
+    assignment = HeadAssignment.of(workload.num_heads, workload.num_kv_heads, world.size)
+    heads, kv_heads = assignment.queries[world.rank], assignment.keys[world.rank]
     attention = _in_one_launch(workload, context, heads, kv_heads)
     if attention is None:
         attention = _ByPieces(Calls(workload, context.require_backend()), _pieces(workload, heads, kv_heads))
-    return ShardedAttention(workload, shards, world, Ulysses(world, shards, deal, Apart(attention)))
+    return ShardedAttention(workload, shards, world, Ulysses(world, shards, assignment, Apart(attention)))
 
 
 def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:
@@ -170,13 +176,13 @@ def _slice(heads: range) -> slice:
     return slice(heads.start, heads.stop)
 
 
-def _gathered_heads(parts: Sequence[Tensor], deal: Sequence[range]) -> Tensor:
+def _gathered_heads(parts: Sequence[Tensor], assignment: Sequence[range]) -> Tensor:
     """[B, n, ·, D] of each rank's heads -> [B, n, H, D]; a head that several ranks had is summed."""
-    total = max(heads.stop for heads in deal)
-    if sum(len(heads) for heads in deal) == total:
+    total = max(heads.stop for heads in assignment)
+    if sum(len(heads) for heads in assignment) == total:
         return torch.cat(list(parts), 2)
     B, rows, _, D = parts[0].shape
     result = torch.zeros(B, rows, total, D, dtype=wide(parts[0].dtype), device=parts[0].device)
-    for part, heads in zip(parts, deal, strict=True):
+    for part, heads in zip(parts, assignment, strict=True):
         result[:, :, _slice(heads)] += part
     return result.to(parts[0].dtype)

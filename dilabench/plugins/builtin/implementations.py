@@ -207,15 +207,6 @@ IMPLEMENTATIONS = (
         role="plain",
     ),
     Implementation(
-        "neighborhood",
-        "each residue of the tokens as strided views under a sliding window of a dense backend",
-        "dilabench.impls.neighborhood:build",
-        supports=Capabilities(patterns=frozenset({"neighborhood"}), causal=frozenset({True}), window=False),
-        uses_backend=True,
-        calls_window=True,
-        priority=10,
-    ),
-    Implementation(
         "strided",
         "per branch: zero-copy strided views, dense backend, fused merge",
         "dilabench.impls.strided:build",

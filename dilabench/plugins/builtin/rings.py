@@ -6,7 +6,6 @@ from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.plugins.builtin.implementations import (
     ADDED_QUERIES,
     BLOCKS,
-    COLUMNS,
     DENSE,
     DILATED,
     FUSED,
@@ -14,7 +13,6 @@ from dilabench.plugins.builtin.implementations import (
     no_block_tiles,
 )
 from dilabench.plugins.descriptors import Capabilities, Implementation
-from dilabench.workload.equal_parts import against_mesh
 from dilabench.workload.spec import Workload
 
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
@@ -121,7 +119,7 @@ RINGS = (
     Implementation(
         "balanced-allgather",
         "chunks of packed documents dealt to ranks by their work; keys go once to the ranks that see them",
-        "dilabench.impls.ring.balanced:build",
+        "dilabench.impls.ring.gathered:build_balanced",
         supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         uses_backend=True,
         priority=45,
@@ -157,18 +155,6 @@ RINGS = (
         sharding="dilabench.distributed.shardings:ULYSSES",
     ),
     Implementation(
-        "ulysses-ring",
-        "a mesh of heads x sequence (USP): groups of ranks trade tokens for heads, the ring joins the groups",
-        "dilabench.impls.ring.ulysses_ring:build",
-        supports=Capabilities(
-            patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None, check_ranks=against_mesh
-        ),
-        aliases=("usp",),
-        uses_backend=True,
-        # No priority before GPUs have timed it: what is expected of it takes its trade of heads for hidden, too.
-        sharding="dilabench.distributed.shardings:ULYSSES_RING",
-    ),
-    Implementation(
         "block-sparse-ring",
         "block-sparse over ranks: only blocks that a local query sees travel, with the heads that see them",
         "dilabench.impls.ring.block_sparse:build",
@@ -176,19 +162,6 @@ RINGS = (
         requires=("triton|cpu",),
         priority=10,
         sharding="dilabench.distributed.shardings:BLOCKS",
-    ),
-    Implementation(
-        "column-bounds-ring",
-        "bounds of columns over ranks: only keys that some local query sees travel, while the own part is computed",
-        "dilabench.impls.ring.column_bounds:build",
-        supports=Capabilities(
-            patterns=COLUMNS,
-            max_world_size=None,
-            on_cuda=Capabilities(patterns=COLUMNS, dtypes=HALF | {"float32"}, max_head_dim=256, max_world_size=None),
-        ),
-        requires=("triton|cpu",),
-        priority=10,
-        sharding="dilabench.distributed.shardings:COLUMNS",
     ),
     Implementation(
         "block-sparse-ring-multihead",

@@ -15,10 +15,8 @@ from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
 from dilabench.impls import reference
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.ring import allgather, balanced, gathered, multihead, rings, ulysses, ulysses_ring
+from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums
-from dilabench.impls.ring.schedule.hops import Ring
-from dilabench.workload.equal_parts import against_mesh
 from dilabench.workload.spec import Workload
 
 BUILDS = {
@@ -27,10 +25,9 @@ BUILDS = {
     "zigzag-ring": rings.build_zigzag,
     "ring-allgather": allgather.build,
     "zigzag-allgather": gathered.build,
-    "balanced-allgather": balanced.build,
+    "balanced-allgather": gathered.build_balanced,
     "ring-varlen": rings.build_varlen,
     "ulysses": ulysses.build,
-    "ulysses-ring": ulysses_ring.build,
 }
 GATHERING = {"zigzag-allgather", "balanced-allgather"}
 BACKEND = LoadedBackend("math", math.attend, math.attend_backward)
@@ -100,7 +97,7 @@ def exact(world, names, cases=PADDED | PACKED):
     for case, one in cases.items():
         inputs, wanted = random_inputs(one), formula[case]
         for name in names:
-            if one.layout == "packed" and name not in {"ring-varlen", "ulysses", "ulysses-ring", *GATHERING}:
+            if one.layout == "packed" and name not in {"ring-varlen", "ulysses", *GATHERING}:
                 continue
             if one.pattern.kind != "dense" and name in GATHERING:
                 continue
@@ -114,15 +111,6 @@ def exact(world, names, cases=PADDED | PACKED):
                 if not error <= TOLERANCE:
                     wrong.append((name, case, part, error))
     return wrong
-
-
-def on_a_mesh(ranks):
-    """The dense cases whose key/value heads make a mesh with so many ranks."""
-    return {
-        name: one
-        for name, one in {**PADDED, **PACKED, "a mesh of more heads": workload(num_heads=8, num_kv_heads=4)}.items()
-        if one.is_dense and not against_mesh(one, ranks)
-    }
 
 
 def random_packings(seed, count):
@@ -152,7 +140,7 @@ def by_the_formula(world, cases):
 
 def without_returned_gradients(world):
     """What `exact` finds when the ring forgets the dK and dV that other ranks have made."""
-    Ring._add = lambda self, returns, dk, dv: [pending.wait() for _, pending, _ in returns]
+    rings.Ring._add = lambda self, returns, dk, dv: [returned.work.wait() for returned in returns]
     return exact(world, ["ring"], {"causal": PADDED["causal"]})
 
 

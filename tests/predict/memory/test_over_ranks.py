@@ -78,10 +78,6 @@ def test_packed_sequences(bounds, shape, mode, peaks, check):
     check("ring-varlen", 4, pattern=peaks.DENSE, mode=mode, **fields)
 
 
-def test_a_mesh_of_heads_and_sequence(peaks, check):
-    check("ulysses-ring", 4, pattern=peaks.DENSE, mode="both", seq_len=1024, num_kv_heads=2)
-
-
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_blocks_that_heads_select(num_kv_heads, check):
     pattern = {"kind": "topk_blocks", "block_size": 64, "top_k": 4}

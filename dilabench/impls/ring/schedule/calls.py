@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dilabench.contracts import LoadedBackend
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.impls.ring.schedule.placed import PlacedSoftmax, PlacedSum
-from dilabench.impls.ring.schedule.sums import Softmax, Sum
+from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum
 from dilabench.workload.spec import Workload
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, PackedKernel
-from dilabench.distributed.row_deal import RowDeal, overlap, overlapping
+from dilabench.distributed.row_assignment import RowAssignment, overlap, overlapping
 from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.function import Algorithm
-from dilabench.impls.ring.schedule.row_exchange import RowExchange, apart, together
+from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
 from dilabench.impls.ring.schedule.sums import Sum
 from dilabench.workload.spec import Workload
 
@@ -37,70 +37,64 @@ class Run:
 class InOneLaunch:
     """`function.Algorithm` of a rank, its pieces as packed sequences. runs: the keys of each piece, in order."""
 
-    exchange: RowExchange
+    exchange: RowGather
     kernel: PackedKernel
     runs: tuple[Run, ...]
     options: dict[str, Any]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the K and V that came."""
-        arriving, pending = self.exchange.gather(k, v)
+        *gathered, pending = self.exchange.gather(k, v)
         pending.wait()
-        keys, values = self._keys(k, v, arriving)
+        keys, values = map(self._keys, (k, v), gathered)
         out, lse = self.kernel.attend(q[0], keys, values, **self.options)
-        return out[None], lse[None], (arriving,)
+        return out[None], lse[None], tuple(gathered)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards; those of keys that came first, so that they travel meanwhile."""
-        (arriving,) = kept
-        keys, values = self._keys(k, v, arriving)
+        keys, values = map(self._keys, (k, v), kept)
         dq, *gradients = self.kernel.attend_backward(dout[0], q[0], keys, values, out[0], lse[0], **self.options)
-        far = self._summed(gradients, apart(arriving), own=False)
-        returning, pending = self.exchange.give_back(together(*(total.finish() for total in far)), k)
-        dk, dv = self._summed(gradients, (k, v), own=True)
-        pending.wait()
-        self.exchange.add_returned(dk, dv, returning)
+        far = (self._summed(part, gathered, own=False) for part, gathered in zip(gradients, kept, strict=True))
+        dkeys, dvalues = (total.finish() for total in far)
+        returned = self.exchange.give_back(dkeys, dvalues, k)
+        dk, dv = (self._summed(part, local, own=True) for part, local in zip(gradients, (k, v), strict=True))
+        returned.add(dk, dv)
         return dq[None], dk.finish(), dv.finish()
 
-    def _keys(self, k: Tensor, v: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [T_k, K, D] of the launch."""
-        found = []
-        for near, far in zip((k, v), apart(arriving), strict=True):
-            rows = [(near if run.own else far)[0].narrow(0, run.first, run.rows) for run in self.runs]
-            found.append(rows[0] if len(rows) == 1 else torch.cat(rows))
-        keys, values = found
-        return keys, values
+    def _keys(self, local: Tensor, gathered: Tensor) -> Tensor:
+        """Keys or values [T_k, K, D] of the launch."""
+        rows = [(local if run.own else gathered)[0].narrow(0, run.first, run.rows) for run in self.runs]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _summed(self, gradients: Sequence[Tensor], like: tuple[Tensor, Tensor], own: bool) -> tuple[Sum, Sum]:
-        """dK and dV of own keys, or of those that came: a key is in as many runs as pieces see it."""
-        dk, dv = Sum.like(like[0]), Sum.like(like[1])
-        starts = accumulate((run.rows for run in self.runs), initial=0)
-        for run, start in zip(self.runs, starts, strict=False):
+    def _summed(self, gradient: Tensor, like: Tensor, own: bool) -> Sum:
+        """dK or dV of own keys, or of those that came: a key is in as many runs as pieces see it."""
+        total, start = Sum.like(like), 0
+        for run in self.runs:
             if run.own == own:
-                for total, gradient in zip((dk, dv), gradients, strict=True):
-                    total.put(gradient[None, start : start + run.rows], run.first)
-        return dk, dv
+                total.put(gradient[None, start : start + run.rows], run.first)
+            start += run.rows
+        return total
 
 
-def in_one_launch(workload: Workload, context: BuildContext, deal: RowDeal) -> Algorithm | None:
+def in_one_launch(workload: Workload, context: BuildContext, assignment: RowAssignment) -> Algorithm | None:
     """For packed sequences, where the backend's kernel takes what the mask makes of a piece; None elsewhere."""
     kernel, world = context.require_backend().packed, context.world or World.alone(context.device)
-    left, right = deal.reach
+    left, right = assignment.reach
     masked = (left, right) != (None, None)
     if kernel is None or context.device.type not in kernel.devices or workload.layout != "packed":
         return None
     # The last row of a piece stands at its last key unless rows see keys behind them.
-    if (masked and not (kernel.aligns_ends and right == 0)) or not deal.held[world.rank]:
+    if (masked and not (kernel.aligns_ends and right == 0)) or not assignment.held[world.rank]:
         return None
-    pieces = deal.pieces(world.rank)
+    pieces = assignment.pieces(world.rank)
     bounds = [0, *accumulate(len(piece.rows) for piece in pieces)]
     key_bounds = [0, *accumulate(len(piece.keys) for piece in pieces)]
     return InOneLaunch(
-        _exchange(deal, world),
+        _exchange(assignment, world),
         kernel,
-        _runs(deal, world.rank),
+        _runs(assignment, world.rank),
         {
             "cu_seqlens": _on_device(bounds, context.device),
             "longest": max(len(piece.rows) for piece in pieces),
@@ -117,48 +111,49 @@ def _on_device(bounds: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(bounds, dtype=torch.int32).to(device)
 
 
-def _exchange(deal: RowDeal, world: World) -> RowExchange:
+def _exchange(assignment: RowAssignment, world: World) -> RowGather:
     rank, others = world.rank, [other for other in range(world.size) if other != world.rank]
-    spans = shards_of(deal.held).parts[rank]
-    gives: dict[int, Tensor | None] = {}
+    spans = shards_of(assignment.held).parts[rank]
+    held = sum(map(len, assignment.held[rank]))
+    gives = {}
     for reader in others:
-        rows, seen = [], deal.seen(reader)
-        for span in spans:
-            own = range(span.start, span.stop)
-            for shared in (overlap(own, one) for one in overlapping(seen, own)):
-                rows.append(torch.arange(len(shared)) + span.row + shared.start - span.start)
+        sent = assignment.sent(rank, reader)
+        rows = [
+            torch.arange(len(shared)) + span.row + shared.start - span.start
+            for span in spans
+            for shared in overlapping(sent, range(span.start, span.stop))
+        ]
         if rows:
             index = torch.cat(rows)
-            gives[reader] = None if len(index) == sum(span.length for span in spans) else index.to(world.device)
-    needs = {holder: moved for holder in others if (moved := deal.moved(holder, rank))}
-    return RowExchange(world, needs, gives)
+            gives[reader] = [RowSelection(0, held, None if len(index) == held else index.to(world.device))]
+    needs = {owner: assignment.moved(owner, rank) for owner in others}
+    return RowGather(world, sum(needs.values()), places_in_order(needs), gives)
 
 
-def _runs(deal: RowDeal, rank: int) -> tuple[Run, ...]:
-    """The keys of each piece, in order, from where they lie; runs that follow each other there are one."""
-    places = _places(deal, rank)
+def _runs(assignment: RowAssignment, rank: int) -> tuple[Run, ...]:
+    """The keys of each piece, in order, from where they are; runs that follow each other there are one."""
+    places = _places(assignment, rank)
     positions = tuple(sorted(places, key=lambda held: held.start))
-    found: list[Run] = []
-    for piece in deal.pieces(rank):
+    runs: list[Run] = []
+    for piece in assignment.pieces(rank):
         for held in overlapping(positions, piece.keys):
             shared, place = overlap(held, piece.keys), places[held]
             run = Run(place.own, place.first + shared.start - held.start, len(shared))
-            before = found[-1] if found else None
+            before = runs[-1] if runs else None
             if before and (before.own, before.first + before.rows) == (run.own, run.first):
-                found[-1] = Run(run.own, before.first, before.rows + run.rows)
+                runs[-1] = Run(run.own, before.first, before.rows + run.rows)
             else:
-                found.append(run)
-    return tuple(found)
+                runs.append(run)
+    return tuple(runs)
 
 
-def _places(deal: RowDeal, rank: int) -> dict[range, Run]:
-    """Where the keys that a rank has in a call lie, by positions: its own, and what comes, holder by holder."""
-    spans = shards_of(deal.held).parts[rank]
+def _places(assignment: RowAssignment, rank: int) -> dict[range, Run]:
+    """Where the keys of a call are, by positions: own ones, and those that come, owner by owner."""
+    spans = shards_of(assignment.held).parts[rank]
     places = {range(span.start, span.stop): Run(True, span.row, span.length) for span in spans}
-    came, seen = 0, deal.seen(rank)
-    for holder in (other for other in range(len(deal.held)) if other != rank):
-        for held in deal.held[holder]:
-            for shared in (overlap(held, one) for one in overlapping(seen, held)):
-                places[shared] = Run(False, came, len(shared))
-                came += len(shared)
+    came = 0
+    for owner in (other for other in range(len(assignment.held)) if other != rank):
+        for shared in assignment.sent(owner, rank):
+            places[shared] = Run(False, came, len(shared))
+            came += len(shared)
     return places

@@ -50,7 +50,6 @@ def pieces_between(
     """The kernel calls of rank `reader` on the keys of rank `holder`; empty when nothing is in reach.
 
     aligned: the backend takes a causal mask over fewer queries than keys.
-    Raises ValueError for a dilated branch over striped spans: its rows would lie on no progression.
     """
     found: list[Piece] = []
     for branch in branches:
@@ -80,18 +79,15 @@ def pieces_between(
     return tuple(_joined(_joined(found, by_keys=True), by_keys=False))
 
 
-def own_dense(workload: Workload, shards: Shards, rank: int) -> bool:
-    """Whether a rank's own dense part is one unshifted mask per sequence, although its spans lie apart."""
-    return workload.window == UNBOUNDED and all(span.step == 1 for span in shards.parts[rank])
-
-
 def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch: Branch) -> Iterator[Tile]:
     every_row = branch.rate == 1 and branch.segment_length >= workload.seq_len
-    collapse = reader == holder and every_row and own_dense(workload, shards, reader)
+    # A rank's own dense part is one unshifted mask per sequence, although its spans lie apart.
+    collapse = reader == holder and every_row and workload.window == UNBOUNDED
     for start, end in workload.sequences:
         readers = _within(shards.parts[reader], start, end)
         holders = _within(shards.parts[holder], start, end)
-        if collapse and len(readers) > 1 and _inside(readers, start, end):
+        inside = all(start <= span.start and span.stop <= end for span in readers)
+        if collapse and len(readers) > 1 and inside:
             rows = sum(span.length for span in readers)
             residues = tuple(sorted({place.position for place in branch.places}))
             high = 0 if workload.causal else None
@@ -108,18 +104,9 @@ def _within(spans: Sequence[Span], start: int, end: int) -> Sequence[Span]:
     return spans[first : bisect_left(spans, end, lo=first, key=lambda span: span.start)]
 
 
-def _inside(spans: Sequence[Span], start: int, end: int) -> bool:
-    return all(start <= span.start and span.stop <= end for span in spans)
-
-
 def _span_tiles(workload: Workload, branch: Branch, queries: Span, keys: Span, start: int, end: int) -> Iterator[Tile]:
     """Tiles of one span's queries and one span's keys in the sequence [start, end), segment by segment."""
-    if queries.step != keys.step or (queries.step > 1 and branch.rate > 1):
-        raise ValueError(
-            f"spans of step {queries.step} and {keys.step} with dilation rate {branch.rate}: striped shards hold only "
-            "dense patterns; use contiguous or zigzag shards"
-        )
-    unit, length = max(branch.rate, queries.step), branch.segment_length
+    rate, length = branch.rate, branch.segment_length
     first = (max(queries.start, keys.start, start) - start) // length
     last = (min(queries.stop, keys.stop, end) - 1 - start) // length
     left, right = workload.window
@@ -130,28 +117,23 @@ def _span_tiles(workload: Workload, branch: Branch, queries: Span, keys: Span, s
         upper = min(end, lower + length)
         alike: dict[tuple[int, int, int, int], list[int]] = {}
         for residue in residues:
-            q_first, q_rows = _rows(queries, lower, upper, branch.rate, residue)
-            k_first, k_rows = _rows(keys, lower, upper, branch.rate, residue)
+            q_first, q_rows = _rows(queries, lower, upper, rate, residue)
+            k_first, k_rows = _rows(keys, lower, upper, rate, residue)
             if q_rows and k_rows:
                 alike.setdefault((q_first - residue, q_rows, k_first - residue, k_rows), []).append(residue)
         for (q_first, q_rows, k_first, k_rows), members in alike.items():
             shift = q_first - k_first
-            high = None if ahead is None else (shift + ahead) // unit
-            low = None if left < 0 else -((left - shift) // unit)
-            shape = TileShape(q_rows, k_rows, low, high, unit // queries.step, tuple(members))
-            yield Tile(_local(queries, q_first), _local(keys, k_first), shape)
+            high = None if ahead is None else (shift + ahead) // rate
+            low = None if left < 0 else -((left - shift) // rate)
+            shape = TileShape(q_rows, k_rows, low, high, rate, tuple(members))
+            yield Tile(queries.row + q_first - queries.start, keys.row + k_first - keys.start, shape)
 
 
 def _rows(span: Span, lower: int, upper: int, rate: int, residue: int) -> tuple[int, int]:
     """(first position, count) of a span's rows on a residue of the segment [lower, upper)."""
-    step = rate if span.step == 1 else span.step
-    origin = lower + residue if span.step == 1 else span.start
-    first = origin + step * max(0, -(-(max(span.start, lower) - origin) // step))
-    return first, max(0, -(-(min(span.stop, upper) - first) // step))
-
-
-def _local(span: Span, position: int) -> int:
-    return span.row + (position - span.start) // span.step
+    origin = lower + residue
+    first = origin + rate * max(0, -(-(max(span.start, lower) - origin) // rate))
+    return first, max(0, -(-(min(span.stop, upper) - first) // rate))
 
 
 def _stacks(tiles: Sequence[Tile]) -> Iterator[tuple[int, int, Progression, TileShape]]:

@@ -1,107 +1,253 @@
-"""Rows of K and V that some local query sees: each travels once, and its gradients come back once.
+"""Rows of K and V that other ranks read: selected, packed, sent and unpacked; dK and dV come back the same way.
 
-What comes is kept holder by holder, K beside V, so that a holder's rows are one message. Where key/value heads are seen
-by different queries, a row travels with some of its heads only.
+A `RowSelection` says which rows of a rank another one reads. `RowExchange` receives each rank's selection packed, from
+one rank at a time (a ring) or from all in one collective. `RowGather` receives all in one batch of messages, in place:
+each arrives where it belongs among the gathered rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import prod
 
+import torch
 from torch import Tensor
 
 from dilabench.distributed.world import Pending, World
+from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.sums import Sum
 
 
-class Places(NamedTuple):
-    """Where what comes lies for a kernel: `rows` rows of all heads, and which (row, head) each that comes is.
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """Rows [first, stop) of a tensor [B, N, K, D]: all of them (`index` None), or some of their parts.
 
-    [rows that come] int64, row·heads + head. What nothing comes for is never read.
+    parts: 1, or the number of parts, of K/parts heads each, that the heads of a row are selected in. index: int64
+    numbers row·parts + part, rows counted from `first`; each once.
     """
 
-    rows: int
-    order: Tensor
+    first: int
+    stop: int
+    index: Tensor | None = None
+    parts: int = 1
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Shape of `pack(x)`: [B, selected, K/parts, D]."""
+        selected = self.stop - self.first if self.index is None else len(self.index)
+        return x.shape[0], selected, x.shape[2] // self.parts, x.shape[3]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The selected part of x [B, N, K, D]; a view of it where whole rows follow each other."""
+        return self.pack_rows(x[:, self.first : self.stop])
+
+    def pack_rows(self, rows: Tensor) -> Tensor:
+        """The same of the rows [B, stop - first, K, D] alone."""
+        return rows if self.index is None else self._by_part(rows).index_select(1, self.index)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Rows [B, stop - first, K, D]. What was not selected is uninitialised, and nothing may read it."""
+        if self.index is None:
+            return packed
+        B, _, *part = packed.shape
+        rows = packed.new_empty(B, (self.stop - self.first) * self.parts, *part).index_copy_(1, self.index, packed)
+        return rows.unflatten(1, (-1, self.parts)).flatten(2, 3)
+
+    def add(self, total: Sum, packed: Tensor) -> None:
+        """Add what is packed to its rows of a sum."""
+        if self.index is None:
+            total.put(packed, self.first)
+        else:
+            rows = total.total()[:, self.first : self.stop]
+            self._by_part(rows).index_add_(1, self.index, packed.to(rows.dtype))
+
+    def _by_part(self, rows: Tensor) -> Tensor:
+        """Rows [B, R, K, D] as [B, R·parts, K/parts, D]: a view where the heads of a row are contiguous."""
+        return rows.unflatten(2, (self.parts, -1)).flatten(1, 2)
+
+
+def select_rows(pieces: Sequence[Piece], rows: int, num_kv_heads: int, device: torch.device) -> RowSelection | None:
+    """What the pieces read of an owner with `rows` rows, each (row, head) once; None when they read nothing."""
+    if not pieces:
+        return None
+    needed = torch.zeros(rows, num_kv_heads, dtype=torch.bool)
+    for piece in pieces:
+        piece.mark_keys(needed)
+    touched = needed.any(1).nonzero()
+    first, stop = int(touched[0]), int(touched[-1]) + 1
+    inside = needed[first:stop]
+    if bool(inside.all()):
+        return RowSelection(first, stop)
+    return RowSelection(first, stop, inside.flatten().nonzero().flatten().to(device), num_kv_heads)
+
+
+Selections = Mapping[int, RowSelection]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Two packed tensors on their way from a peer; `packed` is empty where nothing comes."""
+
+    peer: int
+    work: Pending
+    packed: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """needs: rows that come from each holder. gives: local rows that each reader needs, or None for all.
+    """K and V to ranks that read them, and dK and dV back. `silent`: no rank sends anything.
 
-    heads: 1, or the number of key/value heads where these travel each by itself: a row is then (row, head), by number
-    row·heads + head, and `places` says where it lies among those of all heads. None: as they come.
+    needs: by owner, what this rank reads of its rows. gives: by reader, what it reads of this rank's.
     """
 
     world: World
-    needs: dict[int, int]
-    gives: dict[int, Tensor | None]
-    heads: int = 1
-    places: Places | None = None
+    needs: Selections
+    gives: Selections
+    silent: bool = False
 
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
-        """Send what others need, receive what this rank needs: [rows, 2, B, K/heads, D], holder by holder."""
-        k, v = self._by_row(k), self._by_row(v)
-        everything = together(k, v) if None in self.gives.values() else k
-        sends = {
-            reader: [everything if rows is None else together(k.index_select(1, rows), v.index_select(1, rows))]
-            for reader, rows in self.gives.items()
-        }
-        arriving = k.new_empty(sum(self.needs.values()), 2, k.shape[0], *k.shape[2:])
-        return arriving, self.world.swap(sends, self._by_holder(arriving), "keys")
+    def fetch(self, distance: int, k: Tensor, v: Tensor) -> Transfer:
+        """K and V of the rank `distance` before this one; send the one `distance` after what it reads."""
+        reader, owner = self._peers(distance)
+        sends = {reader: [self.gives[reader].pack(x) for x in (k, v)]} if reader in self.gives else {}
+        return self._swap(sends, owner, self.needs, k, k.dtype, "keys")
 
-    def placed(self, arrived: Tensor) -> Tensor:
-        """What came as a kernel takes it: [rows, 2, B, K, D]."""
-        if self.places is None:
-            return arrived
-        rows, order = self.places
-        placed = arrived.new_empty(rows * self.heads, *arrived.shape[1:]).index_copy_(0, order, arrived)
-        return placed.unflatten(0, (rows, self.heads)).squeeze(4).permute(0, 2, 3, 1, 4)
+    def give_back(self, distance: int, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Transfer:
+        """dK and dV of own rows by the rank `distance` after; send the one before those of its rows, packed, if any."""
+        reader, owner = self._peers(distance)
+        return self._swap({owner: gradients} if gradients else {}, reader, self.gives, k, dtype, "gradients")
 
-    def gradients(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Those [B, rows, K, D] of what was placed, as it came: [rows, 2, B, K/heads, D]."""
-        if self.places is not None:
-            dk, dv = (self._by_row(x).index_select(1, self.places.order) for x in (dk, dv))
-        return together(dk, dv)
+    def fetch_all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
+        """K and V of all owners in one flat tensor, which `of_owners` splits."""
+        packed = [selection.pack(x) for _, selection in sorted(self.gives.items()) for x in (k, v)]
+        return self._all_to_all(packed, self.gives, self.needs, k, k.dtype, "keys")
 
-    def give_back(self, gradients: Tensor, k: Tensor) -> tuple[dict[int, Tensor], Pending]:
-        """Send dK and dV of what came to their holders, receive those that readers have made of own rows."""
-        k = self._by_row(k)
-        returning = {
-            reader: k.new_empty(k.shape[1] if rows is None else len(rows), 2, k.shape[0], *k.shape[2:])
-            for reader, rows in self.gives.items()
-        }
-        receives = {reader: [packed] for reader, packed in returning.items()}
-        return returning, self.world.swap(self._by_holder(gradients), receives, "gradients")
+    def give_all_back(self, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Pending]:
+        """dK and dV of own rows by all readers, which `of_readers` splits; send the packed ones in order of owners."""
+        return self._all_to_all(gradients, self.needs, self.gives, k, dtype, "gradients")
 
-    def add_returned(self, dk: Sum, dv: Sum, returning: dict[int, Tensor]) -> None:
-        """Add what has come back to the sums of own rows."""
-        for reader, packed in returning.items():
-            rows = self.gives[reader]
-            for sum_of, part in zip((dk, dv), apart(packed), strict=True):
-                total = self._by_row(sum_of.total())
-                if rows is None:
-                    total.add_(part)
-                else:
-                    total.index_add_(1, rows, part.to(total.dtype))
+    def of_owners(self, flat: Tensor, k: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Each owner's rank and packed K and V."""
+        return _split(flat, self.needs, k)
 
-    def _by_row(self, x: Tensor) -> Tensor:
-        """x [B, N, K, D] as rows that travel, [B, N·heads, K/heads, D]: a view where x is contiguous."""
-        return x.unflatten(2, (self.heads, -1)).flatten(1, 2)
+    def of_readers(self, flat: Tensor, k: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Each reader's rank and packed dK and dV."""
+        return _split(flat, self.gives, k)
 
-    def _by_holder(self, packed: Tensor) -> dict[int, list[Tensor]]:
-        parts = packed.split(list(self.needs.values())) if self.needs else ()
-        return {holder: [part] for holder, part in zip(self.needs, parts, strict=True)}
+    def _peers(self, distance: int) -> tuple[int, int]:
+        rank, size = self.world.rank, self.world.size
+        return (rank + distance) % size, (rank - distance) % size
+
+    def _swap(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        peer: int,
+        selections: Selections,
+        like: Tensor,
+        dtype: torch.dtype,
+        kind: str,
+    ) -> Transfer:
+        receives: dict[int, list[Tensor]] = {}
+        if peer in selections:
+            shape = selections[peer].shape(like)
+            receives[peer] = [like.new_empty(shape, dtype=dtype) for _ in range(2)]
+        return Transfer(peer, self.world.swap(sends, receives, kind), receives.get(peer, []))
+
+    def _all_to_all(
+        self,
+        packed: Sequence[Tensor],
+        give: Selections,
+        take: Selections,
+        like: Tensor,
+        dtype: torch.dtype,
+        kind: str,
+    ) -> tuple[Tensor, Pending]:
+        flat = torch.cat([x.flatten() for x in packed]) if packed else like.new_empty(0, dtype=dtype)
+        if self.silent:
+            return flat, Pending(())
+        given, taken = (
+            [2 * prod(selections[rank].shape(like)) if rank in selections else 0 for rank in range(self.world.size)]
+            for selections in (give, take)
+        )
+        return self.world.all_to_all(flat, given, taken, kind)
 
 
-def together(k: Tensor, v: Tensor) -> Tensor:
-    """k and v [B, N, K, D] as one contiguous [N, 2, B, K, D]: rows first, so that holders' parts follow each other."""
-    packed = k.new_empty(k.shape[1], 2, k.shape[0], *k.shape[2:])
-    for side, x in enumerate((k, v)):
-        packed[:, side] = x.transpose(0, 1)
-    return packed
+def _split(flat: Tensor, selections: Selections, like: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    start = 0
+    for rank, selection in sorted(selections.items()):
+        shape = selection.shape(like)
+        stop = start + 2 * prod(shape)
+        yield rank, [x.view(shape) for x in flat[start:stop].chunk(2)]
+        start = stop
 
 
-def apart(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [B, N, K, D] of both."""
-    return packed[:, 0].transpose(0, 1), packed[:, 1].transpose(0, 1)
+@dataclass(frozen=True, slots=True)
+class RowGather:
+    """Rows of other ranks' K and V gathered in two tensors [B, rows, K/parts, D], in memory rows first.
+
+    places: by owner, the gathered rows of each of its messages, and gives: by reader, the own rows of each message to
+    it, in the order in which the reader has them in `places`.
+    """
+
+    world: World
+    rows: int
+    places: Mapping[int, Sequence[RowSelection]]
+    gives: Mapping[int, Sequence[RowSelection]]
+    parts: int = 1
+
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pending]:
+        """Gathered K and V, and the work to wait for before they are read."""
+        B, _, K, D = k.shape
+        keys, values = (_rows_first(x, (B, self.rows, K // self.parts, D)) for x in (k, v))
+        return keys, values, self.world.swap(_messages(self.gives, k, v), _messages(self.places, keys, values), "keys")
+
+    def give_back(self, dkeys: Tensor, dvalues: Tensor, k: Tensor) -> Returned:
+        """Send dK and dV of gathered rows to their owners, and receive those that readers have made of own rows."""
+        returned = [
+            (reader, selection, [_rows_first(k, selection.shape(k)) for _ in range(2)])
+            for reader, selections in self.gives.items()
+            for selection in selections
+        ]
+        receives: dict[int, list[Tensor]] = {}
+        for reader, _, packed in returned:
+            receives.setdefault(reader, []).extend(x.transpose(0, 1) for x in packed)
+        work = self.world.swap(_messages(self.places, dkeys, dvalues), receives, "gradients")
+        return Returned(work, [(selection, packed) for _, selection, packed in returned])
+
+
+def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
+    """`RowGather.places` where as many rows come from each owner, in one message, owner by owner."""
+    places, first = {}, 0
+    for owner, rows in needs.items():
+        if rows:
+            places[owner] = [RowSelection(first, first + rows)]
+        first += rows
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """dK and dV of own rows on their way back."""
+
+    work: Pending
+    parts: Sequence[tuple[RowSelection, Sequence[Tensor]]]
+
+    def add(self, dk: Sum, dv: Sum) -> None:
+        """Wait for them and add them."""
+        self.work.wait()
+        for selection, packed in self.parts:
+            for total, part in zip((dk, dv), packed, strict=True):
+                selection.add(total, part)
+
+
+def _messages(selections: Mapping[int, Sequence[RowSelection]], *tensors: Tensor) -> dict[int, list[Tensor]]:
+    """By peer, the selected rows of tensors [B, N, ·, D] as they are sent: [rows, B, ·, D]."""
+    return {
+        peer: [selection.pack(x).transpose(0, 1) for selection in several for x in tensors]
+        for peer, several in selections.items()
+    }
+
+
+def _rows_first(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Empty [B, N, ·, D], in memory rows first: any rows that follow each other are one message, in place."""
+    B, N, *vectors = shape
+    return x.new_empty(N, B, *vectors).transpose(0, 1)

@@ -13,9 +13,9 @@ from dilabench.distributed.sharding import Cut, Shards
 from dilabench.distributed.world import World
 from dilabench.impls import strided
 from dilabench.impls.ring.schedule.calls import Calls
-from dilabench.impls.ring.schedule.parcels import Parcel, parcel_for
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.plan import pieces_between
+from dilabench.impls.ring.schedule.row_exchange import RowExchange, select_rows
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
 from dilabench.impls.union.branches import Branch, branches_of
 from dilabench.impls.union.union import Union
@@ -30,16 +30,19 @@ class Share(Calls):
     """What rank `world.rank` computes.
 
     local: branches whose segments all lie on this rank, as one union of strided calls. own: the other calls on its own
-    keys. reads: calls on the keys of other ranks, and `needs`, what must come from them; `gives`: what they need of us.
+    keys. reads: calls on the keys of each other rank, which `exchange` brings.
     """
 
     shards: Shards
-    world: World
+    exchange: RowExchange
     local: Union | None
     own: tuple[Piece, ...]
     reads: dict[int, tuple[Piece, ...]]
-    needs: dict[int, Parcel]
-    gives: dict[int, Parcel]
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+        return self.exchange.world
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -65,14 +68,21 @@ class Share(Calls):
                 total.put(part)
         self.attend_backward(self.own, sums, dout, q, k, v, out, lse)
 
-    def remote_backward(
-        self, holder: int, dq: Sum, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    def attend_remote(self, owner: int, results: Softmax, q: Tensor, packed: Sequence[Tensor]) -> None:
+        """Add the results on an owner's keys; packed: its K and V."""
+        selection = self.exchange.needs[owner]
+        k, v = map(selection.unpack, packed)
+        self.attend(self.reads[owner], results, q, k, v, selection.first)
+
+    def attend_remote_backward(
+        self, owner: int, dq: Sum, dout: Tensor, q: Tensor, packed: Sequence[Tensor], out: Tensor, lse: Tensor
     ) -> list[Tensor]:
-        """Packed dK and dV of what was read of a holder; dq is added to. k and v as unpacked."""
-        parcel = self.needs[holder]
+        """Packed dK and dV of what was read of an owner, whose packed K and V these are; dq is added to."""
+        selection = self.exchange.needs[owner]
+        k, v = map(selection.unpack, packed)
         sums = dq, Sum.like(k), Sum.like(v)
-        self.attend_backward(self.reads[holder], sums, dout, q, k, v, out, lse, parcel.first)
-        return [parcel.pack_rows(total.finish(self.gradient_dtype)) for total in sums[1:]]
+        self.attend_backward(self.reads[owner], sums, dout, q, k, v, out, lse, selection.first)
+        return [selection.pack_rows(total.finish(self.gradient_dtype)) for total in sums[1:]]
 
 
 def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
@@ -85,25 +95,25 @@ def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
     crossing = [branch for branch in branches if branch not in inside]
     others = [other for other in range(world.size) if other != rank]
     reads = {other: pieces_between(workload, shards, rank, other, branches) for other in others}
-    needs = {other: _parcel(workload, reads[other], shards.rows[other], context) for other in others}
-    given = {other: pieces_between(workload, shards, other, rank, branches) for other in others}
-    gives = {other: _parcel(workload, given[other], shards.rows[rank], context) for other in others}
+    needs, gives = {}, {}
+    for other in others:
+        needed = select_rows(reads[other], shards.rows[other], workload.num_kv_heads, context.device)
+        if needed:
+            needs[other] = needed
+        given = pieces_between(workload, shards, other, rank, branches)
+        given_rows = select_rows(given, shards.rows[rank], workload.num_kv_heads, context.device)
+        if given_rows:
+            gives[other] = given_rows
     own = pieces_between(workload, shards, rank, rank, crossing)
     return Share(
         workload,
         backend,
         shards,
-        world,
+        RowExchange(world, needs, gives),
         _local_union(workload, context, inside, shards.rows[rank]),
         tuple(sorted(own, key=lambda piece: piece.step)),
         reads,
-        {other: parcel for other, parcel in needs.items() if parcel},
-        {other: parcel for other, parcel in gives.items() if parcel},
     )
-
-
-def _parcel(workload: Workload, pieces: Sequence[Piece], rows: int, context: BuildContext) -> Parcel | None:
-    return parcel_for(pieces, rows, workload.num_kv_heads, context.device)
 
 
 def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) -> bool:
@@ -111,7 +121,7 @@ def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) 
     spans = shards.parts[rank]
     if workload.is_dense or workload.pattern.has_grouped_heads or workload.layout == "packed":
         return False
-    if len(spans) != 1 or spans[0].step != 1:
+    if len(spans) != 1:
         return False
     start, stop = spans[0].start, spans[0].stop
     return start % branch.segment_length == 0 and (stop % branch.segment_length == 0 or stop == workload.seq_len)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.impls.ring.schedule.parcels import Parcel
+from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.union.merging import merge_rows_
 
@@ -164,13 +164,6 @@ class Sum:
             if start < stop:
                 self.put(part[:, start - at : stop - at], first + start - source)
 
-    def add_parcel(self, parcel: Parcel, packed: Tensor) -> None:
-        """Add the packed form of a parcel to its place."""
-        if parcel.index is None:
-            self.put(packed, parcel.first)
-        else:
-            parcel.add_vectors(self.total(), packed)
-
     def total(self) -> Tensor:
         """The sum so far, to add to."""
         if self._total is None:
@@ -204,6 +197,60 @@ class Sum:
     @property
     def _one_is_all(self) -> bool:
         return len(self._parts) == 1 and self._parts[0][0].shape[1] == self._shape[1]
+
+
+class PlacedSum:
+    """A tensor [B, N, H, D] like q from the rows of pieces that share no query row: nothing is summed.
+
+    A piece of all rows is the tensor. Backends with `places_results` write each result to its rows directly.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._whole: Tensor | None = None
+
+    def place(self, piece: Piece) -> Tensor | None:
+        """Where a kernel may write a piece's result; None for a piece of all rows."""
+        if piece.queries == self._q.shape[1]:
+            return None
+        if self._whole is None:
+            self._whole = torch.empty_like(self._q)
+        return piece.take_queries(self._whole)
+
+    def add_queries(self, piece: Piece, part: Tensor) -> None:
+        """Copy a piece's result [B, L, H, D] to its rows, unless the kernel wrote it there."""
+        place = self.place(piece)
+        if place is None:
+            self._whole = part
+        elif place.data_ptr() != part.data_ptr():
+            copy_strided_(place, part)
+
+    def finish(self) -> Tensor:
+        """The whole tensor [B, N, H, D]; zeros if there was no piece."""
+        return torch.zeros_like(self._q) if self._whole is None else self._whole
+
+
+class PlacedSoftmax:
+    """out [B, N, H, D] and lse [B, H, N] of the queries, written piece by piece."""
+
+    def __init__(self, q: Tensor) -> None:
+        B, N, H, _ = q.shape
+        self._out = PlacedSum(q)
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self._lse = q.new_full((B, H, N), float("-inf"), dtype=lse_dtype)
+
+    def place(self, piece: Piece) -> Tensor | None:
+        """Where a kernel may write a piece's out [B, L, H, D]; None for a piece of all rows."""
+        return self._out.place(piece)
+
+    def add(self, piece: Piece, out: Tensor, lse: Tensor) -> None:
+        """Results of a piece, [B, L, H, D] and [B, H, L]."""
+        self._out.add_queries(piece, out)
+        piece.take_lse(self._lse).copy_(lse)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+        return self._out.finish(), self._lse
 
 
 def _range(parts: list[tuple[Tensor, int]]) -> tuple[int, int]:

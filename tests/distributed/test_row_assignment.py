@@ -1,15 +1,16 @@
-"""What dealing rows by their work makes ranks hold, send and compute, counted row by row. No rank is started."""
+"""What assigning rows by their work makes ranks hold, send and compute, counted row by row. No rank is started."""
 
 import numpy as np
 import pytest
 import torch
 
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
-from dilabench.distributed.row_deal import RowDeal, heaviest_first, hop_pairs, received_bytes
+from dilabench.distributed.assignment import heaviest_first
+from dilabench.distributed.row_assignment import RowAssignment
 from dilabench.distributed.sharding import zigzag
 from dilabench.distributed.shardings import BALANCED_ALLGATHER, RING_VARLEN
 from dilabench.distributed.single_rank import SingleRank
-from dilabench.impls.ring import balanced, gathered
+from dilabench.impls.ring import gathered
 from dilabench.impls.ring.schedule.one_launch import InOneLaunch
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload
@@ -44,34 +45,33 @@ CASES = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("one", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("cut", [RowDeal.of, RowDeal.zigzag], ids=["balanced", "zigzag"])
+@pytest.mark.parametrize("cut", [RowAssignment.of, RowAssignment.zigzag], ids=["balanced", "zigzag"])
 def test_rows_pairs_and_messages_are_those_of_the_matrix(one, ranks, cut):
-    deal, seen = cut(one, ranks), visible(one)
-    held = [np.array([at for run in runs for at in run], dtype=int) for runs in deal.held]
+    assignment, seen = cut(one, ranks), visible(one)
+    held = [np.array([at for run in runs for at in run], dtype=int) for runs in assignment.held]
     assert sorted(np.concatenate(held)) == list(range(one.seq_len))
-    pairs = [[4 * seen[np.ix_(held[r], held[(r - hop) % ranks])].sum() for hop in range(ranks)] for r in range(ranks)]
-    assert [[4 * deal.pairs(r, (r - hop) % ranks) for hop in range(ranks)] for r in range(ranks)] == pairs
-    if cut == RowDeal.of:
-        assert hop_pairs(one, ranks) == tuple(map(tuple, pairs))
+    pairs = [[4 * seen[np.ix_(held[r], held[(r - step) % ranks])].sum() for step in range(ranks)] for r in range(ranks)]
+    assert assignment.step_pairs() == tuple(map(tuple, pairs))
+    if cut == RowAssignment.of:
         # Chunks differ by one row.
-        assert max(map(len, held)) - min(map(len, held)) <= max(len(runs) for runs in deal.held)
+        assert max(map(len, held)) - min(map(len, held)) <= max(len(runs) for runs in assignment.held)
     else:
         wanted = zigzag(one.sequences, ranks).parts
         spans = [[(span.start, span.stop) for span in part] for part in wanted]
-        assert [[(run.start, run.stop) for run in runs] for runs in deal.held] == spans
-    moved = [[seen[held[reader]].any(0)[held[holder]].sum() for reader in range(ranks)] for holder in range(ranks)]
-    assert [[deal.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)] == moved
+        assert [[(run.start, run.stop) for run in runs] for runs in assignment.held] == spans
+    moved = [[seen[held[reader]].any(0)[held[owner]].sum() for reader in range(ranks)] for owner in range(ranks)]
+    assert [[assignment.moved(owner, reader) for reader in range(ranks)] for owner in range(ranks)] == moved
     away = np.array(moved) - np.diag(np.diag(moved))
     # K and V, and their gradients back: 2·2·8·2 bytes a row.
-    assert received_bytes(one, deal) == 64 * (away.sum(0) + away.sum(1)).max()
+    assert assignment.received_bytes(one) == 64 * (away.sum(0) + away.sum(1)).max()
 
 
-def test_a_causal_sequence_is_dealt_zigzag():
+def test_a_causal_sequence_is_assigned_zigzag():
     one = workload(0, 4096)
     for ranks in (2, 4, 8):
         parts = zigzag(one.sequences, ranks).parts
         held = [tuple(range(span.start, span.stop) for span in part) for part in parts]
-        assert RowDeal.of(one, ranks).held == tuple(held)
+        assert RowAssignment.of(one, ranks).held == tuple(held)
 
 
 def test_each_rank_gets_as_many_chunks_the_heaviest_first():
@@ -85,8 +85,8 @@ def test_packed_documents_are_in_balance_and_send_less_than_a_ring(ranks):
     preset = discover().catalogue.workloads.get("packed_documents_128k")
     one = workload(*preset.fields["cu_seqlens"], num_heads=64, num_kv_heads=8, head_dim=128)
     assert BALANCED_ALLGATHER.load_balance(one, ranks) > 0.99
-    deal = RowDeal.of(one, ranks)
-    sent = sum(deal.moved(holder, reader) for holder in range(ranks) for reader in range(ranks) if reader != holder)
+    assignment = RowAssignment.of(one, ranks)
+    sent = sum(assignment.moved(owner, reader) for owner in range(ranks) for reader in range(ranks) if reader != owner)
     assert 0 < sent < 0.6 * one.seq_len * (ranks - 1)
     # A ring in documents' halves is as even, at the price of sending nearly everything.
     assert RING_VARLEN.load_balance(one, ranks) > 0.99
@@ -94,13 +94,13 @@ def test_packed_documents_are_in_balance_and_send_less_than_a_ring(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_window_sends_its_reach_and_leaves_packed_documents_in_balance(ranks):
-    alone = RowDeal.of(workload(0, 8192, window=(512, 0)), ranks)
-    moved = [[alone.moved(holder, reader) for reader in range(ranks)] for holder in range(ranks)]
+    single = RowAssignment.of(workload(0, 8192, window=(512, 0)), ranks)
+    moved = [[single.moved(owner, reader) for reader in range(ranks)] for owner in range(ranks)]
     assert (np.array(moved) == np.diag([8192 // ranks] * ranks) + np.diag([512] * (ranks - 1), 1)).all()
     preset = discover().catalogue.workloads.get("packed_documents_128k")
     one = workload(*preset.fields["cu_seqlens"], window=(1024, 0))
     assert BALANCED_ALLGATHER.load_balance(one, ranks) > 0.98
-    assert received_bytes(one, RowDeal.of(one, ranks)) < 0.1 * received_bytes(one, RowDeal.zigzag(one, ranks))
+    assert RowAssignment.of(one, ranks).received_bytes(one) < 0.1 * RowAssignment.zigzag(one, ranks).received_bytes(one)
 
 
 def unused(*_tensors, **_options):
@@ -125,4 +125,4 @@ def test_packed_kernels_take_what_their_masks_can(one, ends, algorithm):
         backend=LoadedBackend("made-up", unused, unused, packed=kernel),
         world=SingleRank.of(1, 2),
     )
-    assert type(balanced.build(one, context)._algorithm) is algorithm
+    assert type(gathered.build_balanced(one, context)._algorithm) is algorithm

@@ -1,7 +1,7 @@
 """Blocks over several ranks: who holds which, what a rank must be sent, and what it computes. No torch.
 
-Ranks hold whole blocks, so that a block of another rank lies wholly before or wholly behind each local query. They are
-dealt by the pairs that their rows see, as far as what that sends is worth it. A block travels once to each rank of
+Ranks hold whole blocks, so that a block of another rank is wholly before or wholly behind each local query. They are
+assigned by the pairs that their rows see, as far as what that sends is worth it. A block is sent once to each rank of
 which some query sees it: with all its key/value heads where all query heads share a mask, otherwise with those alone
 whose queries see it, as after a selection. What is counted here is a function of the mask alone: the closed form of
 what `block-sparse-ring` moves.
@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dilabench.distributed.balance import busiest_bytes
-from dilabench.distributed.row_deal import PAIRS_PER_KEY, Sight, balanced
+from dilabench.distributed.assignment import PAIRS_PER_KEY, Assignment, Sight, balanced
 from dilabench.patterns.block_masks import needed_key_blocks
 from dilabench.workload.spec import Workload
 
@@ -26,29 +25,29 @@ if TYPE_CHECKING:
 
     Blocks = NDArray[np.int64]
 
-# That stand for all where deals are compared.
-SAMPLED_PARCELS = 1024
+# Parts of blocks that stand for all where assignments are compared.
+SAMPLED_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class BlockDeal:
+class BlockAssignment(Assignment):
     """A mask [heads or 1, n, n] over blocks of `block_size` of `rows` rows, and who holds and needs which blocks.
 
-    heads: in how many parts the key/value heads of a block travel, 1 or each by itself; part h of block b is the parcel
-    b·heads + h. held: runs of blocks by rank. needed: the parcels that some query of each rank sees, its own ones too,
-    rising.
+    held: runs of blocks by rank. parts: 1, or each key/value head alone; part h of block b has the number b·parts + h.
+    needed: the numbers of parts that some query of each rank sees, its own ones too, in ascending order. mask_heads:
+    query heads for each head of the mask. causal: whether rows see no later row of their own block.
     """
 
     mask: Mask
     block_size: int
     rows: int
-    heads: int
-    held: tuple[tuple[range, ...], ...]
     needed: tuple[Blocks, ...]
+    mask_heads: float
+    causal: bool
 
     @classmethod
-    def of(cls, workload: Workload, ranks: int) -> BlockDeal:
-        """The deal of a workload. Raises ConfigError for a file that does not fit, ValueError for another pattern."""
+    def of(cls, workload: Workload, ranks: int) -> BlockAssignment:
+        """By work. Raises ConfigError for a file that does not fit, ValueError for another pattern."""
         (shape,) = workload.shapes
         blocks = workload.pattern.whole_blocks(shape)
         if blocks is None:
@@ -57,13 +56,14 @@ class BlockDeal:
                 "have rows that lie apart, on no rank as a whole; use block-sparse on one device"
             )
         size, mask = blocks.block_size, blocks.mask
-        heads = 1 if len(mask) == 1 else workload.num_kv_heads
+        parts = 1 if len(mask) == 1 else workload.num_kv_heads
         work = _work(mask, size, shape.length, workload.causal)
         # A block is a tile or several: chunks of one are no more calls than longer ones.
         price = PAIRS_PER_KEY * size * len(mask) / workload.group_size
-        held = balanced(mask.shape[-1], ranks, work, fewest=1, sight=_sight(mask, heads, price))
+        held = balanced(mask.shape[-1], ranks, work, fewest=1, sight=_sight(mask, parts, price))
         spans = [[range(run.start * size, run.stop * size) for run in runs] for runs in held]
-        return cls(mask, size, shape.length, heads, held, tuple(_needed(mask, heads, size, part) for part in spans))
+        needed = tuple(_needed(mask, parts, size, rows) for rows in spans)
+        return cls(held, parts, mask, size, shape.length, needed, workload.num_heads / len(mask), workload.causal)
 
     @property
     def positions(self) -> tuple[tuple[range, ...], ...]:
@@ -77,55 +77,36 @@ class BlockDeal:
         return _sizes(self.mask.shape[-1], self.block_size, self.rows)
 
     def own(self, rank: int) -> Blocks:
-        """The blocks that a rank holds, rising."""
+        """The blocks that a rank holds, in ascending order."""
         import numpy as np
 
         return np.array([block for run in self.held[rank] for block in run], dtype=np.int64)
 
-    def sent(self, holder: int, reader: int) -> Blocks:
-        """The parcels of `holder` that some query of `reader` sees: between two ranks each of them travels once."""
+    def sent(self, owner: int, reader: int) -> Blocks:
+        """The parts of `owner` that some query of `reader` sees: each is sent once."""
         import numpy as np
 
         needed = self.needed[reader]
-        return needed[np.isin(needed // self.heads, self.own(holder))]
+        return needed[np.isin(needed // self.parts, self.own(owner))]
 
-    def rows_of(self, parcels: Blocks) -> int:
-        """Rows of parcels together."""
-        return int(self.sizes[parcels // self.heads].sum())
+    def rows_of(self, numbers: Blocks) -> int:
+        """Rows of parts together."""
+        return int(self.sizes[numbers // self.parts].sum())
 
-    def pairs(self, reader: int, holder: int, causal: bool) -> int:
-        """Visible pairs of one rank's queries and another's keys, over the heads of the mask."""
+    def moved(self, owner: int, reader: int) -> int:
+        """As `Assignment.moved`."""
+        return self.rows_of(self.sent(owner, reader))
+
+    def pairs(self, reader: int, owner: int) -> float:
+        """As `Assignment.pairs`."""
         import numpy as np
 
-        own, theirs, sizes = self.own(reader), self.own(holder), self.sizes
+        own, theirs, sizes = self.own(reader), self.own(owner), self.sizes
         seen = self.mask[:, own][:, :, theirs].sum(0)
         total = sizes[own] @ (seen @ sizes[theirs])
-        if causal and reader == holder:
+        if self.causal and reader == owner:
             total -= np.diagonal(seen) @ (sizes[own] * (sizes[own] - 1) // 2)
-        return int(total)
-
-
-def received_bytes(workload: Workload, ranks: int) -> int:
-    """Bytes that one call in the workload's mode brings the rank with most.
-
-    Forward: K and V of needed parcels, 2·B·K/heads·D·rows. Backward: dK and dV of what it has sent, in the dtype of K;
-    the parcels themselves are kept from the forward pass.
-    """
-    deal = BlockDeal.of(workload, ranks)
-    return busiest_bytes(workload, ranks, lambda holder, reader: deal.rows_of(deal.sent(holder, reader)), deal.heads)
-
-
-def hop_pairs(workload: Workload, ranks: int) -> tuple[tuple[float, ...], ...] | None:
-    """Per rank the visible pairs with its own keys, with those of the rank before it, of the one two before it, and so
-    on; of one batch entry, over all query heads. None when nothing at all is visible.
-    """
-    deal = BlockDeal.of(workload, ranks)
-    heads = workload.num_heads / deal.mask.shape[0]
-    pairs = tuple(
-        tuple(heads * deal.pairs(rank, (rank - hop) % ranks, workload.causal) for hop in range(ranks))
-        for rank in range(ranks)
-    )
-    return pairs if any(map(sum, pairs)) else None
+        return self.mask_heads * int(total)
 
 
 def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Sequence[int]], list[float]]:
@@ -146,14 +127,14 @@ def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Sequence[
     return of_chunks
 
 
-def _sight(mask: Mask, heads: int, price: float) -> Sight:
+def _sight(mask: Mask, parts: int, price: float) -> Sight:
     """Of some blocks, each of its parts by itself."""
     import numpy as np
 
     count = mask.shape[-1]
-    blocks = np.unique(np.linspace(0, count - 1, max(64, SAMPLED_PARCELS // heads)).astype(np.int64))
-    # [blocks of queries + 1, heads, S]: how many of those before a block see each.
-    of_heads = mask[:, :, blocks].reshape(heads, -1, count, len(blocks))
+    blocks = np.unique(np.linspace(0, count - 1, max(64, SAMPLED_PARTS // parts)).astype(np.int64))
+    # [blocks of queries + 1, parts, S]: how many of those before a block see each.
+    of_heads = mask[:, :, blocks].reshape(parts, -1, count, len(blocks))
     seen: NDArray[np.bool_] = np.moveaxis(np.logical_or.reduce(of_heads, axis=1), 1, 0)
     before = np.concatenate([np.zeros_like(seen[:1], dtype=np.int32), seen.cumsum(0, dtype=np.int32)])
 
@@ -161,15 +142,15 @@ def _sight(mask: Mask, heads: int, price: float) -> Sight:
         found: NDArray[np.bool_] = (np.diff(before[list(edges)], axis=0) > 0).reshape(len(edges) - 1, -1)
         return found
 
-    return Sight(np.tile(blocks, heads), seen_by, price)
+    return Sight(np.tile(blocks, parts), seen_by, price)
 
 
-def _needed(mask: Mask, heads: int, size: int, rows: list[range]) -> Blocks:
-    """The parcels that some of these query rows see, rising."""
+def _needed(mask: Mask, parts: int, size: int, rows: list[range]) -> Blocks:
+    """The numbers of parts that some of these query rows see, in ascending order."""
     import numpy as np
 
-    of_heads = mask.reshape(heads, -1, *mask.shape[1:])
-    found = [needed_key_blocks(one, size, rows) * heads + head for head, one in enumerate(of_heads)]
+    of_heads = mask.reshape(parts, -1, *mask.shape[1:])
+    found = [needed_key_blocks(one, size, rows) * parts + head for head, one in enumerate(of_heads)]
     return np.sort(np.concatenate(found))
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dilabench.contracts import BuildContext
-from dilabench.distributed.block_deal import BlockDeal, hop_pairs
+from dilabench.distributed.block_assignment import BlockAssignment
 from dilabench.distributed.shardings import BLOCKS
 from dilabench.impls.ring import block_sparse
 from dilabench.patterns.block_masks import block_mask
@@ -28,8 +28,8 @@ def test_a_band_moves_its_reach_and_a_full_mask_everything(tmp_path):
     # 12 blocks of 8 rows, in order on 4 ranks, for all have the same work. K and V: 2·2·8·2 bytes a row.
     beside = from_file(tmp_path, np.eye(12, dtype=bool) | np.roll(np.eye(12, dtype=bool), 1, axis=1), seq_len=96)
     assert BLOCKS.received_bytes(beside, 4) == 8 * 64
-    deal = BlockDeal.of(from_file(tmp_path, np.roll(np.eye(12, dtype=bool), 3, axis=1), seq_len=96), 4)
-    assert [deal.rows_of(deal.sent((r + 1) % 4, r)) for r in range(4)] == [24] * 4
+    assignment = BlockAssignment.of(from_file(tmp_path, np.roll(np.eye(12, dtype=bool), 3, axis=1), seq_len=96), 4)
+    assert [assignment.rows_of(assignment.sent((r + 1) % 4, r)) for r in range(4)] == [24] * 4
     # The last of 5 rows: 24, 24, 24 and 21 rows.
     full = workload({"sparsity": 0.0}, causal=False)
     assert BLOCKS.received_bytes(full, 4) == 72 * 64
@@ -51,18 +51,18 @@ def test_nothing_moves_where_nothing_is_seen_elsewhere(tmp_path):
 @pytest.mark.parametrize("per_head", [True, False])
 def test_work_is_counted_pair_by_pair(ranks, causal, per_head):
     one = workload({"mask": "random", "sparsity": 0.5, "per_head": per_head}, causal=causal)
-    deal = BlockDeal.of(one, ranks)
+    assignment = BlockAssignment.of(one, ranks)
     at = np.arange(one.seq_len)
     mask = block_mask(one.pattern, one.seq_len, causal, one.num_heads)
     pairs = mask[:, (at // 8)[:, None], at // 8] & ((at[None] <= at[:, None]) | (not causal))
-    rows = [np.flatnonzero(np.isin(at // 8, deal.own(rank))) for rank in range(ranks)]
+    rows = [np.flatnonzero(np.isin(at // 8, assignment.own(rank))) for rank in range(ranks)]
     times = one.num_heads // mask.shape[0]
     wanted = [
-        [times * int(pairs[:, rows[rank]][:, :, rows[(rank - hop) % ranks]].sum()) for hop in range(ranks)]
+        [times * int(pairs[:, rows[rank]][:, :, rows[(rank - step) % ranks]].sum()) for step in range(ranks)]
         for rank in range(ranks)
     ]
-    assert hop_pairs(one, ranks) == tuple(map(tuple, wanted))
-    work = [sum(hops) for hops in wanted]
+    assert assignment.step_pairs() == tuple(map(tuple, wanted))
+    work = [sum(steps) for steps in wanted]
     assert BLOCKS.load_balance(one, ranks) == pytest.approx(sum(work) / ranks / max(work))
     slowest = work.index(max(work))
     assert BLOCKS.overlapping_share(one, ranks) == pytest.approx(wanted[slowest][0] / work[slowest])
