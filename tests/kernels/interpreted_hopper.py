@@ -274,7 +274,7 @@ if __name__ == "__main__":
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
         mock.patch.dict(RULES, HOPPER_RULES),
         mock.patch.object(backward_at_once, "_is_faster", mock.Mock(return_value=True)),
-        mock.patch.multiple(blocks_backward, _LEAST_PROGRAMS=1, _LEAST_STEPS=0, _SMALLEST_DIM=1),
+        mock.patch.object(blocks_backward, "blocks_at_once_are_faster", mock.Mock(return_value=True)),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
         mock.patch.object(tuning, "_PROGRAMS_OF_128_COLUMNS", 1.25),
         # So that branches that nest are merged class by class.

@@ -28,13 +28,9 @@ from dilabench.kernels.dq_accumulate import convert_dq, dq_accumulator
 from dilabench.kernels.fused.backward import _key_kernel, _query_kernel
 from dilabench.kernels.fused.row_layout import segment_arguments
 from dilabench.kernels.launch_cache import Launch, LaunchCache
-from dilabench.kernels.tuning import TileConfig, padded_dim, select_kernel
+from dilabench.kernels.tuning import TileConfig, blocks_at_once_are_faster, padded_dim, select_kernel
 
 _LOG2E = 1.4426950408889634
-# A program of the Hopper kernel has a multiprocessor for itself: with fewer of them, or with shorter lists of query
-# tiles in the mean, two passes of smaller tiles are faster. At D128 51 steps 1.14 times as fast at once, 26 steps 0.95
-# times; no narrower head gains.
-_LEAST_PROGRAMS, _LEAST_STEPS, _SMALLEST_DIM = 512, 48, 65
 
 
 def block_sparse_backward(
@@ -70,9 +66,8 @@ def block_sparse_backward(
         lists, slots = _key_lists(plan, at_once, q, k)
         _run_at_once(tensors | {"slots": slots}, dq, lists, plan, scale, at_once, cache)
     else:
-        columns = padded_dim(q.shape[-1])
-        by_query = plan.config(columns, "backward_query", q.element_size(), query_config)
-        by_key = plan.config(columns, "backward_key", q.element_size(), key_config)
+        by_query = plan.config(q.shape[-1], "backward_query", q.element_size(), query_config)
+        by_key = plan.config(q.shape[-1], "backward_key", q.element_size(), key_config)
         stats_layout = StatsLayout.of(q.shape[1], tile=max(by_query.block_m, by_key.block_m))
         stats = bwd_preprocess(out, dout, lse.contiguous(), stats_layout, cache, "row sums")
         lists, slots = _key_lists(plan, by_key, q, k)
@@ -140,13 +135,11 @@ def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) ->
     pairs = plan.pairs(q.shape[2])
     if pairs is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
         return None
-    kernel, tiles = select_kernel(
-        "backward_key", q.shape[-1], causal=plan.causal, largest_tile=plan.block_size, hopper=True
-    )
-    if kernel != "at_once" or q.shape[-1] < _SMALLEST_DIM:
-        return None
-    key_rows = k.numel() // k.shape[-1]
-    if key_rows < _LEAST_PROGRAMS * tiles.block_n or q.shape[0] * pairs < _LEAST_STEPS * tiles.block_m * key_rows:
+    dim, tile = q.shape[-1], plan.block_size
+    kernel, tiles = select_kernel("backward_key", dim, causal=plan.causal, largest_tile=tile, hopper=True, blocks=True)
+    key_rows = k.numel() // dim
+    steps = q.shape[0] * pairs / (tiles.block_m * key_rows)
+    if kernel != "at_once" or not blocks_at_once_are_faster(dim, key_rows / tiles.block_n, steps):
         return None
     return tiles if serves((q, k, v, dout), plan, tiles, plan.rows // tiles.block_m) else None
 

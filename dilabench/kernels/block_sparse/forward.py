@@ -22,7 +22,7 @@ from dilabench.kernels.fused.row_layout import (
     segment_arguments,
 )
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
-from dilabench.kernels.tuning import Selected, TileConfig, is_persistent, padded_dim, select_kernel
+from dilabench.kernels.tuning import Selected, TileConfig, is_persistent, select_kernel
 
 _LOG2E = 1.4426950408889634
 
@@ -58,7 +58,7 @@ def block_sparse_forward(
 
 def _launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float, config: TileConfig | None) -> Launch:
     q = tensors["q"]
-    config = plan.config(padded_dim(q.shape[3]), "forward", q.element_size(), config)
+    config = plan.config(q.shape[3], "forward", q.element_size(), config)
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
     grid, shared = query_arguments(tensors, rows, plan, scale, config)
     own = {"out_ptr": tensors["out"], "lse_ptr": tensors["lse"], "mass_ptr": None, "MERGE": False, "COMPACT": False}
@@ -121,7 +121,8 @@ def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
 
 
 def _selected(q: Tensor, plan: Plan) -> Selected:
-    return select_kernel("forward", q.shape[-1], causal=plan.causal, largest_tile=plan.block_size, hopper=True)
+    tile = plan.block_size
+    return select_kernel("forward", q.shape[-1], causal=plan.causal, largest_tile=tile, hopper=True, blocks=True)
 
 
 def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: int) -> bool:

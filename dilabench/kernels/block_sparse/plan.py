@@ -34,22 +34,6 @@ if TYPE_CHECKING:
 
 KeptT = TypeVar("KeptT")
 
-# (head_dim, direction), bf16 and fp16 on sm_90: the shapes that won in the fused kernels (tuning.py), whose loops are
-# the same.
-_SM90: dict[tuple[int, Direction], TileConfig] = {
-    (64, "forward"): TileConfig(64, 128, 4, 2),
-    (128, "forward"): TileConfig(64, 64, 4, 2),
-    (64, "backward_query"): TileConfig(64, 64, 4, 2),
-    (128, "backward_query"): TileConfig(64, 64, 4, 2),
-    (64, "backward_key"): TileConfig(64, 64, 4, 3),
-    (128, "backward_key"): TileConfig(64, 64, 4, 2),
-}
-
-
-def shipped() -> tuple[tuple[int, Direction, TileConfig], ...]:
-    """Every (head_dim, direction, configuration) of the table."""
-    return tuple((*key, config) for key, config in _SM90.items())
-
 
 class Plan(ABC):
     """What the kernels need to know of blocks of ``block_size`` rows: their lists, and what hides pairs inside them.
@@ -179,12 +163,10 @@ class Plan(ABC):
         tile = largest_tile(self.block_size)
         if not tile:
             raise ValueError(f"block size {self.block_size} is not a multiple of 16: use the blocked path")
-        if given is None:
-            default = TileConfig(64, 64, 8 if dim > 128 else 4, 2)
-            given = _SM90.get((dim, direction), default)
-            if itemsize > 2:
-                given = select_kernel(direction, dim, causal=self.causal, largest_tile=tile, itemsize=itemsize).tiles
-        return given.fitted(tile)
+        if given is not None:
+            return given.fitted(tile)
+        kernel = select_kernel(direction, dim, causal=self.causal, largest_tile=tile, itemsize=itemsize, blocks=True)
+        return kernel.tiles
 
     def keep(self, key: Hashable, make: Callable[[], KeptT]) -> KeptT:
         """The result of `make`, called once per key and kept with the plan."""
