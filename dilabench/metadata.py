@@ -210,7 +210,7 @@ def peak_flops(ceilings: Mapping[str, float], dtype: str) -> float | None:
     """What attention in a dtype can take of a device, by a record's ceilings; None where they do not tell.
 
     Tensor cores take float32 apart: at the least into two numbers of half precision, whose products of two such are
-    three above float32's last bits (`kernels.fused.float_parts` takes six of three).
+    three above float32's last bits, and Triton's bf16x6 takes six of three.
     """
     own, half = ceilings.get(matmul_key(dtype)), ceilings.get(matmul_key(TENSOR_CORE_DTYPE))
     return own if dtype != "float32" or half is None else max(own or 0.0, half / 3)

@@ -53,6 +53,7 @@ FailureCode = Literal[
     "verification_timeout",
     "out_of_memory",
     "peer_lost",
+    "out_of_step",
     "no_samples",
 ]
 

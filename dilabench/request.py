@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.retired import no_such_name
 from dilabench.units import parse_duration
 from dilabench.validation import Model, read_counts, validated
 from dilabench.workload.spec import WorkloadRequest
@@ -175,7 +176,7 @@ def _check_names(catalogue: Catalogue, request: RunRequest) -> None:
     for name in request.backends:
         if name not in {AUTO, ALL}:
             if name not in catalogue.backends:
-                raise unknown_name("backend", name, [*catalogue.backends.names, AUTO, ALL])
+                raise no_such_name("backend", name, [*catalogue.backends.names, AUTO, ALL])
             catalogue.backends.get(name)
     for name in request.presets:
         catalogue.workloads.get(name)

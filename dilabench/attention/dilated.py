@@ -26,7 +26,6 @@ from dilabench.contracts import BuildContext
 from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
-from dilabench.impls.null_mass import add_null_mass_
 from dilabench.impls.one_operator import (
     Computation,
     differentiable_operator,
@@ -39,6 +38,7 @@ from dilabench.impls.one_operator import (
     shapes_of_results,
     with_gradient,
 )
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case

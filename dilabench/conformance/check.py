@@ -13,10 +13,10 @@ from dilabench.conformance.scorecard import Findings, Listener, Scorecard
 from dilabench.conformance.suite import check_suite
 from dilabench.conformance.timer import check_timer
 from dilabench.conformance.workload import check_workload
-from dilabench.errors import unknown_name
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue, Registry
 from dilabench.plugins.manager import REGISTRIES, Found
+from dilabench.plugins.retired import ANY_KIND, no_such_name
 
 # Of each kind of thing, what is asked of what it does: `check(descriptor, catalogue, machine, findings)`.
 CHECKS: Mapping[str, Callable[[Any, Catalogue, Machine, Findings], None]] = {
@@ -40,7 +40,7 @@ def registries_with(name: str, catalogue: Catalogue, kind: str | None = None) ->
     if not holding:
         known = {other for one in asked for other in getattr(catalogue, one).names}
         left_out = [problem.plugin for problem in catalogue.problems]
-        raise unknown_name(kind or "name", name, known, left_out=left_out)
+        raise no_such_name(kind or ANY_KIND, name, known, left_out=left_out)
     return holding
 
 

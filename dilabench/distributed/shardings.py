@@ -110,13 +110,12 @@ class Hops(Counted):
 class WholeShards(Hops):
     """Every shard goes to every rank, also where a mask hides it: torch's context parallelism and ring_flash_attn.
 
-    at_once: K and V come in one gather, in the forward and again in the backward pass. wide_sums: sums of dK and dV are
-    float32 and go round in P hops; otherwise they have the dtype of K and take P-1.
+    at_once: K and V come in one gather, in the forward and again in the backward pass. Sums of dK and dV are float32
+    and go round in P hops.
     """
 
     at_once: bool = False
     kept: Literal["nothing"] = "nothing"
-    wide_sums: bool = True
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """All but the last hop's work, or that on own keys where the others come at once."""
@@ -124,17 +123,15 @@ class WholeShards(Hops):
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """K and V of the P-1 others in each pass; backward, the sums besides. Read in torch 2.13, ring_flash_attn
-        0.1.8, yunchang 0.6.4, and TransformerEngine's main branch of August 2026, whose sums are narrow.
+        0.1.8 and yunchang 0.6.4.
         """
         if ranks == 1:
             return 0
         if workload.seq_len % ranks or workload.layout == "packed" or not workload.is_dense:
             return None
         forward, backward = workload.mode != "backward", workload.mode != "forward"
-        item = DTYPE_BYTES[workload.dtype]
-        keys = (ranks - 1) * item * (forward + backward)
-        sums = ranks * 4 if self.wide_sums else (ranks - 1) * item
-        return _vector(workload) * (workload.seq_len // ranks) * (keys + sums * backward)
+        keys = (ranks - 1) * DTYPE_BYTES[workload.dtype] * (forward + backward)
+        return _vector(workload) * (workload.seq_len // ranks) * (keys + ranks * 4 * backward)
 
 
 class OneExchange(Counted):
@@ -279,7 +276,6 @@ BALANCED_ALLGATHER = Rows()
 WHOLE_RING = WholeShards(zigzag=False)
 WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)
-NARROW_ZIGZAG_RING = WholeShards(zigzag=True, wide_sums=False)
 HEADS_FOR_TOKENS = HeadsForTokens(with_lse=False)
 HEADS_IN_RING = HeadsInRing(HEADS_FOR_TOKENS, WHOLE_ZIGZAG_RING)
 

@@ -60,6 +60,28 @@ class Traffic:
         return named | {SENT_BYTES.key: self.sent.total(), RECEIVED_BYTES.key: self.received.total()}
 
 
+class MessageCounts:
+    """Messages and their bytes that this rank has sent to, and received from, every rank since it joined."""
+
+    def __init__(self, size: int) -> None:
+        self.sent = [[0, 0] for _ in range(size)]
+        self.received = [[0, 0] for _ in range(size)]
+
+    def add(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> tuple[int, int]:
+        """Count an exchange; gives the bytes sent and received."""
+        return self._added(self.sent, sends), self._added(self.received, receives)
+
+    @staticmethod
+    def _added(counts: list[list[int]], messages: Mapping[int, Sequence[Tensor]]) -> int:
+        total = 0
+        for peer, tensors in messages.items():
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            counts[peer][0] += len(tensors)
+            counts[peer][1] += nbytes
+            total += nbytes
+        return total
+
+
 class Pending:
     """Messages on their way. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
 
@@ -86,7 +108,8 @@ class World:
     """This process among `size` ranks. A world of one has no process group and sends nothing.
 
     `control`: a gloo group for small facts (sizes, times, failures), so that asking never waits for the device.
-    `copies`: the copy engines, where they carry the messages, else None. `transport`: what carries them, as text.
+    `copies`: the copy engines, if they carry the messages, else None. `transport`: what carries them, as text.
+    `counts`: messages of this rank by peer, which ranks compare.
     """
 
     rank: int
@@ -98,6 +121,10 @@ class World:
     timeout_s: float = DEFAULT_TIMEOUT_S
     copies: Copies | None = None
     transport: str = "gloo"
+    counts: MessageCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", MessageCounts(self.size))
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -186,7 +213,8 @@ class World:
         """
         if not any(sends.values()) and not any(receives.values()):
             return Pending(())
-        self.traffic.add(kind, sent=_nbytes(sends), received=_nbytes(receives))
+        sent, received = self.counts.add(sends, receives)
+        self.traffic.add(kind, sent=sent, received=received)
         if self.copies is not None:
             return Pending([self.copies.swap(sends, receives)], [x for several in receives.values() for x in several])
         kept = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
@@ -203,14 +231,14 @@ class World:
         if self.size == 1:
             received.copy_(flat)
             return received, Pending(())
-        item = flat.element_size()
-        self.traffic.add(
-            kind,
-            sent=item * (sum(give) - give[self.rank]),
-            received=item * (sum(take) - take[self.rank]),
-        )
+        given, taken = flat.split(list(give)), received.split(list(take))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends, receives = {peer: [given[peer]] for peer in others}, {peer: [taken[peer]] for peer in others}
+        bytes_sent, bytes_received = self.counts.add(sends, receives)
+        self.traffic.add(kind, sent=bytes_sent, received=bytes_received)
         if self.copies is not None:
-            return received, self._copied(flat.split(list(give)), received.split(list(take)))
+            taken[self.rank].copy_(given[self.rank])
+            return received, Pending([self.copies.swap(sends, receives)], taken)
         aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
         into, from_ = aliases or (received, flat)
         work = dist.all_to_all_single(into, from_, list(take), list(give), group=self.group, async_op=True)
@@ -255,21 +283,30 @@ class World:
         """Wait until every rank is here, with the device's work done. Raises RuntimeError when one does not come."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self.copies is not None:
-            self.copies.check()
+        self.check()
         if self.size > 1:
             dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
 
+    def check(self) -> None:
+        """Raises RuntimeError once a message of this rank was lost: no result that came since may be used."""
+        if self.copies is not None:
+            self.copies.check()
+
+    def confirm_counts(self) -> None:
+        """After a `barrier`: compare what the devices have counted with what was queued.
+
+        Raises RuntimeError when a message was not delivered once, as by a replayed CUDA graph.
+        """
+        if self.copies is not None:
+            self.copies.confirm_counts()
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """End waits for messages by copy engines after `timeout_s` seconds from now on, if not before."""
+        if self.copies is not None:
+            self.copies.timeout_s = min(self.timeout_s, timeout_s)
+
     def _operations(self, operation: Any, tensors: Mapping[int, Sequence[Tensor]]) -> list[dist.P2POp]:
         return [dist.P2POp(operation, x, group=self.group, group_peer=peer) for peer in tensors for x in tensors[peer]]
-
-    def _copied(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> Pending:
-        """Part p of `give` to rank p and of `take` from it; one's own part is copied."""
-        assert self.copies is not None
-        take[self.rank].copy_(give[self.rank])
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        arrival = self.copies.swap({peer: [give[peer]] for peer in others}, {peer: [take[peer]] for peer in others})
-        return Pending([arrival], take)
 
     def _with_copies(self) -> World:
         """The same ranks with messages by copy engines where these work on all of them; `transport` says why not."""
@@ -336,7 +373,3 @@ def _prompt_nccl(timeout: timedelta) -> Any:
 def _alias(x: Tensor) -> Tensor:
     """The same memory by a tensor of its own; a view would hold on to its base."""
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-
-
-def _nbytes(tensors: Mapping[int, Sequence[Tensor]]) -> int:
-    return sum(tensor.nbytes for several in tensors.values() for tensor in several)

@@ -9,24 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilabench.impls.union.merging import has_kernel
 from dilabench.workload.spec import Workload
-
-
-def add_null_mass_(out: Tensor, lse: Tensor, log_mass: Tensor) -> None:
-    """Add to out [B, N, H, D] and lse [B, H, N], in place, a mass whose logarithm broadcasts to lse; -inf adds none.
-
-    A row without keys gets lse log n. One pass over out.
-    """
-    if has_kernel(out.device, out.dtype):
-        # Triton is not installed everywhere, and only CUDA needs it.
-        from dilabench.kernels.merge import merge_null_mass_
-
-        merge_null_mass_(out, lse, log_mass)
-        return
-    share = torch.sigmoid(lse - log_mass).masked_fill_(log_mass == float("-inf"), 1.0)
-    lse.copy_(torch.logaddexp(lse, log_mass))
-    out.mul_(share.transpose(-1, -2).unsqueeze(-1))
 
 
 def log_zero_keys(

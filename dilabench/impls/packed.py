@@ -22,9 +22,9 @@ from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forw
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
 from dilabench.impls.union.branches import branches_of, covers_every_row
-from dilabench.impls.union.merging import has_kernel
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
 from dilabench.kernels.block_sparse.sequences import SequencePlan, sequence_plan
+from dilabench.kernels.lse import has_kernel
 from dilabench.metadata import OWN_TILES
 from dilabench.record import Note
 from dilabench.workload.spec import Window, Workload

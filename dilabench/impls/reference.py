@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.summed import Part, parts_of
 from dilabench.impls.visible_keys import key_groups, visible
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Workload
 
 # Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.

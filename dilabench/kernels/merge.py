@@ -1,18 +1,19 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""Merge of a partial attention result into strided rows of an output, in place, by log-sum-exp weights."""
+"""Merge of a partial attention result into strided rows of an output, in place, by log-sum-exp weights (`lse`)."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launches import Launches, layout, run, stride_unit
+from dilabench.kernels.softmax import weights_of_two
+from dilabench.kernels.tuning import rows_of_a_program
 
 # No number is compiled in.
 _NUMBERS = (
@@ -70,10 +71,7 @@ def _merge_rows_kernel(
     lse = tl.load(lse_at, mask=valid, other=float("-inf")).to(tl.float32)
     part_lse_at = part_lse_ptr + s * part_lse_s + g * part_lse_g + a * part_lse_a + rows * part_lse_l
     part_lse = tl.load(part_lse_at, mask=valid, other=float("-inf")).to(tl.float32)
-    top = tl.maximum(lse, part_lse)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    mine = tl.exp(lse - top)
-    theirs = tl.exp(part_lse - top)
+    top, mine, theirs = weights_of_two(lse, part_lse)
     total = mine + theirs
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
 
@@ -101,30 +99,8 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
     holds; rows empty on both sides become 0. Raises ValueError when shapes disagree.
     """
     _check_shapes(out, lse, branch_out, branch_lse)
-    if out.numel() == 0:
-        return
-    if out.device.type == "cuda" and out.dtype != torch.float64:
+    if out.numel():
         _merge_rows_triton_(out, lse, branch_out, branch_lse)
-    else:
-        merge_rows_torch_(out, lse, branch_out, branch_lse)
-
-
-def merge_null_mass_(out: Tensor, lse: Tensor, log_mass: Tensor) -> None:
-    """Add a mass whose logarithm broadcasts to lse, in place: as the result of keys whose out is one row of zeros."""
-    merge_rows_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
-
-
-def merge_rows_torch_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-    """The same merge in plain PyTorch: the CPU path and the oracle of the kernel."""
-    compute = torch.promote_types(out.dtype, torch.float32)
-    merged_lse = torch.logaddexp(lse.to(compute), branch_lse.to(compute))
-    safe = merged_lse.masked_fill(merged_lse == float("-inf"), 0.0)
-    mine = torch.exp(lse.to(compute) - safe).transpose(-1, -2).unsqueeze(-1)
-    theirs = torch.exp(branch_lse.to(compute) - safe).transpose(-1, -2).unsqueeze(-1)
-    kept = torch.where(mine > 0, out.to(compute) * mine, 0.0)
-    added = torch.where(theirs > 0, branch_out.to(compute) * theirs, 0.0)
-    out.copy_(kept.add_(added))
-    lse.copy_(merged_lse)
 
 
 @lru_cache(maxsize=256)
@@ -144,8 +120,7 @@ def _merge_rows_triton_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse
         out, lse, branch_out, branch_lse = (x.unsqueeze(0) for x in (out, lse, branch_out, branch_lse))
     n_s, n_g, n_l, n_a, dim = out.shape
     columns = triton.next_power_of_2(dim)
-    # Not fewer for short segments: the last one of a sequence is of any length.
-    rows = max(1, min(32, 4096 // columns))
+    rows = rows_of_a_program("merge", columns)
     programs = n_s * n_g * n_a * triton.cdiv(n_l, rows)
     if programs >= 2**31:
         raise ValueError(

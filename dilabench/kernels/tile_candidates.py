@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from dilabench.kernels.tuning import LARGEST_IN_PARTS, PARTS, Direction, TileConfig
+from dilabench.kernels.tuning import Direction, TileConfig
 
 # Of a Hopper multiprocessor, for one program.
 SHARED_BYTES = 227 * 1024
@@ -42,14 +42,12 @@ def read_tiles(text: str) -> dict[Direction, TileConfig]:
 def candidates(head_dim: int, itemsize: int, backward: bool) -> tuple[str, ...]:
     """Shapes of 32 to 128 rows a side whose tiles fit into shared memory, kernel by kernel; ``itemsize`` in bytes."""
     sides = (64, 128) if head_dim <= 128 and itemsize == 2 else (32, 64, 128)
-    # Bytes that a number has in shared memory.
-    width = PARTS * 2 if itemsize == 4 and head_dim <= LARGEST_IN_PARTS else itemsize
     texts = []
     for kernel in KERNELS[1:] if backward else KERNELS[:1]:
         for block_m, block_n, stages in product(sides, sides, (2, 3) if itemsize == 2 else (1, 2)):
             kept, loaded = (block_n, block_m) if kernel == "backward_key" else (block_m, block_n)
             rows = kept * (2 if backward else 1) + 2 * loaded * stages
-            if rows * head_dim * width > SHARED_BYTES:
+            if rows * head_dim * itemsize > SHARED_BYTES:
                 continue
             # Four warps hold 64 rows of sums; more rows need more warps, and few rows leave none for eight.
             area = block_m * block_n

@@ -1,19 +1,27 @@
-"""Tile shapes of the fused kernels, as measured; `tile_config` picks one and fits it to a group's segments."""
+"""Which kernel a launch takes, with which tiles: one table, measured, from which `select_kernel` reads.
+
+The reason of a rule stands above it. Figures are of one GPU in one session, so compare them only within a comment.
+Besides: when both passes of the backward go through one kernel, when heads get columns of zeros, and other thresholds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from math import inf
+from typing import Literal, NamedTuple
 
 Direction = Literal["forward", "backward_query", "backward_key"]
+Kernel = Literal["plain", "narrow", "specialized", "at_once"]
+"""plain: Triton, any GPU (`fused.forward`, `fused.backward`). In Gluon, for Hopper: narrow (`sm90.narrow_forward`), one
+warpgroup; specialized (`sm90.forward`), a producer warp and two consumer warpgroups; at_once (`sm90.backward`), both
+passes of the backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """``block_m`` query rows by ``block_n`` key rows per step, warps per program, software-pipeline depth.
 
-    ``specialized`` asks for the Hopper kernel with a producer warp and two consumer warpgroups (`fused.sm90.forward`,
-    `fused.sm90.backward`).
     ``max_registers`` per thread, where the compiler would take more than let one program more be resident.
     """
 
@@ -21,7 +29,6 @@ class TileConfig:
     block_n: int
     num_warps: int
     num_stages: int
-    specialized: bool = False
     max_registers: int | None = None
 
     @property
@@ -38,139 +45,291 @@ class TileConfig:
         return replace(self, block_m=block_m, block_n=block_n, num_warps=warps)
 
 
-# (most columns of a tile, causal, direction), bf16 and fp16 on sm_90. Chosen on one H200 (torch 2.11, Triton 3.6)
-# among 5 to 11 shapes each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and
-# milliseconds of the kernel backward. Two to four resident programs of 4 warps per multiprocessor beat larger programs
-# of 8 warps everywhere, and beat a loop that issues the next q.k product before the softmax of the present one (518
-# against 596 at D64, 593 against 693 at D128).
-_SM90: dict[tuple[int, bool, Direction], TileConfig] = {
-    (64, False, "forward"): TileConfig(64, 128, 4, 2),  # 593; 64x64 526; 128x128 with 8 warps 389
-    (64, True, "forward"): TileConfig(64, 64, 4, 2),  # 438; 64x128 422; 128x64 353
-    (128, False, "forward"): TileConfig(128, 64, 4, 2),  # 693; 128x64x3 671; 64x64 592; 128x128 with 8 warps 580
-    (128, True, "forward"): TileConfig(64, 64, 4, 2),  # 480; 128x64 500, but it spills 80 bytes
-    (64, False, "backward_query"): TileConfig(64, 64, 4, 2),  # 4.01; 128x64 with 8 warps 4.34
-    (64, True, "backward_query"): TileConfig(64, 64, 4, 2),  # 2.50; three stages 2.78
-    (128, False, "backward_query"): TileConfig(64, 64, 4, 2),  # 7.94; 128x128 with 8 warps 8.30
-    (128, True, "backward_query"): TileConfig(64, 64, 4, 2),  # 4.80; three stages 8.11
-    (64, False, "backward_key"): TileConfig(64, 64, 4, 3, max_registers=168),  # 6.36; without the limit 7.16
-    (64, True, "backward_key"): TileConfig(64, 64, 4, 2, max_registers=168),  # 3.83; without the limit 15 % more
-    (128, False, "backward_key"): TileConfig(64, 64, 4, 2),  # 10.9; 64x128 with 8 warps 11.9
-    (128, True, "backward_key"): TileConfig(64, 64, 4, 2),  # 6.70; 64x128 with 8 warps 7.45
-    # Head dims 192 and 256 at 1x32768, H8: milliseconds of both backward kernels, the other one with 64x64 and 8 warps.
-    (192, False, "forward"): TileConfig(64, 64, 8, 2),
-    (192, True, "forward"): TileConfig(64, 64, 8, 2),
-    (256, False, "forward"): TileConfig(64, 64, 8, 2),
-    (256, True, "forward"): TileConfig(64, 64, 8, 2),
-    (192, False, "backward_query"): TileConfig(128, 64, 8, 2),  # 9.39; 64x64 with 8 warps 12.55, with 4 warps 10.33
-    (192, True, "backward_query"): TileConfig(128, 64, 8, 2),  # 4.07; 64x64 with 8 warps 5.21, with 4 warps 4.28
-    (256, False, "backward_query"): TileConfig(128, 32, 8, 2),  # 11.9; 128x64 in one stage 12.0; 64x64 14.5
-    (256, True, "backward_query"): TileConfig(128, 32, 8, 2),  # 4.96; 128x64 in one stage 5.18; 64x64 5.82
-    (192, False, "backward_key"): TileConfig(32, 128, 8, 2),  # 10.5; 64x64 12.5; three stages 12.9
-    (192, True, "backward_key"): TileConfig(64, 64, 8, 2),  # 5.22; 32x128 5.13, but it spills in both loops
-    (256, False, "backward_key"): TileConfig(64, 64, 8, 2),  # 14.5; in one stage 16.8; 32x64 18.1
-    (256, True, "backward_key"): TileConfig(64, 64, 8, 2),  # 5.82; in one stage 6.49
+class Keys(NamedTuple):
+    """How many keys a query may see in the mean: of whole segments, of causal ones, and where a window cuts them."""
+
+    whole: float
+    causal: float
+    windowed: float
+
+
+class Rule(NamedTuple):
+    """A row of the table: ``kernel`` with ``tiles`` for head dims from ``dims[0]`` to ``dims[1]``.
+
+    It holds under all of these conditions. ``hopper``: the device has sm_90 and Triton Gluon. ``half``: numbers of 16
+    bits; else float32. ``causal``, ``cut`` (the sequence ends inside a key tile): None for either. ``least_tile``: how
+    many rows the segments must allow a tile. ``exact``: tiles have no columns beyond the head dim.
+    """
+
+    dims: tuple[int, int]
+    kernel: Kernel
+    tiles: TileConfig
+    causal: bool | None = None
+    cut: bool | None = None
+    hopper: bool = False
+    half: bool = True
+    least_tile: int = 0
+    exact: bool = False
+    most_keys: Keys | None = None
+
+
+class Selected(NamedTuple):
+    """A kernel and its tiles."""
+
+    kernel: Kernel
+    tiles: TileConfig
+
+
+RULES: Mapping[Direction, Sequence[Rule]] = {
+    "forward": (
+        # Where lists have few steps, programs of the warp-specialised kernel, alone on a multiprocessor, wait more than
+        # they compute, and smaller ones of the plain kernel win. Microseconds of both on one H100, 2x16384, H8, bf16,
+        # rate 1. D80: window 128 152 to 93, 512 200 to 157, segments of 512 155 to 148, causal ones of 1024 192 to 162.
+        Rule((80, 80), "plain", TileConfig(64, 64, 4, 2), hopper=True, least_tile=128, most_keys=Keys(512, 1024, 1024)),
+        # D96: window 128 161 to 111, 384 on both sides 273 to 243, segments of 256 128 to 121, causal ones of 512 157
+        # to 130.
+        Rule((96, 96), "plain", TileConfig(64, 64, 4, 2), hopper=True, least_tile=128, most_keys=Keys(256, 512, 800)),
+        # D128: window 128 on both sides 211 to 163, causal segments of 256 122 to 115, whole ones 107 and 138.
+        Rule((128, 128), "plain", TileConfig(64, 32, 4, 2), hopper=True, least_tile=128, most_keys=Keys(0, 128, 300)),
+        # Warp-specialised. Against the plain kernel on one H200, effective TFLOP/s side by side: 65536 tokens, w 1024
+        # 5792 32768 65536, r 1 2 4 8: D80 500 to 312, D96 582 to 373 (two stages 505), D128 642 to 500, D192 609 to 211
+        # (three stages 603), D256 742 to 278; causal, nested: D128 557 to 434, D256 628 to 222. Up to D64 three
+        # resident programs of the plain kernel are as fast (D48 319 to 325, D64 451 to 454, nested 539 to 554, causal
+        # 440 to 360). Columns beyond the head dim would be those of the next head.
+        Rule((65, 96), "specialized", TileConfig(128, 128, 4, 3), hopper=True, least_tile=128, exact=True),
+        Rule((97, 128), "specialized", TileConfig(128, 128, 4, 2), hopper=True, least_tile=128, exact=True),
+        Rule((129, 256), "specialized", TileConfig(128, 64, 4, 2), hopper=True, least_tile=128, exact=True),
+        # Programs of one warpgroup, three of them resident, four if causal.
+        Rule((1, 64), "narrow", TileConfig(64, 128, 4, 2, 168), causal=False, hopper=True, least_tile=128),
+        Rule((1, 64), "narrow", TileConfig(64, 64, 4, 2, 128), causal=True, hopper=True, least_tile=64),
+        # Plain, here and for both backward kernels: chosen on one H200 (torch 2.11, Triton 3.6) among 5 to 11 shapes
+        # each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and milliseconds of
+        # the kernel backward. Two to four resident programs of 4 warps per multiprocessor beat larger programs of 8
+        # warps everywhere, and beat a loop that issues the next q.k product before the softmax of the present one (518
+        # against 596 at D64, 593 against 693 at D128).
+        Rule((1, 64), "plain", TileConfig(64, 128, 4, 2), causal=False),  # 593; 64x64 526; 128x128 with 8 warps 389
+        Rule((1, 64), "plain", TileConfig(64, 64, 4, 2), causal=True),  # 438; 64x128 422; 128x64 353
+        # Where the sequence ends inside a key tile, a forward that is not causal has a second loop for that tile;
+        # beside it tiles of 128x64 spill in both loops (compiled, not measured), so the best of 64 query rows stands
+        # in.
+        Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=False, cut=True),
+        # 693; 128x64 in three stages 671; 64x64 592; 128x128 with 8 warps 580
+        Rule((65, 128), "plain", TileConfig(128, 64, 4, 2), causal=False),
+        Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=True),  # 480; 128x64 500, but it spills 80 bytes
+        Rule((129, 256), "plain", TileConfig(64, 64, 8, 2)),
+        # float32, which Triton splits into bfloat16 where it is multiplied (`row_layout.product_precision`), here and
+        # for both backward kernels: milliseconds on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal, backward
+        # of both kernels with the best of the other. They spill outside of their first product; smaller tiles that do
+        # not are slower. Three programs resident: 0.56; without the limit 0.58, in three stages 0.70; 128x128 with 8
+        # warps 0.60; FMA 2.79
+        Rule((1, 64), "plain", TileConfig(64, 64, 4, 2, 168), half=False),
+        Rule((65, 128), "plain", TileConfig(64, 64, 4, 1), half=False),  # 1.09; 128x64 with 8 warps 1.15; FMA 7.04
+        Rule((129, 256), "plain", TileConfig(64, 32, 4, 1), half=False),  # 4.92; 128x32 with 8 warps 5.04; 32x32 16.6
+    ),
+    "backward_query": (
+        Rule((1, 64), "plain", TileConfig(64, 64, 4, 2), causal=False),  # 4.01; 128x64 with 8 warps 4.34
+        Rule((1, 64), "plain", TileConfig(64, 64, 4, 2), causal=True),  # 2.50; three stages 2.78
+        Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=False),  # 7.94; 128x128 with 8 warps 8.30
+        Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=True),  # 4.80; three stages 8.11
+        # Head dims 192 and 256 at 1x32768, H8: milliseconds of both backward kernels, the other with 64x64 and 8 warps.
+        # 9.39; 64x64 with 8 warps 12.55, with 4 warps 10.33; causal 4.07, 5.21 and 4.28
+        Rule((129, 192), "plain", TileConfig(128, 64, 8, 2)),
+        # 11.9; 128x64 in one stage 12.0; 64x64 14.5; causal 4.96, 5.18 and 5.82
+        Rule((193, 256), "plain", TileConfig(128, 32, 8, 2)),
+        Rule((1, 64), "plain", TileConfig(64, 64, 4, 1), half=False),  # 1.94; two stages 1.96 to 1.98; FMA, both, 43
+        Rule((65, 128), "plain", TileConfig(128, 64, 8, 2), half=False),  # 6.38; 64x64 6.83; FMA 100
+        Rule((129, 256), "plain", TileConfig(128, 32, 8, 1), half=False),
+    ),
+    "backward_key": (
+        # Both passes in one kernel, where `at_once_is_faster`. Milliseconds of the two passes of the plain kernels and
+        # of this one on an H200, H16: 32768 tokens, dense, D128 52.8 to 37.8, D64 27.2 to 22.0, causal 14.2 to 10.4;
+        # longnet_128k D128 20.2 to 16.0, causal 12.2 to 11.9, D64 10.1 to 9.2, causal 6.58 to 6.64; 65536 tokens, w
+        # 1024 5792 32768 65536, D96 14.5 to 12.2, D80 13.7 to 11.4, D64 8.6 to 7.5; GigaPath's 70001 tokens at D48 9.8
+        # to 8.1. Below D33 a share of dQ turned over would have fewer rows than a product.
+        Rule((33, 64), "at_once", TileConfig(64, 128, 4, 4), hopper=True, least_tile=128),
+        Rule((65, 128), "at_once", TileConfig(64, 128, 4, 2), hopper=True, least_tile=128),
+        Rule((1, 64), "plain", TileConfig(64, 64, 4, 3, 168), causal=False),  # 6.36; without the limit 7.16
+        Rule((1, 64), "plain", TileConfig(64, 64, 4, 2, 168), causal=True),  # 3.83; without the limit 15 % more
+        Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=False),  # 10.9; 64x128 with 8 warps 11.9
+        Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=True),  # 6.70; 64x128 with 8 warps 7.45
+        Rule((129, 192), "plain", TileConfig(32, 128, 8, 2), causal=False),  # 10.5; 64x64 12.5; three stages 12.9
+        Rule((129, 192), "plain", TileConfig(64, 64, 8, 2), causal=True),  # 5.22; 32x128 5.13, spilling in both loops
+        # 14.5; in one stage 16.8; 32x64 18.1; causal 5.82; in one stage 6.49
+        Rule((193, 256), "plain", TileConfig(64, 64, 8, 2)),
+        Rule((1, 64), "plain", TileConfig(32, 64, 4, 2), half=False),  # 1.98; 32x128 with 8 warps 2.19
+        Rule((65, 128), "plain", TileConfig(64, 128, 8, 1), half=False),  # 5.85; 64x64 6.08
+        Rule((129, 256), "plain", TileConfig(32, 64, 4, 1), half=False),
+    ),
 }
 
 
-# Where the sequence ends inside a key tile, a forward that is not causal has a second loop for that tile; beside it the
-# 128x64 tiles of D128 spill in both loops (compiled, not measured), so the best shape of 64 query rows stands in.
-_SM90_CUT: dict[tuple[int, bool, Direction], TileConfig] = {
-    (128, False, "forward"): TileConfig(64, 64, 4, 2),
+def select_kernel(
+    direction: Direction,
+    head_dim: int,
+    *,
+    causal: bool,
+    largest_tile: int,
+    itemsize: int = 2,
+    hopper: bool = False,
+    windowed: bool = False,
+    keys: float = inf,
+    cut: bool = False,
+) -> Selected:
+    """The first rule of a direction that holds, its tiles fitted to segments that allow ``largest_tile`` rows.
+
+    itemsize: bytes of a number. hopper: as `row_layout.on_hopper` says of the device; False asks for a plain kernel.
+    keys: how many a query sees in the mean; windowed: a window hides some of its segment. cut: the sequence ends inside
+    a key tile. Raises ValueError for a head dim above 256.
+    """
+    for rule in RULES[direction]:
+        low, high = rule.dims
+        if (
+            low <= head_dim <= high
+            and rule.half == (itemsize <= 2)
+            and rule.causal in (None, causal)
+            and rule.cut in (None, cut)
+            and rule.least_tile <= largest_tile
+            and (hopper or not rule.hopper)
+            and not (rule.exact and sum(tile_columns(head_dim, 2)) != head_dim)
+        ):
+            most = rule.most_keys
+            if most is None or keys <= (most.windowed if windowed else most.causal if causal else most.whole):
+                return Selected(rule.kernel, rule.tiles.fitted(largest_tile))
+    raise ValueError(f"head dim {head_dim} has no kernel: it is above 256")
+
+
+# Milliseconds of both ways of a backward pass on one H100, of a step (a tile of queries against one of keys) up to a
+# head dim, and of a launch. Fitted to 212 random plans of one to four branches, up to 56,000 tokens, head dims of 48 to
+# 128 (docs/figures/h100-backward-at-once.json): the way that they give takes 1.02 times the faster one's time in the
+# mean.
+_STEP_MS = {64: 0.00145, 128: 0.0024}
+_LAUNCH_MS = 0.0085
+# What a program does besides takes as long as so many steps. The longest one, begun first, can be waited for: a share
+# of the programs finish with it.
+_BESIDE_STEPS = 6.5
+_LONGEST_AT_ONCE, _LONGEST_OF_TWO = 0.66, 0.35
+# Zeroing the float32 sums of dQ and writing what they become, and by the million of them.
+_SUMS_MS, _SUMS_MS_OF_MILLION = 0.0037, 0.005
+# The same steps in two passes, and where a program by keys walks over the lists of several heads.
+_TWO_PASSES, _OF_SEVERAL_HEADS = 1.27, 1.22
+
+
+class KeyLists(NamedTuple):
+    """The lists by key of a group of branches: how many programs walk over one each, and their steps in the mean."""
+
+    programs: float
+    steps: float
+
+
+def at_once_is_faster(
+    groups: Sequence[KeyLists], head_dim: int, *, causal: bool, grouped_queries: bool, sums: int, processors: int
+) -> bool:
+    """Whether one launch of each group costs less than two of smaller tiles: those at once overlap, so that only the
+    longest program of all is waited for, and pay for sums of dQ.
+
+    grouped_queries: several heads read the same keys. sums: how many numbers dQ has. processors: of the device.
+    """
+    step_ms = next(ms for largest, ms in _STEP_MS.items() if head_dim <= largest)
+    shares = longest_of_all = 0.0
+    two_passes = len(groups) * _LAUNCH_MS
+    slower = step_ms * _TWO_PASSES * (_OF_SEVERAL_HEADS if grouped_queries else 1)
+    for programs, steps in groups:
+        longest = steps * (2 if causal else 1) + _BESIDE_STEPS
+        # Steps of a multiprocessor.
+        share = programs * (steps + _BESIDE_STEPS) / processors
+        shares += share
+        longest_of_all = max(longest_of_all, longest)
+        two_passes += slower * max(share, _LONGEST_OF_TWO * longest)
+    at_once = len(groups) * _LAUNCH_MS + step_ms * max(shares, _LONGEST_AT_ONCE * longest_of_all)
+    return at_once + _SUMS_MS + _SUMS_MS_OF_MILLION * sums / 1e6 < two_passes
+
+
+# Heads whose programs are as many follow others in the float32 sums of dQ: at their end multiprocessors wait for the
+# last of them. Programs of narrower heads are the shorter, so more of them.
+_PROGRAMS_OF_128_COLUMNS = 2048
+
+
+def heads_at_a_time(kv_heads: int, programs: int, head_dim: int) -> int:
+    """How many K/V heads, a divisor of all, share the sums of dQ, where each has so many programs."""
+    least = _PROGRAMS_OF_128_COLUMNS * 128 // padded_dim(head_dim)
+    return next((n for n in range(1, kv_heads) if kv_heads % n == 0 and n * programs >= least), kv_heads)
+
+
+# From so many queries of a key and so many pairs on, to read and write keys once costs less than their rows do that
+# cross memory lines.
+_MANY_QUERIES, _MANY_PAIRS = 2000, 700_000_000
+
+
+def columns_to_add(head_dim: int, itemsize: int, hopper: bool, queries: float = 0, keys: float = 0) -> int:
+    """How many columns of zeros tiles that are copied again and again are given before kernels read them: mostly none.
+
+    Hopper copies rows that are no multiple of 32 bytes at half speed. On an H200, 32768 tokens, H16, w 1024 5792 32768
+    65536, r 1 2 4 8, forward and backward alone, in ms: D24 1.45 and 3.82, D32 0.99 and 3.21; D40 2.27 and 5.25, D56
+    1.82 and 4.78, D48 1.25 and 4.21. Above 64 it was not tried.
+
+    And rows that cross a memory line of 128 bytes, as every second one of D48 does, are two copies of lines. The small
+    programs of the forward pass are bound by those, and ask for whole lines where ``queries`` enough see each of the
+    ``keys`` in the mean: on an H100 GigaPath's branches took 0.85 to 0.94 of the time at D48 and 0.80 to 0.83 at D40
+    (docs/figures/h100-whole-lines.json).
+    """
+    if itemsize != 2 or head_dim > 64 or not hopper:
+        return 0
+    whole_lines = head_dim > 32 and queries >= _MANY_QUERIES and queries * keys >= _MANY_PAIRS
+    return -head_dim % (64 if whole_lines else 16)
+
+
+def is_persistent(head_dim: int, causal: bool, more: bool) -> bool:
+    """Whether programs of the specialized forward stay on their multiprocessor and walk over many tiles.
+
+    Longer lists gain from that (840 against 815 TFLOP/s effective, not causal), shorter causal ones lose (503 against
+    540). It costs the consumers registers, which spill beside accumulators of many columns and beside ``more``: a loop
+    over masked tiles or results that are merged. Below 128 columns a program may have to begin again.
+    """
+    return head_dim == 128 and not causal and not more
+
+
+def is_softmax_bound(head_dim: int) -> bool:
+    """Whether the softmax of the specialized forward takes as long as its products: there taking turns gains 5 to 10 %,
+    and so does leaving the running maximum in most steps.
+    """
+    return head_dim < 128
+
+
+# Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
+L2_RESIDENT_BYTES = 24 << 20
+
+# A later group re-reads and re-writes the output rows it covers, and is further launches: of a row and of a group that
+# is about as much as so many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
+# forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first alone).
+MERGE_COST_PAIRS, GROUP_COST_PAIRS = 128, 2_000_000
+
+# Lists of tiles (`fused.tile_tables`). Up to so many entries, and numbers that lead to them, are made on the host.
+FEW_ENTRIES = 1 << 17
+# On a device entries are made for as many tiles at a time as need this many of the numbers that lead to them.
+NUMBERS_AT_ONCE = 1 << 23
+# Lists of all tails at once are made up to so many entries, and tiles of so many classes.
+TOGETHER_ENTRIES, TOGETHER_TILES = 1 << 20, 1 << 16
+
+# From so many tokens that are in the same branches on, branches by themselves are merged class by class: programs of
+# tokens that are in the same branches are few for fewer.
+MANY_TOKENS = 128
+
+# Kernels that pass over memory: numbers of a tensor that a program reads, and rows at most.
+_NUMBERS_AND_ROWS: Mapping[str, tuple[int, float]] = {
+    # Not fewer rows for short segments: the last one of a sequence is of any length.
+    "merge": (4096, 32),
+    # Twice as many spill registers with four parts.
+    "combine": (2048, 16),
+    # GigaPath's five branches at 70001 tokens took 0.150 ms on one H100 when all rows were stored, and 0.185 with 4096.
+    "partials": (2048, inf),
+    "bwd_preprocess": (4096, inf),
 }
 
 
-# The warp-specialised forward by the largest head dim, causal or not. Against the plain kernel on one H200, effective
-# TFLOP/s side by side: 65536 tokens, w 1024 5792 32768 65536, r 1 2 4 8: D80 500 to 312, D96 582 to 373 (two stages
-# 505), D128 642 to 500, D192 609 to 211 (three stages 603), D256 742 to 278; causal, nested: D128 557 to 434, D256 628
-# to 222. Up to D64 three resident programs of the plain kernel are as fast (D48 319 to 325, D64 451 to 454, nested 539
-# to 554, causal 440 to 360).
-_SPECIALIZED: dict[int, TileConfig] = {
-    96: TileConfig(128, 128, 4, 3, specialized=True),
-    128: TileConfig(128, 128, 4, 2, specialized=True),
-    256: TileConfig(128, 64, 4, 2, specialized=True),
-}
-_SMALLEST_SPECIALIZED = 65
-
-
-# The backward pass in one kernel, by the largest head dim, where it wins. Milliseconds of the two passes of the plain
-# kernels and of this one on an H200, H16: 32768 tokens, dense, D128 52.8 to 37.8, D64 27.2 to 22.0, causal 14.2 to
-# 10.4; longnet_128k D128 20.2 to 16.0, causal 12.2 to 11.9, D64 10.1 to 9.2, causal 6.58 to 6.64; 65536 tokens, w 1024
-# 5792 32768 65536, D96 14.5 to 12.2, D80 13.7 to 11.4, D64 8.6 to 7.5; GigaPath's 70001 tokens at D48 9.8 to 8.1.
-_SPECIALIZED_BACKWARD: dict[int, TileConfig] = {
-    64: TileConfig(64, 128, 4, 4, specialized=True),
-    128: TileConfig(64, 128, 4, 2, specialized=True),
-}
-# Below, a share of dQ turned over would have fewer rows than a product.
-_SMALLEST_SPECIALIZED_BACKWARD = 33
-
-
-# float32 that is split where it is multiplied: of block-sparse kernels, and beyond `LARGEST_IN_PARTS`. (Largest head
-# dim, direction), on an H200 at 1x8192, H8, w 2048 4096 8192, r 1 2 4, causal: milliseconds, backward of both kernels
-# with the best of the other. They spill outside of their first product; smaller tiles that do not are slower.
-_FLOAT32: dict[tuple[int, Direction], TileConfig] = {
-    # Three programs resident: 0.56; without the limit 0.58, in three stages 0.70; 128x128 with 8 warps 0.60; FMA 2.79
-    (64, "forward"): TileConfig(64, 64, 4, 2, max_registers=168),
-    (128, "forward"): TileConfig(64, 64, 4, 1),  # 1.09; 128x64 with 8 warps 1.15; by FMA 7.04
-    (256, "forward"): TileConfig(64, 32, 4, 1),  # 4.92; 128x32 with 8 warps 5.04; 32x32 16.6
-    (64, "backward_query"): TileConfig(64, 64, 4, 1),  # 1.94; two stages 1.96 to 1.98; by FMA both kernels 43
-    (128, "backward_query"): TileConfig(128, 64, 8, 2),  # 6.38; 64x64 6.83; by FMA 100
-    (256, "backward_query"): TileConfig(128, 32, 8, 1),
-    (64, "backward_key"): TileConfig(32, 64, 4, 2),  # 1.98; 32x128 with 8 warps 2.19
-    (128, "backward_key"): TileConfig(64, 128, 8, 1),  # 5.85; 64x64 6.08
-    (256, "backward_key"): TileConfig(32, 64, 4, 1),
-}
-
-
-# float32 in parts (`fused.float_parts`), by the largest head dim; wider heads would not leave a program registers. On
-# one H100, 2x8192, H8, w 2048 4096 8192, r 1 2 4, causal, in milliseconds: forward 1.06 (D64, 64x64) and 2.42 (D128),
-# in `_PARTS_FORWARD` 0.65 and 1.25; split where they are multiplied 0.93 and 1.93. Backward D64 2.55, tiles of 64x64
-# by queries 2.67, dK and dV apart 3.11; D128 8.57, 64x16 by queries 10.5, 16x64 by keys 10.3; split where they are
-# multiplied 3.21 and 12.1. D96, 3x21755, H8 over 1, w 2010 8298, r 3 4: 12.3, 64x32 by queries 12.7.
-_IN_PARTS: dict[tuple[int, Direction], TileConfig] = {
-    # Of 64x64, the shared memory of GPUs before Hopper could not hold two stages.
-    (64, "forward"): TileConfig(64, 32, 4, 2),
-    (96, "forward"): TileConfig(64, 32, 4, 2),
-    (128, "forward"): TileConfig(64, 32, 4, 2),
-    (64, "backward_query"): TileConfig(64, 32, 4, 2),
-    (96, "backward_query"): TileConfig(64, 16, 4, 2),
-    (128, "backward_query"): TileConfig(64, 32, 4, 2),
-    (64, "backward_key"): TileConfig(32, 64, 4, 2),
-    (96, "backward_key"): TileConfig(32, 64, 4, 2),
-    (128, "backward_key"): TileConfig(32, 64, 4, 2),
-}
-LARGEST_IN_PARTS = 128
-# bfloat16 numbers that a float32 is split into.
-PARTS = 3
-# And on Hopper the forward (`fused.sm90.parts_forward`); D64 with 32 keys 0.74, D128 with 64 keys 1.39.
-_PARTS_FORWARD: dict[int, TileConfig] = {64: TileConfig(64, 64, 4, 1), 128: TileConfig(64, 32, 4, 1)}
-# Above it dK and dV of operands in parts are launches of their own: both sums do not fit into registers.
-_LARGEST_WITH_BOTH_SUMS = 64
-
-
-def in_parts_config(head_dim: int, direction: Direction) -> TileConfig:
-    """Configuration for operands in parts."""
-    return _IN_PARTS[next(most for most in (64, 96, 128) if head_dim <= most), direction]
-
-
-def parts_forward_config(head_dim: int, largest_tile: int) -> TileConfig | None:
-    """Configuration of the Hopper forward for operands in parts where its tiles fit, else None."""
-    config = _PARTS_FORWARD[64 if head_dim <= 64 else 128]
-    return config if config.longest <= largest_tile else None
-
-
-def sums_by_themselves(head_dim: int, parts: int) -> bool:
-    """Whether dK and dV are launches of their own."""
-    return parts > 1 and head_dim > _LARGEST_WITH_BOTH_SUMS
-
-
-def float32_config(head_dim: int, direction: Direction) -> TileConfig:
-    """Configuration for float32 operands, which take twice the shared memory."""
-    return _FLOAT32[64 if head_dim <= 64 else 128 if head_dim <= 128 else 256, direction]
-
-
-def shipped(cut: bool = False) -> tuple[tuple[int, bool, Direction, TileConfig], ...]:
-    """Every (head_dim, causal, direction, configuration) of the table of the plain kernels; see `tile_config`."""
-    return tuple((*key, config) for key, config in ({**_SM90, **_SM90_CUT} if cut else _SM90).items())
+def rows_of_a_program(kernel: str, columns: int) -> int:
+    """How many rows of so many columns a program of a kernel that passes over memory takes."""
+    numbers, most = _NUMBERS_AND_ROWS[kernel]
+    return max(1, int(min(most, numbers // columns)))
 
 
 _SMALLEST_DIM = 16
@@ -188,17 +347,6 @@ def tile_columns(dim: int, itemsize: int) -> tuple[int, int]:
     return (head, tail) if tail == 0 or (head >= _SMALLEST_HEAD_TILE and itemsize <= 2) else (padded_dim(dim), 0)
 
 
-def parts_columns(dim: int) -> tuple[int, int]:
-    """As `tile_columns` for operands in parts: wide tiles are two, whose sums take turns in registers."""
-    padded = padded_dim(dim)
-    return (padded // 2, padded_dim(dim - padded // 2)) if dim > _SMALLEST_HEAD_TILE else (padded, 0)
-
-
-def parts_products(dim: int) -> tuple[int, int]:
-    """As `product_columns` for the Hopper forward of operands in parts."""
-    return product_columns(dim) if dim > _SMALLEST_HEAD_TILE else (padded_dim(dim), 0)
-
-
 def product_columns(dim: int) -> tuple[int, int]:
     """As `tile_columns` for products over columns of one tile, which may have fewer of them."""
     padded = padded_dim(dim)
@@ -210,82 +358,3 @@ def product_columns(dim: int) -> tuple[int, int]:
 def padded_dim(dim: int) -> int:
     """The power of two that tiles have as head dim: the columns beyond D are zeros, which change no product."""
     return max(_SMALLEST_DIM, 1 << (dim - 1).bit_length())
-
-
-# Narrow heads on Hopper, in programs of one warpgroup, three of them resident, four if causal.
-_NARROW: dict[bool, TileConfig] = {
-    False: TileConfig(64, 128, 4, 2, max_registers=168),
-    True: TileConfig(64, 64, 4, 2, max_registers=128),
-}
-
-
-def narrow_config(head_dim: int, causal: bool, largest_tile: int) -> TileConfig | None:
-    """Configuration of the Hopper kernel for head dims below `specialized_config`'s where its tiles fit, else None."""
-    config = _NARROW.get(causal) if head_dim < _SMALLEST_SPECIALIZED else None
-    return config if config and config.longest <= largest_tile else None
-
-
-def specialized_config(head_dim: int, largest_tile: int) -> TileConfig | None:
-    """Configuration of the warp-specialised forward where it wins and its tiles fit, else None.
-
-    Its tiles have no columns beyond the head dim, which would be those of the next head.
-    """
-    if head_dim < _SMALLEST_SPECIALIZED or sum(tile_columns(head_dim, 2)) != head_dim:
-        return None
-    config = next((config for largest, config in _SPECIALIZED.items() if head_dim <= largest), None)
-    return config if config and config.longest <= largest_tile else None
-
-
-# Where lists have few steps, programs of the warp-specialised forward, alone on a multiprocessor, wait more than they
-# compute, and smaller ones of the plain kernel win: by the head dim, up to how many keys of a query in the mean where
-# it sees whole segments, where they are causal and where a window cuts them, and the tiles. Microseconds of both on one
-# H100, 2x16384, H8, bf16, rate 1. D80: window 128 152 to 93, 512 200 to 157, segments of 512 155 to 148, causal ones of
-# 1024 192 to 162. D96: window 128 161 to 111, 384 on both sides 273 to 243, segments of 256 128 to 121, causal ones of
-# 512 157 to 130. D128: window 128 on both sides 211 to 163, causal segments of 256 122 to 115, whole ones 107 and 138.
-_FEW_KEYS: dict[int, tuple[float, float, float, TileConfig]] = {
-    80: (512, 1024, 1024, TileConfig(64, 64, 4, 2)),
-    96: (256, 512, 800, TileConfig(64, 64, 4, 2)),
-    128: (0, 128, 300, TileConfig(64, 32, 4, 2)),
-}
-
-
-def few_keys_config(head_dim: int, causal: bool, windowed: bool) -> tuple[float, TileConfig] | None:
-    """Up to how many keys of a query, in the mean, the plain forward beats the warp-specialised one, and its
-    configuration; None where it never does.
-    """
-    if head_dim not in _FEW_KEYS:
-        return None
-    whole, half, cut, config = _FEW_KEYS[head_dim]
-    return cut if windowed else half if causal else whole, config
-
-
-def specialized_backward_config(head_dim: int, largest_tile: int) -> TileConfig | None:
-    """Configuration of the warp-specialised backward where it serves the head dim and its tiles fit, else None."""
-    largest = next((most for most in _SPECIALIZED_BACKWARD if head_dim <= most), None)
-    if largest is None or head_dim < _SMALLEST_SPECIALIZED_BACKWARD:
-        return None
-    config = _SPECIALIZED_BACKWARD[largest]
-    return config if config.longest <= largest_tile else None
-
-
-def tile_config(
-    head_dim: int,
-    causal: bool,
-    direction: Direction,
-    largest_tile: int,
-    itemsize: int = 2,
-    cut: bool = False,
-    parts: int = 1,
-) -> TileConfig:
-    """Configuration for ``direction``, fitted to segments that allow ``largest_tile`` rows; ``itemsize`` in bytes.
-
-    ``cut``: the sequence ends inside a key tile; ``parts`` of each number.
-    """
-    if parts > 1:
-        return in_parts_config(head_dim, direction).fitted(largest_tile)
-    if itemsize > 2:
-        return float32_config(head_dim, direction).fitted(largest_tile)
-    largest = next(most for most in (64, 128, 192, 256) if head_dim <= most)
-    known = _SM90_CUT.get((largest, causal, direction)) if cut else None
-    known = known or _SM90[largest, causal, direction]
-    return known.fitted(largest_tile)

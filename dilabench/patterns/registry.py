@@ -8,10 +8,12 @@ looked for.
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from dilabench.errors import ConfigError, PluginError, unknown_name
-from dilabench.patterns.pattern import Pattern
+from pydantic import ConfigDict
+
+from dilabench.errors import ConfigError, PluginError
+from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,17 @@ class PatternKind:
     summary: str
     target: str
     aliases: tuple[str, ...] = ()
+
+
+class RetiredPattern(Pattern):
+    """A kind that was removed, as old records hold it: its fields as they are. Which keys a row sees is not known."""
+
+    model_config = ConfigDict(extra="allow")
+    drawn_in_reports: ClassVar[bool] = False
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
+        """None, so that its pairs, density and FLOPs are 0."""
+        return iter(())
 
 
 _types: dict[str, type[Pattern]] = {}
@@ -49,9 +62,8 @@ def register(kind: PatternKind, pattern: type[Pattern]) -> None:
 def pattern_type(kind: str) -> type[Pattern]:
     """The class of a kind. Raises ConfigError for one that no plug-in has."""
     if kind not in _types:
-        _find_plugins()
-    if kind not in _types:
-        raise unknown_name("pattern", kind, _types)
+        # Its registry raises the error for a kind that is missing there, too.
+        _find_plugins().patterns.get(kind)
     return _types[kind]
 
 
@@ -63,12 +75,17 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def read_pattern(value: Any) -> Pattern:
-    """A pattern from its fields, `kind` among them. Raises ConfigError for an unknown kind or without one."""
+    """A pattern from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
+
+    Raises ConfigError for an unknown kind or without one.
+    """
     if isinstance(value, Pattern):
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ConfigError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
-    return pattern_type(value["kind"]).model_validate(value)
+    kind = value["kind"]
+    retired = kind not in _types and importlib.import_module("dilabench.plugins.retired").is_retired("pattern", kind)
+    return (RetiredPattern if retired else pattern_type(kind)).model_validate(value)
 
 
 def kinds_with(field: str) -> Iterator[str]:
@@ -103,6 +120,6 @@ def request_fields() -> set[str]:
     return {field for kind in known_kinds() for field in pattern_type(kind).request_model().model_fields} - {"kind"}
 
 
-def _find_plugins() -> None:
-    """By name, as any target, for patterns lie below the plug-ins that bring them."""
-    importlib.import_module("dilabench.plugins.manager").discover()
+def _find_plugins() -> Any:
+    """The catalogue. Imported by name, as any target, for patterns lie below the plug-ins that bring them."""
+    return importlib.import_module("dilabench.plugins.manager").discover().catalogue

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from dilabench.errors import PluginError, unknown_name
+from dilabench.errors import PluginError
 from dilabench.machine import Machine
 from dilabench.patterns.registry import PatternKind
 from dilabench.plugins.boundary import Problem, guarded
@@ -20,6 +20,7 @@ from dilabench.plugins.descriptors import (
     WorkloadPreset,
 )
 from dilabench.plugins.requirements import unmet
+from dilabench.plugins.retired import no_such_name
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
 
@@ -50,11 +51,11 @@ class Registry(Generic[DescriptorT]):
         self._aliases.update(dict.fromkeys(descriptor.aliases, descriptor.name))
 
     def get(self, name: str) -> DescriptorT:
-        """The descriptor of a name or alias; raises ConfigError with the nearest names when there is none."""
+        """The descriptor of a name or alias; raises ConfigError (`no_such_name`) for others."""
         found = self._by_name.get(self._aliases.get(name, name))
         if found is None:
             left_out = (problem.plugin for problem in self._problems)
-            raise unknown_name(self.kind, name, [*self._by_name, *self._aliases], left_out=left_out)
+            raise no_such_name(self.kind, name, [*self._by_name, *self._aliases], left_out=left_out)
         return found
 
     def origin(self, name: str) -> str:

@@ -23,19 +23,9 @@ def against_whole_heads(workload: Workload, ranks: int) -> str | None:
     return _against(workload, ranks, ranks) or _against_heads(workload, ranks)
 
 
-def against_whole_heads_in_pairs(workload: Workload, ranks: int) -> str | None:
-    """The reason against zigzag parts that are traded for whole heads."""
-    return _against(workload, ranks, 2 * ranks) or _against_heads(workload, ranks)
-
-
 def against_usp(workload: Workload, ranks: int) -> str | None:
     """The reason against the mesh of `usp_degrees`."""
     return _against(workload, ranks, 2 * ranks) or _against_heads(workload, usp_degrees(ranks)[0])
-
-
-def against_equal_chunks(workload: Workload, ranks: int) -> str | None:
-    """The reason against MagiAttention's 8 chunks per rank, its default; with any other length it pads."""
-    return _against(workload, ranks, 8 * ranks)
 
 
 def usp_degrees(ranks: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dilabench.backends import math
 from dilabench.backends.load import load_backend
 from dilabench.contracts import LoadedBackend, MergingKernel
-from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.lse import merge_rows_
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.plugins.requirements import unmet

@@ -5,10 +5,11 @@ import random
 import threading
 import time
 from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 
-from dilabench.distributed.transport.mailboxes import Mailboxes
+from dilabench.distributed.transport.mailboxes import COUNTER_STEP, Mailboxes
 
 # Places are multiples of 512 bytes: three of them, and the longest chunk takes half of that.
 REGION = 1536
@@ -122,3 +123,22 @@ def test_a_released_rank_waits_for_nobody():
     ranks.mailboxes[0].release(rescue)
     assert rescue.finish()
     assert ranks.inward[0].finish()
+
+
+def test_counters_agree_with_the_queued_counts_only_when_all_is_done():
+    ranks = Ranks(2)
+    message, place = ctypes.create_string_buffer(random.randbytes(600)), ctypes.create_string_buffer(601)
+
+    def unsettled(rank):
+        raw = ranks.memory[rank].raw[: ranks.mailboxes[rank].counters_bytes]
+        return ranks.mailboxes[rank].unsettled([*memoryview(raw).cast("i")][:: COUNTER_STEP // 4])
+
+    assert unsettled(0) == unsettled(1) == []
+    ranks.send(0, 1, message)
+    assert unsettled(0) == ["rank 1 took 0 of 1 chunks"]
+    ranks.receive(1, 0, place)
+    assert all(ranks.finish())
+    assert unsettled(0) == unsettled(1) == []
+    # Queued, and never carried out.
+    ranks.mailboxes[1].receive(Mock(), 0, ctypes.addressof(place), 600)
+    assert unsettled(1) == ["1 of 2 chunks came from rank 0"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dilabench.impls.null_mass import add_null_mass_
+from dilabench.kernels.lse import add_null_mass_
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

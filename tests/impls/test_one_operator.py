@@ -10,7 +10,6 @@ from dilabench.backends import math
 from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import AttentionFn, BuildContext, LoadedBackend
 from dilabench.impls import gather, one_operator, strided
-from dilabench.impls.fused import Fused
 from dilabench.workload.spec import Workload
 
 # Heads that no rate divides, a short last segment, shared keys.
@@ -35,11 +34,6 @@ def context(backend: str = "math") -> BuildContext:
     return BuildContext(device=torch.device("cpu"), backend=BACKENDS[backend])
 
 
-def fused(workload: Workload, context: BuildContext) -> Fused:
-    """`fused` without a kernel of its own, which only a GPU runs."""
-    return Fused(None, strided.build(workload, context), workload.softmax_scale)
-
-
 def inputs() -> tuple[Tensor, ...]:
     """q, k and v, of which k and v are slices of one packed projection."""
     generator = torch.Generator().manual_seed(2)
@@ -62,7 +56,7 @@ def _nothing_compiled_before() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("build", [gather.build, strided.build, fused], ids=["gather", "strided", "fused"])
+@pytest.mark.parametrize("build", [gather.build, strided.build], ids=["gather", "strided"])
 def test_is_one_graph_and_gives_the_same(build: Any, backend: str) -> None:
     function = build(WORKLOAD, context(backend))
     explanation = torch._dynamo.explain(function)(*inputs())

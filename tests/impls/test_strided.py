@@ -15,8 +15,8 @@ from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls import strided
 from dilabench.impls.union import strided_rows
-from dilabench.impls.union.merging import merge_rows_
 from dilabench.impls.union.rectangle_union import rectangle_union
+from dilabench.kernels.lse import merge_rows_
 from dilabench.machine import cxx_compiler
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload

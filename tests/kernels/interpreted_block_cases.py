@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
-from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse import key_items
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.bounded import BoundedPlan
@@ -24,6 +23,7 @@ from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.block_sparse.sequences import sequence_plan
 from dilabench.kernels.gates import gated, gated_sum
+from dilabench.kernels.lse import merge_rows_
 from dilabench.kernels.tuning import TileConfig
 from dilabench.patterns.hidden_rows import HiddenRows
 

@@ -21,17 +21,16 @@ from interpreted_block_cases import any_bounds, expected
 from interpreted_cases import multiplicity, relative, union_softmax
 from torch import Tensor
 
-from dilabench.kernels import query_sums, tuning
+from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse import backward_sm90 as block_sparse_backward_sm90
 from dilabench.kernels.block_sparse import forward_sm90 as block_sparse_forward_sm90
 from dilabench.kernels.block_sparse import key_items
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.kernels.fused import apart as apart_places
 from dilabench.kernels.fused import backward, backward_at_once, forward, row_layout
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import RULES, Rule, TileConfig
 
 with gluon_on_cpu.in_its_place():
     # Imported by those who launch them, later.
@@ -97,8 +96,23 @@ BLOCKS = {
     "one range": (128, 2, 1, 32, 32, 1, 1),
     "two ranges": (128, 2, 2, 32, 32, 2, 2),
 }
-FORWARD = TileConfig(32, 32, 4, 2, specialized=True)
-BACKWARD = TileConfig(16, 32, 4, 2, specialized=True)
+FORWARD, NARROW_FORWARD, BACKWARD = TileConfig(32, 32, 4, 2), TileConfig(16, 32, 4, 2), TileConfig(16, 32, 4, 2)
+
+
+def forward_rules(smallest: int) -> list[Rule]:
+    """The specialised kernel from a head dim on, the narrow one below."""
+    own = Rule((smallest, 128), "specialized", FORWARD, hopper=True, least_tile=32, exact=True)
+    below = Rule((1, smallest - 1), "narrow", NARROW_FORWARD, hopper=True, least_tile=32)
+    return [own, below, *(rule for rule in RULES["forward"] if not rule.hopper)]
+
+
+HOPPER_RULES = {
+    "forward": forward_rules(32),
+    "backward_key": [
+        Rule((32, 128), "at_once", BACKWARD, hopper=True, least_tile=32),
+        *(rule for rule in RULES["backward_key"] if not rule.hopper),
+    ],
+}
 
 
 def operands_of(case: tuple) -> tuple[Tensor, ...]:
@@ -120,8 +134,7 @@ def plan_of(case: tuple, causal: bool) -> ResiduePlan:
 
 def own_kernel(case: tuple) -> Any:
     """Within it the forward kernel is that for narrow heads or the other one."""
-    smallest = 65 if case in NARROW.values() else tuning._SMALLEST_SPECIALIZED
-    return mock.patch.object(tuning, "_SMALLEST_SPECIALIZED", smallest)
+    return mock.patch.dict(RULES, {"forward": forward_rules(65 if case in NARROW.values() else 32)})
 
 
 def dilated(case: tuple, causal: bool) -> dict[str, float]:
@@ -159,10 +172,10 @@ def apart(case: tuple, causal: bool) -> dict[str, float]:
     shares = [(lse - exact_lse).exp().nan_to_num().detach() for _, lse in branches]
     exact = sum(share.transpose(1, 2)[..., None] * out for share, (out, _) in zip(shares, branches, strict=True))
     want = torch.autograd.grad(exact, leaves, dout.double())
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, apart=True, window=window)
+    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, tile=16, separate=True, window=window)
     with own_kernel(case):
-        out, lse, own = forward.fused_forward_apart(q, k, v, plan)
-        got = backward.fused_backward(dout, q, k, v, out, lse, plan, apart=own)
+        out, lse, own = forward.fused_forward_partials(q, k, v, plan)
+        got = backward.fused_backward(dout, q, k, v, out, lse, plan, partials=own)
     return forward_errors((out, lse), (exact, exact_lse)) | errors(got, want)
 
 
@@ -253,7 +266,6 @@ def stay_on_one_core() -> None:
 
 if __name__ == "__main__":
     stay_on_one_core()
-    both = (False, True)
     hopper = mock.Mock(return_value=True)
     with (
         mock.patch.object(forward, "on_hopper", hopper),
@@ -262,17 +274,13 @@ if __name__ == "__main__":
         mock.patch.object(block_sparse_forward_sm90, "on_hopper", hopper),
         # Fewer than there is work for, so that programs that stay walk over several tiles.
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
-        mock.patch.multiple(tuning, _SMALLEST_SPECIALIZED=32, _SPECIALIZED={128: FORWARD}),
-        mock.patch.dict(tuning._FEW_KEYS, clear=True),
+        mock.patch.dict(RULES, HOPPER_RULES),
         mock.patch.object(backward_at_once, "_is_faster", mock.Mock(return_value=True)),
         mock.patch.multiple(block_sparse_backward_sm90, _LEAST_PROGRAMS=1, _LEAST_STEPS=0, _SMALLEST_DIM=1),
-        mock.patch.object(tuning, "_NARROW", dict.fromkeys(both, TileConfig(16, 32, 4, 2))),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
-        mock.patch.object(query_sums, "_PROGRAMS_OF_128_COLUMNS", 1.25),
-        mock.patch.object(tuning, "_SPECIALIZED_BACKWARD", {64: BACKWARD, 128: BACKWARD}),
-        mock.patch.object(tuning, "_SMALLEST_SPECIALIZED_BACKWARD", 32),
+        mock.patch.object(tuning, "_PROGRAMS_OF_128_COLUMNS", 1.25),
         # So that branches that nest are merged class by class.
-        mock.patch.object(apart_places, "_MANY_TOKENS", 16),
+        mock.patch.object(tuning, "MANY_TOKENS", 16),
         # So that lists of a few tiles are shared.
         mock.patch.object(key_items, "_LEAST_STEPS", 2),
         mock.patch.object(key_items, "_PROGRAMS", 64),

@@ -29,7 +29,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_at_once(row: dict[str, Any]) -> bool:
     shape = (row["tokens"], row["heads"], row["kv_heads"], row["causal"])
-    plan = residue_plan(tuple(row["segments"]), tuple(row["rates"]), *shape, apart=row["apart"])
+    plan = residue_plan(tuple(row["segments"]), tuple(row["rates"]), *shape, separate=row["apart"])
     q, k = (
         torch.empty(1, row["tokens"], heads, row["head_dim"], dtype=torch.bfloat16, device="meta")
         for heads in (row["heads"], row["kv_heads"])
@@ -52,7 +52,7 @@ def test_the_way_that_is_taken_is_nearly_always_the_faster_one(drawn: str) -> No
 def test_rows_that_no_branch_covers_do_not_count() -> None:
     """Each head of the last branch sees one class of sixteen: few programs with long lists, no short lists."""
     segments, rates = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)
-    plan = residue_plan(segments, rates, 70001, 16, 16, False, apart=True)
+    plan = residue_plan(segments, rates, 70001, 16, 16, False, separate=True)
     assert [group.covered_keys for group in plan.groups] == [1 / rate for rate in rates]
     q = torch.empty(1, 70001, 16, 48, dtype=torch.float16, device="meta")
     assert len(groups_at_once(plan, q, q)) == 5

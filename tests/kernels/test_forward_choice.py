@@ -1,14 +1,15 @@
-"""Which kernel a group of branches goes to on Hopper: the warp-specialised one, or the plain one if lists are short."""
+"""Which kernel a group of branches goes to: on Hopper the warp-specialised one, or the plain one if lists are short."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: there are no kernels to choose from")
 
-from dilabench.kernels.fused import forward
 from dilabench.kernels.fused.residue_plan import residue_plan
+from dilabench.kernels.tuning import RULES, Direction, select_kernel
 
 
 @pytest.mark.parametrize(
@@ -25,12 +26,37 @@ from dilabench.kernels.fused.residue_plan import residue_plan
     ],
 )
 def test_few_keys_of_a_query_go_to_the_plain_kernel(
-    monkeypatch: pytest.MonkeyPatch, dim: int, segment: int, causal: bool, window: tuple[int, int], few: bool
+    dim: int, segment: int, causal: bool, window: tuple[int, int], few: bool
 ) -> None:
-    monkeypatch.setattr(forward, "on_hopper", lambda _: True)
-    q = torch.empty(1, 16384, 1, dim, dtype=torch.bfloat16, device="meta")
     (group,) = residue_plan((segment,), (1,), 16384, 1, 1, causal, window=window).groups
-    group_launch, tiles = forward._kernel_for(q, q, group, causal)
-    assert (group_launch is forward._group_launch) == few
-    assert tiles is not None
-    assert tiles.specialized != few
+    kernel, _ = select_kernel(
+        "forward",
+        dim,
+        causal=causal,
+        largest_tile=group.largest_tile,
+        hopper=True,
+        windowed=group.is_windowed,
+        keys=group.keys_of_a_query(causal),
+    )
+    assert kernel == ("plain" if few else "specialized")
+
+
+@pytest.mark.parametrize("direction", RULES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("hopper", [False, True])
+def test_every_head_dim_has_a_kernel_whose_tiles_fit(direction: Direction, causal: bool, hopper: bool) -> None:
+    for dim, itemsize, largest, cut in product(range(1, 257), (2, 4), (16, 32, 64, 128), (False, True)):
+        shape = {"causal": causal, "largest_tile": largest, "itemsize": itemsize, "hopper": hopper, "cut": cut}
+        kernel, tiles = select_kernel(direction, dim, **shape)
+        assert tiles.longest <= largest
+        assert kernel == "plain" or (hopper and itemsize == 2)
+
+
+def test_kernels_of_the_named_workloads() -> None:
+    shapes = {"GigaPath": 48, "LongNet, narrow": 64, "Prov-GigaPath, wide": 96, "LongNet": 128}
+    forward, backward = (
+        [select_kernel(direction, dim, causal=False, largest_tile=128, hopper=True).kernel for dim in shapes.values()]
+        for direction in ("forward", "backward_key")
+    )
+    assert forward == ["narrow", "narrow", "specialized", "specialized"]
+    assert backward == ["at_once"] * 4

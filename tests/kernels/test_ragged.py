@@ -10,7 +10,7 @@ import torch
 
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.tuning import Direction, tile_config
+from dilabench.kernels.tuning import Direction, select_kernel
 
 SEGMENTS, RATES, HEADS = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), 8
 # Each beside the length of whole segments, or of whole halves of them, that comes next below it.
@@ -31,10 +31,9 @@ class Cost:
 
 def cost(length: int, causal: bool, direction: Direction, head_dim: int) -> Cost:
     plan = residue_plan(SEGMENTS, RATES, length, HEADS, HEADS, causal)
-    assert plan.complete, plan.leftover
     pairs = programs = longest = 0
     for group in plan.groups:
-        shape = tile_config(head_dim, causal, direction, group.largest_tile)
+        shape = select_kernel(direction, head_dim, causal=causal, largest_tile=group.largest_tile).tiles
         by_key = direction == "backward_key"
         own, other = (shape.block_n, shape.block_m) if by_key else (shape.block_m, shape.block_n)
         tables = tile_tables(group, own, other, causal, by_key, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from dilabench.kernels import tuning
 from dilabench.kernels.fused import tile_tables as tile_tables_module
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.fused.row_layout import common_modulus
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import TileTables, tile_tables
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.plugins.builtin.implementations import no_residue_plan
+from dilabench.workload.spec import WorkloadRequest
 
 SHAPES = [
     (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),
@@ -118,7 +122,6 @@ def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None
     n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = shape
     only = grouped[0] if grouped else None
     plan = residue_plan(segments, rates, n, heads, kv_heads, causal, offset, offset_by, tile=16, branch_of_head=only)
-    assert plan.complete
     assert sorted(i for group in plan.groups for i in group.branches) == sorted(set(only or range(len(rates))))
     for group in plan.groups:
         got = listed(group, n, heads, 16, 16, causal, by_key)
@@ -135,7 +138,6 @@ def test_tables_of_windows(shape, window: tuple[int, int], causal: bool, by_key:
     if causal:
         window = window[0], -1
     plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *offsets, tile=16, window=window)
-    assert plan.complete
     t = np.arange(n)
     for group in plan.groups:
         assert group.is_windowed == (0 <= min(w for w in window if w >= 0) < group.super_tokens - 1)
@@ -199,28 +201,46 @@ def test_causal_groups_compute_fewer_pairs_than_the_multiset() -> None:
     [
         ((2048,), (1025,), 12288, "lcm of the dilation rates is 1025, above 1024"),
         ((1024, 1 << 20), (1, 1), 1 << 21, "segment length 1048576 has more than 32768 tiles per class"),
+        # Tensors are not copied to a length that all rates divide whatever these are.
+        ((500, 600, 700, 800), (5, 7, 11, 13), 2000, "the lcm of the dilation rates is 5005, above 4096"),
     ],
 )
 def test_branches_that_do_not_fit_say_why(segments, rates, length: int, reason: str) -> None:
-    plan = residue_plan(segments, rates, length, 4, 4, False)
-    assert not plan.complete
-    assert reason in plan.leftover[-1][1]
+    with pytest.raises(ValueError, match=reason):
+        residue_plan(segments, rates, length, 4, 4, False)
+
+
+def test_fused_is_refused_exactly_where_branches_have_no_plan() -> None:
+    drawn, found = random.Random(5), {True: 0, False: 0}
+    for _ in range(300):
+        count = drawn.randint(1, 3)
+        segments, rates = (
+            [round(2 ** drawn.uniform(4, 21)) for _ in range(count)],
+            [round(2 ** drawn.uniform(0, drawn.choice((4, 11)))) for _ in range(count)],
+        )
+        pattern = {"segment_lengths": segments, "dilation_rates": rates, "heads": drawn.choice(("all", "grouped"))}
+        shape = {"batch_size": 1, "seq_len": round(2 ** drawn.uniform(4, 21)), "num_heads": 4, "head_dim": 64}
+        workload = WorkloadRequest.model_validate({**shape, **pattern}).resolve("bfloat16")
+        only = DilatedPattern.of(workload).branch_of_head(4)
+        try:
+            residue_plan(
+                tuple(segments), tuple(rates), workload.seq_len, 4, 4, True, separate=True, branch_of_head=only
+            )
+        except ValueError:
+            planned = False
+        else:
+            planned = True
+        assert (no_residue_plan(workload) is None) == planned, workload
+        found[planned] += 1
+    assert min(found.values()) > 30, found
 
 
 def test_a_rate_that_does_not_divide_its_segment_takes_a_group_of_its_own() -> None:
     plan = residue_plan((1024, 2048, 4096), (2, 6, 4), 12290, 4, 4, False)
-    assert plan.complete
     assert sorted(group.branches for group in plan.groups) == [(0, 2), (1,)]
     assert [group.is_shifted for group in plan.groups] == [group.branches == (1,) for group in plan.groups]
     with pytest.raises(ValueError, match="segment length 1024 is not a multiple of 6"):
         residue_plan((1024, 2048), (2, 6), 12290, 4, 4, False, cut=((0, 1),))
-
-
-def test_tensors_are_not_copied_to_a_length_that_all_rates_divide_whatever_these_are() -> None:
-    plan = residue_plan((500, 600, 700, 800), (5, 7, 11, 13), 2000, 4, 4, False)
-    assert [group.branches for group in plan.groups] == [(0,), (1,), (2,)]
-    assert plan.leftover == ((3, "lcm of the dilation rates of all groups is 5005, above 4096"),)
-    assert common_modulus(plan.groups) == 5 * 7 * 11
 
 
 @pytest.mark.parametrize(
@@ -265,7 +285,6 @@ def test_keys_of_a_query_are_those_that_its_branches_show_it(
 
 def test_segments_that_do_not_nest_go_to_groups_of_their_own() -> None:
     plan = residue_plan((1024, 1536), (1, 2), 6144, 4, 4, False)
-    assert plan.complete
     assert [group.branches for group in plan.groups] == [(0,), (1,)]
     with pytest.raises(ValueError, match="not nested"):
         residue_plan((1024, 1536), (1, 2), 6144, 4, 4, False, cut=((0, 1),))
@@ -281,7 +300,6 @@ def test_a_tile_that_does_not_divide_the_segment_is_refused() -> None:
 def test_a_segment_that_only_longer_sequences_cut_is_planned(length: int) -> None:
     segments, rates = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)
     plan = residue_plan(segments, rates, length, 16, 16, False)
-    assert plan.complete
     assert any(group.is_shifted for group in plan.groups) == (length > 185_363)
 
 
@@ -321,7 +339,7 @@ def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
 def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of the length that many have in common are those of each, made here or on the device."""
     n, heads, kv_heads, segments, rates, offset, offset_by = case
-    monkeypatch.setattr(tile_tables_module, "_FEW", few)
+    monkeypatch.setattr(tuning, "FEW_ENTRIES", few)
     make, cpu, made = tile_tables_module._tables, torch.device("cpu"), set()
     lengths = range(n, n + 70, 3)
     for length in lengths:
@@ -344,7 +362,7 @@ def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -
 def test_tables_of_all_tails_are_those_of_each(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = case
     only = grouped[0] if grouped else None
-    monkeypatch.setattr(tile_tables_module, "_FEW", few)
+    monkeypatch.setattr(tuning, "FEW_ENTRIES", few)
     make, cpu = tile_tables_module._tables, torch.device("cpu")
     shape = (segments, rates, n, heads, kv_heads, False, offset, offset_by)
     plans = [residue_plan(*shape, tile=16, branch_of_head=only, window=window) for window in ((-1, -1), (70, 20))]

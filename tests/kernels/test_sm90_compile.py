@@ -9,6 +9,7 @@ import io
 import os
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float32
 
-from dilabench.kernels import merge, sum_parts
+from dilabench.kernels import combine, merge
 from dilabench.kernels.block_sparse import backward as block_sparse_backward
 from dilabench.kernels.block_sparse import forward as block_sparse_forward
 from dilabench.kernels.block_sparse import plan as block_plan
@@ -32,26 +33,18 @@ from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm9
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused.residue_plan import residue_plan
-from dilabench.kernels.fused.results import Results
-from dilabench.kernels.fused.row_layout import IN_PARTS, PER_LENGTH
+from dilabench.kernels.fused.row_layout import PER_LENGTH, Results
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
 from dilabench.kernels.fused.sm90 import forward as sm90_forward
 from dilabench.kernels.fused.sm90 import narrow_forward as sm90_narrow_forward
-from dilabench.kernels.fused.sm90 import parts_forward as sm90_parts_forward
 from dilabench.kernels.launches import Launches, launch
 from dilabench.kernels.tuning import (
+    Direction,
     TileConfig,
-    few_keys_config,
-    in_parts_config,
-    narrow_config,
+    is_persistent,
     padded_dim,
-    parts_columns,
-    parts_forward_config,
-    parts_products,
     product_columns,
-    shipped,
-    specialized_backward_config,
-    specialized_config,
+    select_kernel,
     tile_columns,
 )
 
@@ -147,15 +140,13 @@ def fused(
     again: bool,
     cut: bool,
     hard: bool = False,
-    precision: str = "tf32",
-    sums_of: str = "dk, dv",
 ):
     """A fused kernel as the first group of branches runs it, with a null mass, or ``again`` as later groups do, adding
     to the result; ``cut``: for a sequence that ends inside a tile; ``hard``: for a window, in segments that the
-    rate does not divide. In a ``precision`` of parts, perhaps for one of the ``sums_of`` keys.
+    rate does not divide.
     """
     kernel = KERNELS[direction]
-    head, tail = parts_columns(dim) if precision == IN_PARTS else tile_columns(dim, 2)
+    head, tail = tile_columns(dim, 2)
     constants = {
         "HEAD_DIM": dim,
         "HEAD": head,
@@ -171,9 +162,7 @@ def fused(
         "GROUP": 1,
         "RAGGED": cut,
         "CUT": cut,
-        "DK": "dk" in sums_of,
-        "DV": "dv" in sums_of,
-        "PRECISION": precision,
+        "PRECISION": "tf32",
         "STAGES": config.num_stages,
         "OVERLAPS": True,
     }
@@ -230,21 +219,31 @@ def loops_with_products(cubin: bytes, folder: Path) -> list[str]:
 
 
 MASKS = [(False, False), (False, True), (True, False)]
+
+
+def plain_tiles(direction: Direction, dim: int, causal: bool, cut: bool = False) -> TileConfig:
+    kernel, tiles = select_kernel(direction, dim, causal=causal, largest_tile=128, cut=cut)
+    assert kernel == "plain"
+    return tiles
+
+
+SHAPES = tuple(product((64, 128, 192, 256), (False, True), KERNELS))
 # These have code of their own for a sequence that ends inside a tile.
-CUT = [(*shape, True) for shape in shipped(cut=True) if not shape[1] or shape[2] == "backward_key"]
+CUT = [(*shape, True) for shape in SHAPES if not shape[1] or shape[2] == "backward_key"]
 # Again: as later groups of branches run them, which need the most registers. Wide heads as those alone.
 SHIPPED = [
     pytest.param(*shape, again, marks=() if again and shape[0] in (64, 128) else pytest.mark.slow)
-    for shape in [*((*shape, False) for shape in shipped()), *CUT]
+    for shape in [*((*shape, False) for shape in SHAPES), *CUT]
     for again in (False, True)
     if again or shape[0] <= 128
 ]
 
 
-@pytest.mark.parametrize(("dim", "causal", "direction", "config", "cut", "again"), SHIPPED, ids=str)
+@pytest.mark.parametrize(("dim", "causal", "direction", "cut", "again"), SHIPPED, ids=str)
 def test_shipped_configurations(
-    dim: int, causal: bool, direction: str, config: TileConfig, cut: bool, again: bool, tmp_path: Path
+    dim: int, causal: bool, direction: Direction, cut: bool, again: bool, tmp_path: Path
 ) -> None:
+    config = plain_tiles(direction, dim, causal, cut)
     kernel, report = fused(dim, causal, direction, config, again, cut)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx
@@ -272,7 +271,8 @@ def test_shipped_configurations(
 
 @pytest.mark.parametrize("dim", [80, 96, 128])
 def test_the_forward_of_few_keys(dim: int) -> None:
-    _, config = few_keys_config(dim, causal=True, windowed=True)
+    name, config = select_kernel("forward", dim, causal=True, largest_tile=128, hopper=True, windowed=True, keys=100)
+    assert name == "plain"
     kernel, report = fused(dim, True, "forward", config, False, cut=True, hard=True)
     assert "0 bytes spill stores" in report
     # Programs wait for what they copy, so several share a multiprocessor.
@@ -311,8 +311,8 @@ def specialised(
     compact: bool = False,
 ):
     """The Hopper kernel as its launchers ask for it; ``hard``: as of `fused`, in several batch elements."""
-    config = specialized_config(dim, 128)
-    assert config is not None
+    name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
+    assert name == "specialized"
     kernel, (_, tail) = sm90_forward._forward_kernel, tile_columns(dim, 2)
     constants = {"DIM": dim, "TAIL": tail, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal}
     constants |= {
@@ -325,7 +325,7 @@ def specialised(
         "SHIFTED": hard,
         "WINDOWED": hard,
     }
-    constants["PERSISTENT"] = sm90_forward.stays(dim, causal, cut or ranges or merge)
+    constants["PERSISTENT"] = is_persistent(dim, causal, cut or ranges or merge)
     constants |= {"TAKE_TURNS": dim < 128, "LARGEST": 2.0**64 if dim < 128 else 0.0}
     missing = [("mass_ptr", null_mass), ("bounds_ptr", ranges), *((f"{x}_tail_desc", tail) for x in "qkv")]
     constants |= {name: None for name, there in missing if not there}
@@ -431,8 +431,8 @@ def narrow(
     "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
 )
 def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool, compact: bool) -> None:
-    config = narrow_config(dim, causal, 128)
-    assert config is not None
+    name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
+    assert name == "narrow"
     built, report = narrow(dim, causal, cut, merge, config, compact=compact)
     assert "wgmma.mma_async" in built.asm["ptx"]
     assert "cp.async.bulk.tensor" in built.asm["ptx"]
@@ -470,7 +470,7 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     q = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
-    config = specialized_config(128, 128)
+    _, config = select_kernel("forward", 128, causal=False, largest_tile=128, hopper=True)
     lse = torch.zeros(1, 2, 256)
     launch([sm90_forward.group_launch(q, q, q, Results(q.clone(), lse), plan.groups[0], False, 0.1, config)])
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
@@ -513,15 +513,12 @@ def all_have_read_what_the_last_write_changes(ptx: str) -> bool:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_forward_that_merges_reads_lse_before_it_is_written(dim: int, causal: bool) -> None:
-    config = next(
-        one for size, mask, direction, one in shipped() if (size, mask, direction) == (dim, causal, "forward")
-    )
-    kernel, _ = fused(dim, causal, "forward", config, again=True, cut=False)
+    kernel, _ = fused(dim, causal, "forward", plain_tiles("forward", dim, causal), again=True, cut=False)
     assert all_have_read_what_the_last_write_changes(kernel.asm["ptx"])
 
 
 @pytest.mark.parametrize(("parts", "result"), [("*bf16", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*bf16")])
-@pytest.mark.parametrize("kernel", [sum_parts._sum_kernel, sum_parts._softmax_kernel], ids=["sum", "softmax"])
+@pytest.mark.parametrize("kernel", [combine._sum_kernel, combine._combine_kernel], ids=["sum", "softmax"])
 def test_kernels_of_four_parts_read_and_write_sixteen_bytes_at_a_time(kernel, parts: str, result: str) -> None:
     ints = ("i32",) * 4
     tile = {"DIM": 128, "ROWS": 16, "COLUMNS": 128}
@@ -571,8 +568,8 @@ def specialised_backward(
     """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``); ``hard``: as
     of `fused`, in several batch elements.
     """
-    config = specialized_backward_config(dim, 128)
-    assert config is not None
+    name, config = select_kernel("backward_key", dim, causal=causal, largest_tile=128, hopper=True)
+    assert name == "at_once"
     kernel, head, (first, rest) = sm90_backward._backward_kernel, padded_dim(dim), product_columns(dim)
     held = head <= 64
     constants = {"DIM": dim, "FIRST": first, "REST": rest, "HEAD": head, "HELD": held, "STAGES": config.num_stages}
@@ -657,68 +654,17 @@ HARD_PARKED = {
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("direction", ["forward", "backward_query", "backward_key", "specialised", "at once"])
 def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, causal: bool) -> None:
-    config = narrow_config(dim, causal, 128)
+    name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
     if direction == "at once":
         built, report = specialised_backward(dim, causal, not causal, None, shared=False, hard=True)
-    elif direction == "specialised" and config is not None:
+    elif direction == "specialised" and name == "narrow":
         built, report = narrow(dim, causal, not causal, True, config, hard=True)
     elif direction == "specialised":
         built, report = specialised(dim, causal, not causal, null_mass=False, ranges=0, merge=True, hard=True)
     else:
-        shapes = {shape[:3]: shape[3] for shape in shipped(cut=True)}
-        built, report = fused(dim, causal, direction, shapes[dim, causal, direction], True, cut=True, hard=True)
+        config = plain_tiles(direction, dim, causal, cut=True)
+        built, report = fused(dim, causal, direction, config, True, cut=True, hard=True)
     assert "wgmma.mma_async" in built.asm["ptx"]
     parked = HARD_PARKED.get((direction, dim, causal), 0)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked, report
     assert "serialized" not in report, report
-
-
-@pytest.mark.parametrize(
-    ("dim", "causal", "direction", "sums_of"),
-    [
-        (64, False, "backward_query", ""),
-        (64, True, "backward_key", "dk, dv"),
-        (128, True, "backward_key", "dk"),
-        pytest.param(64, False, "forward", "", marks=pytest.mark.slow),
-        pytest.param(96, True, "backward_query", "", marks=pytest.mark.slow),
-        pytest.param(128, False, "backward_key", "dv", marks=pytest.mark.slow),
-    ],
-)
-def test_float32_in_parts(dim: int, causal: bool, direction: str, sums_of: str) -> None:
-    """Tiles go from memory into products as they are, never through registers; few values are parked."""
-    config = in_parts_config(dim, direction)
-    kernel, report = fused(dim, causal, direction, config, True, False, precision=IN_PARTS, sums_of=sums_of)
-    assert kernel.asm["ptx"].count("wgmma.mma_async") >= 6
-    assert "mma.sync" not in kernel.asm["ptx"]
-    spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
-    assert spilled <= (56 if dim == 128 and causal else 0), report
-    assert "serialized" not in report
-    assert kernel.metadata.shared <= 227 * 1024
-
-
-def in_parts(dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig):
-    """The Hopper kernel for operands in parts."""
-    columns, (head, tail) = padded_dim(dim), parts_products(dim)
-    constants = {"HEAD_DIM": dim, "COLUMNS": columns, "HEAD": head, "TAIL": tail}
-    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": causal, "RAGGED": cut, "MERGE": merge}
-    constants["COMPACT"] = False
-    constants |= {"SHIFTED": False, "WINDOWED": False} | ({"mass_ptr": None} if merge else {})
-    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
-    tiles = {f"{x}_desc": [1, 1, 1, rows[x], columns] for x in "qkv"}
-    options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return gluon_compiled(sm90_parts_forward._parts_kernel, constants, tiles, options)
-
-
-@pytest.mark.parametrize(
-    ("dim", "causal", "cut"),
-    [(64, True, False), (128, False, True), pytest.param(96, True, False, marks=pytest.mark.slow)],
-)
-def test_forward_in_parts(dim: int, causal: bool, cut: bool) -> None:
-    config = parts_forward_config(dim, 128)
-    assert config is not None
-    built, report = in_parts(dim, causal, cut, True, config)
-    assert "wgmma.mma_async" in built.asm["ptx"]
-    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= (8 if dim == 128 else 0), report
-    assert "serialized" not in report
-    # Two programs on a multiprocessor.
-    assert 2 * (built.metadata.shared + 1024) <= 228 * 1024

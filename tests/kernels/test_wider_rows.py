@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: there are no kern
 
 from triton.runtime import driver
 
+from dilabench.kernels import tuning
 from dilabench.kernels.compiled_forms import CompiledForms
 from dilabench.kernels.fused import forward, wider_rows
 from dilabench.kernels.fused.forward import fused_forward
@@ -34,15 +35,10 @@ from dilabench.kernels.launches import Launch, launches
         (72, 6440, 70001 * 16, 72),
     ],
 )
-def test_rows_are_made_whole_lines_where_keys_are_read_often(
-    monkeypatch: pytest.MonkeyPatch, dim: int, queries: float, keys: int, columns: int
-) -> None:
-    device = torch.device("cuda")
-    monkeypatch.setattr(wider_rows, "on_hopper", lambda _: True)
-    assert dim + wider_rows.columns_to_add(dim, torch.bfloat16, device, queries, keys) == columns
-    assert wider_rows.columns_to_add(dim, torch.float32, device, queries, keys) == 0
-    monkeypatch.setattr(wider_rows, "on_hopper", lambda _: False)
-    assert wider_rows.columns_to_add(dim, torch.bfloat16, device, queries, keys) == 0
+def test_rows_are_made_whole_lines_where_keys_are_read_often(dim: int, queries: float, keys: int, columns: int) -> None:
+    assert dim + tuning.columns_to_add(dim, 2, True, queries, keys) == columns
+    assert tuning.columns_to_add(dim, 4, True, queries, keys) == 0
+    assert tuning.columns_to_add(dim, 2, False, queries, keys) == 0
 
 
 def test_what_longer_sequences_ask_for_is_compiled_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +52,14 @@ def test_what_longer_sequences_ask_for_is_compiled_with_the_first(monkeypatch: p
             log.append(f"compile {arguments['WIDTH']}")
 
     monkeypatch.setattr(wider_rows, "_widen_kernel", Logged())
-    monkeypatch.setattr(wider_rows, "on_hopper", lambda _: True)
+    monkeypatch.setattr(forward, "on_hopper", lambda _: True)
     k = torch.zeros(1, 512, 2, 48, dtype=torch.bfloat16)
     plan = residue_plan((256,), (1,), 512, 2, 2, False)
     assert forward._columns_to_add(k, plan) == 0
     assert set(log) == {"compile 64"}
     log.clear()
-    monkeypatch.setattr(wider_rows, "_MANY_QUERIES", 256)
-    monkeypatch.setattr(wider_rows, "_MANY_PAIRS", 256 * 1024)
+    monkeypatch.setattr(tuning, "_MANY_QUERIES", 256)
+    monkeypatch.setattr(tuning, "_MANY_PAIRS", 256 * 1024)
     assert forward._columns_to_add(k, plan) == 16
     assert log == [], "compiled with what needs it"
     assert wider_rows.with_columns(k, 16).shape == (1, 512, 2, 64)
@@ -105,8 +101,8 @@ def test_whole_lines_change_no_bit(monkeypatch: pytest.MonkeyPatch, dim: int, dt
     for operands in ((q, k, v), packed.split((heads, kv_heads, kv_heads), 2)):
         found = []
         for least in (0, 1 << 62):
-            monkeypatch.setattr(wider_rows, "_MANY_QUERIES", least)
-            monkeypatch.setattr(wider_rows, "_MANY_PAIRS", least)
+            monkeypatch.setattr(tuning, "_MANY_QUERIES", least)
+            monkeypatch.setattr(tuning, "_MANY_PAIRS", least)
             # Launches that repeat know of no change.
             launches.cache_clear()
             found.append([fused_forward(*operands, plan) for _ in range(3)])

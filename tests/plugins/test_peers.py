@@ -43,10 +43,6 @@ def test_the_projects_that_there_are_adapters_for():
         "ring-flash-attn-ring",
         "yunchang-ulysses",
         "yunchang-usp",
-        "transformer-engine-p2p",
-        "transformer-engine-a2a",
-        "magi-attention",
-        "natten",
         "flashinfer",
         "flashinfer-vsa",
     ]
@@ -68,9 +64,6 @@ def test_a_causal_dense_workload_over_ranks_can_be_computed(installed, name):
         ("ring-flash-attn-ring", {"dtype": "float16"}, "dtype float16 is not supported (has bfloat16)"),
         ("yunchang-ulysses", {"num_kv_heads": 2}, "both must be multiples of 4, the ranks that share heads out"),
         ("yunchang-usp", {"num_kv_heads": 1, "num_heads": 3}, "both must be multiples of 2"),
-        ("transformer-engine-a2a", {"num_kv_heads": 2}, "both must be multiples of 4"),
-        ("magi-attention", {"batch_size": 2}, "takes one sequence, not a batch of 2"),
-        ("magi-attention", {"seq_len": 528}, "seq_len 528 is not a multiple of 32, which 4 ranks need here"),
         ("torch-context-parallel", {"machine": CPU}, "device cpu is not supported (has cuda)"),
         (
             "torch-context-parallel",
@@ -83,7 +76,6 @@ def test_what_cannot_be_used_says_why(installed, name, asked, reason):
     assert reason in "; ".join(reasons(name, **asked))
 
 
-NEIGHBORS = {"kind": "neighborhood", "kernel_size": 200, "dilation": 3}
 BLOCKS = {"kind": "block_sparse", "block_size": 128}
 BLOCKS_OF_64 = {"kind": "block_sparse", "block_size": 64}
 FOR_CAKE = {"pattern": BLOCKS_OF_64, "causal": False, "mode": "forward", "num_kv_heads": 8, "head_dim": 128}
@@ -92,9 +84,6 @@ FOR_CAKE = {"pattern": BLOCKS_OF_64, "causal": False, "mode": "forward", "num_kv
 @pytest.mark.parametrize(
     ("name", "asked", "reason"),
     [
-        ("natten", {"pattern": NEIGHBORS, "seq_len": 600}, None),
-        ("natten", {"pattern": NEIGHBORS}, "NATTEN wants kernel_size x dilation, 600, to fit seq_len 512"),
-        ("natten", {"pattern": {**NEIGHBORS, "kernel_size": 1}}, "NATTEN takes a kernel_size of at least 2"),
         ("flashinfer", {"pattern": BLOCKS, "causal": False, "mode": "forward"}, None),
         ("flashinfer", {"pattern": BLOCKS, "mode": "forward"}, "causal True is not supported (has False)"),
         ("flashinfer", {"pattern": BLOCKS, "causal": False}, "mode both is not supported (has forward)"),

@@ -6,6 +6,7 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.plugins import Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
@@ -127,8 +128,9 @@ def test_planner_records_what_auto_chose(cache: Path) -> None:
 
 def test_who_calls_windows_is_not_given_a_backend_without_them() -> None:
     catalogue = discover().catalogue
-    asked = workload(pattern="neighborhood", causal=True, dtype="bfloat16")
-    case = Case(implementation="neighborhood", backend="sdpa-cudnn", workload=asked)
-    assert any("window" in reason for reason in catalogue.reasons_against_backend(case, H200))
+    windowed = Implementation("windowed", "", "none:build", uses_backend=True, calls_window=True)
+    catalogue.implementations.add(windowed, "a test")
     plain = Case(implementation="strided", backend="sdpa-cudnn", workload=workload(causal=True, dtype="bfloat16"))
+    case = plain.model_copy(update={"implementation": "windowed"})
+    assert any("window" in reason for reason in catalogue.reasons_against_backend(case, H200))
     assert not any("window" in reason for reason in catalogue.reasons_against_backend(plain, H200))

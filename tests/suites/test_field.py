@@ -45,7 +45,6 @@ def test_several_gpus_have_dense_attention_over_them_as_well(planned):
             *("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses"),
             *("torch-context-parallel", "torch-context-parallel-alltoall"),
             *("ring-flash-attn-zigzag", "ring-flash-attn-ring", "yunchang-ulysses", "yunchang-usp"),
-            *("transformer-engine-p2p", "transformer-engine-a2a", "magi-attention"),
         )
     ]
 

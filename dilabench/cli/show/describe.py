@@ -11,7 +11,7 @@ from dilabench.cli.options import AsJson
 from dilabench.cli.show.availability import limits_of, reasons_against
 from dilabench.cli.show.picture import mask_facts, pattern_picture
 from dilabench.cli.terminal import say, say_folded
-from dilabench.errors import DilabenchError, unknown_name
+from dilabench.errors import DilabenchError
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
 from dilabench.patterns.pattern import SequenceShape
@@ -19,6 +19,7 @@ from dilabench.patterns.registry import PatternKind, pattern_type
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import ANY_PATTERN, Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
+from dilabench.plugins.retired import ANY_KIND, no_such_name
 from dilabench.predict.time import expected_time
 from dilabench.request import run_request, workload_request
 from dilabench.suites.planner import expand
@@ -44,7 +45,7 @@ def describe(
         sheets.append(("mask", list(mask_facts(name))))
     if not sheets:
         known = {other for registry in REGISTRIES for other in getattr(catalogue, registry).names}
-        raise unknown_name("name", name, [*known, *RANGES, *PREFERENCES])
+        raise no_such_name(ANY_KIND, name, [*known, *RANGES, *PREFERENCES])
     if as_json:
         document = [{"kind": kind, "name": name, "facts": [list(fact) for fact in facts]} for kind, facts in sheets]
         say(json.dumps(document, indent=2, ensure_ascii=False))

@@ -10,14 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.mailboxes import Mailboxes
+from dilabench.distributed.transport.mailboxes import COUNTER_STEP, Mailboxes
 from dilabench.distributed.transport.stream_queue import StreamQueue
 from dilabench.distributed.transport.strided_copy import copy_strided_
+from dilabench.errors import first_line
 
 # A mailbox may take so much of the device's memory: 2.2 GiB of an H200. A longer message goes in several chunks, and
 # its sender waits for the first of them to be taken.
@@ -25,6 +27,11 @@ _MEMORY_SHARE = 64
 # How often the deadlines of transfers are looked at.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
+NOT_CAPTURED = (
+    "messages by copy engines cannot be captured in a CUDA graph: each waits for a count that a replay has passed "
+    "before, so that a replay would read the messages of an earlier call; set DILABENCH_TRANSPORT=nccl to capture "
+    "calls over ranks"
+)
 
 
 class Arrival:
@@ -39,13 +46,22 @@ class Arrival:
         torch.cuda.current_stream().wait_event(self._event)
 
 
+class _Transfer(NamedTuple):
+    """A transfer that is queued, and when it is too late."""
+
+    deadline: float
+    timeout_s: float
+    done: torch.cuda.Event
+
+
 class Copies:
     """This rank's transfers. All ranks construct it together.
 
-    A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines: past one, it raises this
-    rank's counters, which ends every wait, and from then on each use raises RuntimeError.
+    A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines. Past one, or when the
+    device fails it, the thread sets this rank's counters beyond every count, which ends all waits. From then on each
+    use raises RuntimeError, and no result may be read: the device went on without the messages.
     region: bytes of this rank's mailbox for each reader, the same on all ranks.
-    Raises RuntimeError where the devices cannot map each other's memory.
+    Raises RuntimeError if the devices cannot map each other's memory.
     """
 
     def __init__(
@@ -62,10 +78,12 @@ class Copies:
         self._handle = symmetric.rendezvous(self._memory, group)
         self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
         self._mailboxes = Mailboxes(rank, self._handle.buffer_ptrs, region)
-        self._under_way: deque[tuple[float, torch.cuda.Event, str]] = deque()
+        self._read = torch.empty(self._mailboxes.counters_bytes, dtype=torch.uint8, pin_memory=True)
+        self._under_way: deque[_Transfer] = deque()
         self._trouble = ""
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name="dilabench transfers").start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="dilabench transfers")
+        self._watcher.start()
 
     @staticmethod
     def most_bytes(device: torch.device, size: int) -> int:
@@ -77,9 +95,12 @@ class Copies:
         """Send tensors to ranks and receive into contiguous tensors from ranks, after what the current stream holds.
 
         What is sent may be written to again by later work on the current stream.
+        Raises RuntimeError while a CUDA graph is captured, before anything is queued.
         """
         self.check()
         current = torch.cuda.current_stream(self._device)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(NOT_CAPTURED)
         # The places of what is received may still be in use by what the stream holds.
         self._inward.stream.wait_event(current.record_event())
         queue = StreamQueue(current)
@@ -89,10 +110,10 @@ class Copies:
         for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
             for tensor in receives[peer]:
                 self._mailboxes.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
-        deadline = time.monotonic() + self.timeout_s
         arrived = self._inward.stream.record_event()
-        self._under_way.append((deadline, current.record_event(), f"rank {self._rank} sending to {sorted(sends)}"))
-        self._under_way.append((deadline, arrived, f"rank {self._rank} receiving from {sorted(receives)}"))
+        deadline = time.monotonic() + self.timeout_s
+        for event in (current.record_event(), arrived):
+            self._under_way.append(_Transfer(deadline, self.timeout_s, event))
         return Arrival(self, arrived)
 
     def try_out(self) -> None:
@@ -108,13 +129,34 @@ class Copies:
             raise RuntimeError(f"copies from ranks {wrong} arrived changed")
 
     def check(self) -> None:
-        """Raises RuntimeError once a transfer was not done in time: what has arrived since is no longer right."""
+        """Raises RuntimeError once a transfer was too late or cannot be watched: what came since is not right."""
+        if not (self._trouble or self._closed.is_set() or self._watcher.is_alive()):
+            self._trouble = f"rank {self._rank}: the thread that watches its transfers has ended"
         if self._trouble:
             raise RuntimeError(self._trouble)
+
+    def confirm_counts(self) -> None:
+        """Compare the counters on this device with the counts that were queued, once every rank's device is done.
+
+        Raises RuntimeError when they differ: a transfer was made twice, not at all, or by a replayed graph.
+        """
+        self.check()
+        unsettled = self._mailboxes.unsettled(self._counters())
+        if unsettled:
+            self._trouble = f"rank {self._rank}: messages were miscounted: {', '.join(unsettled)}"
+        self.check()
 
     def close(self) -> None:
         """Stop the thread that watches deadlines."""
         self._closed.set()
+        self._watcher.join(timeout=10 * _WATCH_S)
+
+    def _counters(self) -> list[int]:
+        """This rank's counters as they are on the device now, read without a kernel: the device may be stuck."""
+        self._rescue.copy(self._read.data_ptr(), self._memory.data_ptr(), self._read.nbytes)
+        self._rescue.stream.synchronize()
+        counters: list[int] = self._read.view(torch.int32)[:: COUNTER_STEP // 4].tolist()
+        return counters
 
     def _send(self, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
         in_pieces = tensor.nbytes > self._mailboxes.longest_chunk
@@ -130,11 +172,23 @@ class Copies:
         self._mailboxes.send(queue, peer, tensor.nbytes, lay)
 
     def _watch(self) -> None:
-        torch.cuda.set_device(self._device)
         while not self._closed.wait(_WATCH_S):
-            while self._under_way and self._under_way[0][1].query():
-                self._under_way.popleft()
-            if self._under_way and time.monotonic() > self._under_way[0][0]:
-                self._trouble = self._trouble or f"{self._under_way[0][2]} took more than {self.timeout_s:g} s"
+            try:
+                torch.cuda.set_device(self._device)
+                trouble = self._late()
+            # Whatever the device says here, it may have done something else than was queued.
+            except RuntimeError as error:
+                trouble = f"rank {self._rank}: its transfers cannot be watched: {first_line(error)}"
+            self._trouble = self._trouble or trouble
+            if self._trouble:
                 # Again each time: a peer that comes late lowers a counter.
                 self._mailboxes.release(self._rescue)
+
+    def _late(self) -> str:
+        """Which messages have not come, if some transfer is past its deadline; else empty."""
+        while self._under_way and self._under_way[0].done.query():
+            self._under_way.popleft()
+        if not self._under_way or time.monotonic() <= self._under_way[0].deadline or self._trouble:
+            return ""
+        missing = ", ".join(self._mailboxes.unsettled(self._counters())) or "the device did not come to them"
+        return f"rank {self._rank}: messages did not come within {self._under_way[0].timeout_s:g} s: {missing}"

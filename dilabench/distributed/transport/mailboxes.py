@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-# Counters lie a cache line apart, so that ranks that count at the same time write different lines.
-_LINE = 64
+# A cache line for each counter: ranks that count at the same time write different lines.
+COUNTER_STEP = 64
 # Of the places of chunks: every dtype may lie there.
 _ALIGNMENT = 512
 # Counts are compared cyclically: half of what 32 bits hold is ahead of all that occur.
 _RELEASED = 0x7FFFFFFF
+_LARGEST = 0xFFFFFFFF
 
 
 class Queue(Protocol):
@@ -94,6 +95,28 @@ class Mailboxes:
             for counter in (self._posted(self._rank, other), self._taken(self._rank, other)):
                 queue.set(counter, _RELEASED)
 
+    def unsettled(self, counters: Sequence[int]) -> list[str]:
+        """What this rank's counters in its mailbox, in the order of their addresses, lack of or have beyond the counts
+        that were queued; empty once all transfers of all ranks are done."""
+        posted, taken = counters[: self._size], counters[self._size :]
+        return [
+            *(
+                f"{posted[other]} of {channel.count} chunks came from rank {other}"
+                for other, channel in enumerate(self._in)
+                if (posted[other] - channel.count) & _LARGEST
+            ),
+            *(
+                f"rank {other} took {taken[other]} of {channel.count} chunks"
+                for other, channel in enumerate(self._out)
+                if (taken[other] - channel.count) & _LARGEST
+            ),
+        ]
+
+    @property
+    def counters_bytes(self) -> int:
+        """Bytes of a mailbox, from its start, that hold counters: one in each line of COUNTER_STEP bytes."""
+        return 2 * self._size * COUNTER_STEP
+
     @property
     def longest_chunk(self) -> int:
         """Bytes: half a region, so that one is written while another is read."""
@@ -123,15 +146,15 @@ class Mailboxes:
 
     def _posted(self, owner: int, sender: int) -> int:
         """Address, in the reader's mailbox, of the count of chunks that this sender has written for it."""
-        return self._addresses[owner] + sender * _LINE
+        return self._addresses[owner] + sender * COUNTER_STEP
 
     def _taken(self, owner: int, reader: int) -> int:
         """Address, in the sender's mailbox, of the count of chunks that this reader has taken."""
-        return self._addresses[owner] + (self._size + reader) * _LINE
+        return self._addresses[owner] + (self._size + reader) * COUNTER_STEP
 
 
 def _counters_bytes(size: int) -> int:
-    return _aligned(2 * size * _LINE)
+    return _aligned(2 * size * COUNTER_STEP)
 
 
 def _aligned(nbytes: int) -> int:

@@ -65,7 +65,7 @@ class PreparedCall:
         self.world = world
         self._shards: dict[int, InputSet] = {} if shards is None else shards
         self._traffic: dict[str, int] = {}
-        self._next = 0
+        self._next = self._calls = 0
         self._sets = 1
         self._dout: Tensor | None = None
         self._out_shape = torch.Size()
@@ -105,7 +105,9 @@ class PreparedCall:
         """
         inputs = self.inputs(self._next)
         self._next = (self._next + 1) % self._sets
+        self._calls += 1
         kept = self.timed_calls.before(inputs) if self.timed_calls.active else None
+        self._renew_gradient()
         return self._call_of(inputs, kept)
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
@@ -118,7 +120,9 @@ class PreparedCall:
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
         """The next replay of a captured call, with all that is not part of it done."""
         timed, fixed = self.timed_calls, self._backward_only
+        self._calls += 1
         kept = timed.before(captured.inputs, fixed=fixed) if timed.active else None
+        self._renew_gradient()
         self._together()
         if kept is None:
             return replay
@@ -156,6 +160,10 @@ class PreparedCall:
 
         self._together()
         return both
+
+    def _renew_gradient(self) -> None:
+        if self.world is not None and self.timed_calls.active and self.workload.mode != "forward":
+            self.timed_calls.renew_gradient(self.output_gradient())
 
     @property
     def _backward_only(self) -> bool:
@@ -227,6 +235,9 @@ class PreparedCall:
         wanted = min(MAX_INPUT_SETS, -(-need // size)) if need else 1
         if self.device.type == "cuda":
             wanted = min(wanted, max(1, torch.cuda.mem_get_info(self.device)[0] // (4 * size)))
+        if self.world is not None:
+            # The least of all ranks: with another number of sets, calls of two ranks would not go together.
+            wanted = -self.world.max_over_ranks([-wanted])[0]
         self._sets = max(self._sets, 1, wanted)
         return self._sets
 
@@ -253,6 +264,11 @@ class PreparedCall:
             generator = torch.Generator(query.device).manual_seed(seed)
             self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=query.dtype)
         return self._dout
+
+    @property
+    def shared_state(self) -> tuple[object, ...]:
+        """What must be the same on every rank of a call: calls made, sets of inputs, and all draws."""
+        return self._calls, self._next, self._sets, *self.timed_calls.drawn
 
     def counters(self) -> dict[str, int]:
         """Counters of the optimizations and of what travelled, by key. Raises PluginError for a key of nobody's."""

@@ -65,7 +65,8 @@ class TimedCalls:
     Slots begin with other numbers in all inputs: the signs of their channels are drawn anew, so that they stay normally
     distributed and cost one pass over memory. Before a call one row of q, of k and of v gets fresh random numbers. Both
     happen as often as they may take time (CHANGE_SHARE), whether a result of the slot is looked at or not, and bypass
-    autograd's version counters. Over ranks all draw the same, always, and each writes what it holds.
+    autograd's version counters. Over ranks both happen before every call, so that a message of an earlier call is wrong
+    in all its numbers; all ranks draw the same, and each writes what it holds.
     """
 
     def __init__(self, seed: int, length: int, row_dim: int, local_row: LocalRow | None = None) -> None:
@@ -95,7 +96,7 @@ class TimedCalls:
         self._settle()
         if fixed:
             position = self._length - 1
-        elif self._is_first_use(inputs) and self._due(self._renewed_at, self._renew_s):
+        elif self._may_renew(inputs) and self._due(self._renewed_at, self._renew_s):
             self._renewed_at = time.perf_counter()
             self.renew(inputs)
             self._renew_s = time.perf_counter() - self._renewed_at
@@ -111,8 +112,16 @@ class TimedCalls:
         self._kept = KeptCall(inputs, position)
         return self._kept
 
-    def _is_first_use(self, inputs: InputSet) -> bool:
-        """Whether no call of the slot had these inputs: later, a kept call's own numbers would be lost."""
+    @property
+    def drawn(self) -> tuple[object, ...]:
+        """What all draws so far depend on: the same on every rank, or ranks change different rows."""
+        return self._choice.getstate(), self._places.getstate()
+
+    def _may_renew(self, inputs: InputSet) -> bool:
+        """Whether no kept call needs the numbers in these inputs: none of the slot had them, or, over ranks, where only
+        the last slot keeps calls and each call replaces the one before as the kept one, always."""
+        if self._local_row is not None:
+            return True
         first = id(inputs) not in self._used
         self._used.add(id(inputs))
         return first
@@ -139,6 +148,10 @@ class TimedCalls:
         """Other numbers in all inputs, outside a slot."""
         for tensor in inputs.distinct:
             self._renew(tensor.data)
+
+    def renew_gradient(self, dout: Tensor) -> None:
+        """Other signs in the channels of dout, over ranks before every call: no kept call needs an earlier one."""
+        self._renew(dout)
 
     def _settle(self) -> None:
         """Right after a call: which threads it left, and of the kept one, what stands in its result now."""

@@ -18,8 +18,8 @@ from dilabench.backends import math
 from dilabench.contracts import AttentionFn
 from dilabench.engine.call.chunked_queries import ChunkedQueries
 from dilabench.impls import reference, visible_keys
-from dilabench.impls.union import merging
 from dilabench.impls.visible_keys import FEW_ROWS, GROUPS_TOGETHER, KeyGroup
+from dilabench.kernels import lse as merging
 from dilabench.workload import visibility
 from dilabench.workload.spec import Workload
 

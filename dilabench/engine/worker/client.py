@@ -9,7 +9,7 @@ from typing import Any
 
 from dilabench.engine.worker.main import serve
 from dilabench.engine.worker.process import Child, worker_context
-from dilabench.engine.worker.protocol import Command, CommandName, Hello, Reply, TroubleCode, WorkerSettings
+from dilabench.engine.worker.protocol import Command, CommandName, Hello, RankState, Reply, TroubleCode, WorkerSettings
 from dilabench.errors import said
 
 START_TIMEOUT_S = 180.0
@@ -18,12 +18,21 @@ START_TIMEOUT_S = 180.0
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
     """A command did not end well. `died`: the process has ended, and every case prepared in it is lost."""
 
-    def __init__(self, code: TroubleCode, why: str, *, died: bool = False, traceback: str | None = None) -> None:
+    def __init__(
+        self,
+        code: TroubleCode,
+        why: str,
+        *,
+        died: bool = False,
+        traceback: str | None = None,
+        state: RankState | None = None,
+    ) -> None:
         super().__init__(why)
         self.code: TroubleCode = code
         self.why = why
         self.died = died
         self.traceback = traceback
+        self.state = state
 
 
 class Worker:
@@ -55,7 +64,7 @@ class Worker:
 
         Raises WorkerFailure when the command raised, the process died, or no answer came in `timeout_s` seconds.
         """
-        command = Command(name=name, handle=handle, arguments=arguments)
+        command = Command(name=name, handle=handle, timeout_s=timeout_s, arguments=arguments)
         try:
             self._connection.send_bytes(command.model_dump_json().encode())
         except (OSError, ValueError):
@@ -66,7 +75,7 @@ class Worker:
             traceback = _joined(trouble.traceback, self._child.output)
             if trouble.fatal:
                 self.kill()
-            raise WorkerFailure(trouble.code, trouble.why, died=trouble.fatal, traceback=traceback)
+            raise WorkerFailure(trouble.code, trouble.why, died=trouble.fatal, traceback=traceback, state=reply.state)
         return reply
 
     def _start(self) -> None:

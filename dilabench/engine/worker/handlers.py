@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import hashlib
 import os
 import time
 import traceback
@@ -38,6 +39,7 @@ from dilabench.engine.worker.protocol import (
     CommandName,
     Hello,
     Prepared,
+    RankState,
     Reply,
     TimerSpec,
     Trouble,
@@ -51,6 +53,8 @@ from dilabench.record import Note, Slot
 # Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
 # the one before but for some rows.
 CHECKED_CALLS = 2
+# Share of the time for which a command's answer is waited for after which a rank stops waiting for a message.
+SHARE_OF_TIMEOUT = 0.7
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -97,10 +101,25 @@ class Handlers:
         """Carry out a command; whatever it raises becomes the reply's `trouble`."""
         try:
             with settings_kept({}):
-                return self._commands[command.name](command)
+                if self._world is not None and command.timeout_s is not None:
+                    # So that this rank says what it waits for, before whoever asked gives up.
+                    self._world.limit_waits(SHARE_OF_TIMEOUT * command.timeout_s)
+                reply = self._commands[command.name](command)
+                if self._world is not None:
+                    self._world.check()
         # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            return Reply(trouble=self._trouble(error))
+            reply = Reply(trouble=self._trouble(error))
+        return reply if self._world is None else reply.model_copy(update={"state": self._state(command.handle)})
+
+    def _state(self, handle: str) -> RankState:
+        assert self._world is not None
+        call, counts = self._calls.get(handle), self._world.counts
+        return RankState(
+            shared="" if call is None else hashlib.sha256(repr(call.shared_state).encode()).hexdigest()[:16],
+            sent=tuple((messages, nbytes) for messages, nbytes in counts.sent),
+            received=tuple((messages, nbytes) for messages, nbytes in counts.received),
+        )
 
     def _prepare(self, command: Command) -> Reply:
         spec = CaseSpec.model_validate(command.arguments["spec"])
@@ -185,6 +204,9 @@ class Handlers:
                 finally:
                     kept = call.timed_calls.end()
                 elapsed_ns = max(0, time.perf_counter_ns() - started)
+                if self._world is not None:
+                    self._world.barrier()
+                    self._world.confirm_counts()
             clocks = self._clocks.read()
         slot = Slot(
             samples_ns=samples.samples_ns[-wanted:],
@@ -264,7 +286,7 @@ class Handlers:
 
     def _trouble(self, error: BaseException) -> Trouble:
         text = "".join(traceback.format_exception(error))
-        fatal = self._device_is_broken()
+        fatal = self._device_is_broken() or self._lost_messages()
         line = first_line(error)
         if fatal:
             for call in self._calls.values():
@@ -283,11 +305,20 @@ class Handlers:
         why = f"{name}: {line}" if line else name
         if isinstance(error, UnusableFunctionError):
             why = line
-        if fatal:
+        if fatal and not self._lost_messages():
             why += " (the CUDA context is lost; the worker process was ended)"
         # torch raises the same types for this rank's own faults: only the words tell them apart.
         lost = self._settings.world_size > 1 and tells_of_another(why)
         return Trouble(code="peer_lost" if lost else "exception", why=why, traceback=text, fatal=fatal)
+
+    def _lost_messages(self) -> bool:
+        """Whether a message of this rank was lost: then it is out of step with the others for ever."""
+        try:
+            if self._world is not None:
+                self._world.check()
+        except RuntimeError:
+            return True
+        return False
 
     def _device_is_broken(self) -> bool:
         """A CUDA error such as an illegal address stays with the process for ever."""

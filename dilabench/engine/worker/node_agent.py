@@ -79,8 +79,8 @@ class Agent:
         try:
             return getattr(self, do)(**arguments) or {}
         except WorkerFailure as failure:
-            told = {"code": failure.code, "why": failure.why, "died": failure.died, "traceback": failure.traceback}
-            return {"failure": told}
+            fields = {name: getattr(failure, name) for name in ("code", "why", "died", "traceback")}
+            return {"failure": {**fields, "state": failure.state and failure.state.model_dump(mode="json")}}
         # The boundary of the process: rank 0 is waiting for an answer.
         except Exception as error:  # noqa: BLE001
             return {"failure": {"code": "crash", "why": f"on {socket.gethostname()}: {error}", "died": True}}

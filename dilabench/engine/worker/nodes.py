@@ -14,7 +14,7 @@ from typing import Any
 from dilabench.engine.device.lock import DEFAULT_WAIT_S
 from dilabench.engine.worker.client import START_TIMEOUT_S, Worker, WorkerFailure
 from dilabench.engine.worker.node_agent import facts_of
-from dilabench.engine.worker.protocol import CommandName, Hello, Reply, WorkerSettings
+from dilabench.engine.worker.protocol import CommandName, Hello, RankState, Reply, WorkerSettings
 from dilabench.engine.worker.store_channel import BEAT_S, StoreChannel
 from dilabench.engine.worker.torchrun import MEETING_TIMEOUT_S, Rank, machine_id
 from dilabench.errors import EnvironmentNotReady
@@ -64,7 +64,8 @@ class RemoteAgent:
             self.channel.send(self.rank, {"number": number, "do": do, "arguments": arguments})
         answer = self.wait(number, f"no answer to {do!r} within {timeout_s:g} s", timeout_s)
         if "failure" in answer:
-            raise WorkerFailure(**answer["failure"])
+            state = answer["failure"].pop("state", None)
+            raise WorkerFailure(**answer["failure"], state=None if state is None else RankState.model_validate(state))
         return answer
 
     def wait(self, number: int, why_late: str, timeout_s: float) -> dict[str, Any]:

@@ -27,7 +27,9 @@ CommandName = Literal[
     "stream",
 ]
 # Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
-TroubleCode = Literal["exception", "crash", "timeout", "out_of_memory", "peer_lost", "unusable_optimization"]
+TroubleCode = Literal[
+    "exception", "crash", "timeout", "out_of_memory", "peer_lost", "out_of_step", "unusable_optimization"
+]
 
 
 class BackendSpec(Model):
@@ -107,10 +109,11 @@ class Hello(Model):
 
 
 class Command(Model):
-    """One request to a worker."""
+    """One request to a worker. timeout_s: how long its answer is waited for, None if nobody says."""
 
     name: CommandName
     handle: str = ""
+    timeout_s: float | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -151,10 +154,23 @@ class IsolatedResult(Model):
     counters: dict[str, int] = Field(default_factory=dict)
 
 
+class RankState(Model):
+    """What ranks that compute together compare after each command.
+
+    shared: a hash of the calls and draws of the command's case. sent, received: (messages, bytes) to and from each rank
+    since the ranks met.
+    """
+
+    shared: str = ""
+    sent: tuple[tuple[int, int], ...] = ()
+    received: tuple[tuple[int, int], ...] = ()
+
+
 class Reply(Model):
-    """The answer to a command: the field of the command is set, or `trouble`."""
+    """The answer to a command: the field of the command is set, or `trouble`. state: of a rank."""
 
     trouble: Trouble | None = None
+    state: RankState | None = None
     hello: Hello | None = None
     prepared: Prepared | None = None
     verification: Verification | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.launcher import Launcher, ThisMachine
-from dilabench.engine.worker.protocol import CommandName, IsolatedResult, Prepared, Reply, WorkerSettings
+from dilabench.engine.worker.protocol import CommandName, IsolatedResult, Prepared, RankState, Reply, WorkerSettings
 from dilabench.record import Diagnostic, Slot
 
 GRACE_S = 5.0
@@ -60,15 +60,27 @@ class GroupWorker(Worker):
                 for rank, worker in enumerate(self._ranks)
             ]
             failures = self._wait(answers)
+        states = [_state_of(answer) for answer in answers]
+        if why := out_of_step(states):
+            # From here on a rank would take a message of one call for that of another.
+            self._end()
         if failures:
-            raise _first_cause(failures, everyone=len(self._ranks) == len(failures))
+            cause = _first_cause(failures, everyone=len(self._ranks) == len(failures))
+            cause.died |= bool(why)
+            raise cause
+        if why:
+            raise WorkerFailure("out_of_step", f"{why}; the ranks were ended", died=True)
         return _merged([answer.result() for answer in answers])
 
     def kill(self) -> None:
         """End all ranks and everything they started, at once."""
-        for worker in self._ranks:
-            worker.kill()
+        self._end()
         self._launcher.close_store(self._store)
+
+    def _end(self) -> None:
+        """End all ranks at the same time: one that outlives another sees its memory and its messages vanish."""
+        with ThreadPoolExecutor(len(self._ranks) or 1) as threads:
+            list(threads.map(lambda worker: worker.kill(), self._ranks))
 
     def _wait(self, answers: Sequence[Future[Reply]]) -> dict[int, tuple[float, WorkerFailure]]:
         """Wait until all ranks have answered, or a while after the first failure; (time, failure) by rank."""
@@ -89,14 +101,40 @@ class GroupWorker(Worker):
                 deadline = time.monotonic() + GRACE_S
             if not done:
                 # These ranks wait for the failed one and would never end.
-                for worker in self._ranks:
-                    worker.kill()
+                self._end()
                 wait(waiting)
                 return failures
         if any(failure.died for _, failure in failures.values()) or 0 < len(failures) < len(answers):
-            for worker in self._ranks:
-                worker.kill()
+            self._end()
         return failures
+
+
+def out_of_step(states: Sequence[RankState | None]) -> str:
+    """What ranks disagree on that they must share: draws and calls, or the messages of a pair; empty if nothing.
+
+    Ranks that have not met have no state, and so have those that died.
+    """
+    known = {rank: state for rank, state in enumerate(states) if state is not None}
+    if len({state.shared for state in known.values()}) > 1:
+        return "ranks have made other calls or drawn other numbers than each other"
+    for sender, its in known.items():
+        for receiver, theirs in known.items():
+            if sender == receiver or not its.sent or not theirs.received:
+                continue
+            sent, received = its.sent[receiver], theirs.received[sender]
+            if sent != received:
+                return (
+                    f"rank {sender} has sent {sent[0]} messages of {sent[1]} bytes to rank {receiver}, which has "
+                    f"received {received[0]} of {received[1]} bytes"
+                )
+    return ""
+
+
+def _state_of(answer: Future[Reply]) -> RankState | None:
+    error = answer.exception()
+    if error is None:
+        return answer.result().state
+    return error.state if isinstance(error, WorkerFailure) else None
 
 
 def _arguments_of(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +161,10 @@ def _merged(replies: Sequence[Reply]) -> Reply:
     changes: dict[str, Any] = {}
     if first.prepared is not None:
         changes["prepared"] = _slowest([reply.prepared for reply in replies if reply.prepared is not None])
+    if first.warmed_up is not None:
+        unusable = [reply.warmed_up for reply in replies if reply.warmed_up is not None and reply.warmed_up.unusable]
+        # A timer that one rank cannot use is used by none.
+        changes["warmed_up"] = unusable[0] if unusable else first.warmed_up
     if first.slot is not None:
         slots = [reply.slot for reply in replies if reply.slot is not None]
         changes["slot"] = _slowest_samples(slots)

@@ -128,7 +128,7 @@ def _gated(dout: Tensor, gates: Tensor) -> list[Tensor]:
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     """The sum, in float32 or wider, in the dtype of the parts; overwrites the first."""
     if parts[0].device.type == "cuda":
-        from dilabench.kernels.sum_parts import sum_parts_
+        from dilabench.kernels.combine import sum_parts_
 
         sum_parts_(parts[0], [(part, 0) for part in parts])
         return parts[0]

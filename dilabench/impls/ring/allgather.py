@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous
-from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.ring.schedule.function import LocalOnly, ShardedAttention
 from dilabench.impls.ring.schedule.share import Share, share_of
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Workload
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilabench.contracts import BufferPool
 from dilabench.impls.union.branches import Branch, Place, Segments, branches_of, places_by_rows, segments_of
-from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
 
 

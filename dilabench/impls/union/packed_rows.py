@@ -18,8 +18,8 @@ from torch import Tensor
 from dilabench.contracts import BufferPool
 from dilabench.impls.union.branches import Branch, Place, branches_of
 from dilabench.impls.union.gathered_rows import GatheredRows, Indices
-from dilabench.impls.union.merging import merge_rows_
 from dilabench.impls.union.union import Rows, Union
+from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
 
 Positions = npt.NDArray[np.int64]

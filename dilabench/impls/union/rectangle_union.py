@@ -19,13 +19,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import nothing_looks_on
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.nesting import chains
 from dilabench.impls.union.own_means import OwnMeans
 from dilabench.impls.union.rectangles import DIAGONAL_ROWS, LEAST_ROWS, Rectangle, rectangles
 from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import UNBOUNDED, Workload
 from dilabench.workload.work import flops
 
@@ -45,22 +46,20 @@ class RectangleUnion(Union):
 
     shares: Callable[[], Sequence[Sequence[Rectangle]]]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Union.forward`; kept of a call are its out and lse."""
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        merging = None if self.detached else self._merging(q, onto[0].dtype if onto else None)
-        output = onto or self._empty_output(q, merging.results if merging else None)
+        merging = None if self.detached else self._merging(q, None)
+        output = self._empty_output(q, merging.results if merging else None)
 
         def attend(share: Sequence[Rectangle]) -> list[Tensor]:
             kept: list[Tensor] = []
             for rows in share:
-                if merging and self._merge(merging, rows, q, k, v, *output, fresh=rows.first and onto is None):
+                if merging and self._merge(merging, rows, q, k, v, *output, fresh=rows.first):
                     continue
                 out, lse = self._attend(rows, q, k, v)
                 result = out.to(output[0].dtype), lse
-                (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
+                (rows.write if rows.first else rows.merge)(*output, *result)
                 if self.detached:
                     kept += result
                 # The next call must not find this result still in memory.
@@ -82,17 +81,14 @@ class RectangleUnion(Union):
         out: Tensor,
         lse: Tensor,
         kept: Sequence[Tensor] = (),
-        onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Union.backward`."""
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
-        merging = self._merging(q, onto[0].dtype if onto else None)
+        merging = self._merging(q, None)
         dtype = merging.results if merging else None
-        dq, dk, dv = onto or (
-            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
-        )
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         shares = self._shares_of(q)
         means: OwnMeans | None = None
         if self.detached:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dilabench.contracts import PatternCache
 from dilabench.impls.union.head_runs import Progression
-from dilabench.impls.union.merging import merge_rows_
 from dilabench.impls.union.strided_calls import StridedCall, copied_rows, strided_calls
+from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import AttendBackward, LoadedBackend, MergingKernel
-from dilabench.impls.null_mass import add_null_mass_, log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import differentiable, new_number, register
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Window, Workload
 
 
@@ -120,16 +121,10 @@ class Union:
         """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
         return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, onto: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out, lse, and what a detached backward needs besides: every call's own out.
-
-        `onto` is the out and lse of other keys, complete with 0 and -inf where they see nothing; the results are merged
-        into them in place.
-        """
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """out, lse, and what a detached backward needs besides: every call's own out."""
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        output = onto
+        output: tuple[Tensor, Tensor] | None = None
         kept: list[Tensor] = []
         # Into sums of another type rows that are no views would have to be merged, too.
         merging = None if self.detached else self._merging(q, q.dtype)
@@ -137,7 +132,7 @@ class Union:
             becomes_output = output is None and rows.whole and not self.detached
             if merging and not becomes_output:
                 output = output or self._empty_output(q)
-                if self._merge(merging, rows, q, k, v, *output, fresh=rows.first and onto is None):
+                if self._merge(merging, rows, q, k, v, *output, fresh=rows.first):
                     continue
             result = self._attend(rows, q, k, v)
             if self.detached:
@@ -146,7 +141,7 @@ class Union:
                 output = _as_output(q, *result)
             else:
                 output = output or self._empty_output(q)
-                (rows.write if rows.first and onto is None else rows.merge)(*output, *result)
+                (rows.write if rows.first else rows.merge)(*output, *result)
             # The next call must not find this result still in memory.
             del result
         output = output or self._empty_output(q)
@@ -206,9 +201,8 @@ class Union:
         out: Tensor,
         lse: Tensor,
         kept: Sequence[Tensor] = (),
-        onto: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the results of `forward`; added to those of other keys in place when `onto` holds them.
+        """dq, dk, dv from the results of `forward`.
 
         A detached backward computes each call's own out again where they are not `kept`.
         """
@@ -216,7 +210,7 @@ class Union:
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
         merging = self._merging(q, q.dtype)
-        total = onto
+        total: tuple[Tensor, Tensor, Tensor] | None = None
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[index] if kept else None
             if self.detached and own is None:

@@ -26,10 +26,10 @@ from dilabench.kernels.block_sparse.forward import (
 )
 from dilabench.kernels.block_sparse.key_items import KeyItems, add_slots, slot_places
 from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.bwd_preprocess import STATS_BLOCK, StatsLayout, bwd_preprocess, stats_places
+from dilabench.kernels.dq_accumulate import dq_accumulator
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 from dilabench.kernels.launches import Launched, Launches, run
-from dilabench.kernels.query_sums import empty_sums
-from dilabench.kernels.row_sums import STATS_BLOCK, StatsLayout, row_sums, stats_places
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
 _LOG2E = 1.4426950408889634
@@ -309,10 +309,13 @@ def block_sparse_backward(
     known.once("checked", lambda: check(q, k, v, plan))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv}
-    sums = empty_sums(q, k, at_once) if at_once else None
+    sums = dq_accumulator(q, k, at_once) if at_once else None
     if at_once and sums is not None:
         stats_layout = StatsLayout.of(q.shape[1], tile=at_once.block_m, block=at_once.block_m)
-        tensors |= {"sums": sums, "stats": row_sums(out, dout, lse.contiguous(), stats_layout, known, "blocks of sums")}
+        tensors |= {
+            "sums": sums,
+            "stats": bwd_preprocess(out, dout, lse.contiguous(), stats_layout, known, "blocks of sums"),
+        }
         work, slots = _key_work(plan, at_once, q, k)
         run_backward(tensors, dq, slots, work, plan, scale, at_once, known)
         add_slots(slots, work, dk, dv, scale)
@@ -322,7 +325,7 @@ def block_sparse_backward(
     by_query = plan.config(dim, "backward_query", q.element_size(), query_config)
     by_key = plan.config(dim, "backward_key", q.element_size(), key_config)
     stats_layout = StatsLayout.of(rows, tile=max(by_query.block_m, by_key.block_m))
-    stats = row_sums(out, dout, lse.contiguous(), stats_layout, known, "row sums")
+    stats = bwd_preprocess(out, dout, lse.contiguous(), stats_layout, known, "row sums")
     work, slots = _key_work(plan, by_key, q, k)
     of_queries, of_keys = tensors | {"dq": dq, "stats": stats}, tensors | {"slots": slots, "stats": stats}
     if not known.repeat("dq", of_queries):

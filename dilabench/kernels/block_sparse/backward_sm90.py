@@ -12,9 +12,9 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, one_segment, serves
 from dilabench.kernels.block_sparse.key_items import KeyItems
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.launches import Launch, Launched, Launches, run
-from dilabench.kernels.query_sums import write_sums
-from dilabench.kernels.tuning import TileConfig, specialized_backward_config
+from dilabench.kernels.dq_accumulate import convert_dq
+from dilabench.kernels.launches import Launched, Launches, run
+from dilabench.kernels.tuning import TileConfig, select_kernel
 
 _LOG2E = 1.4426950408889634
 # A program has a multiprocessor for itself: with fewer of them, or with shorter lists of query tiles in the mean, two
@@ -28,8 +28,10 @@ def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) ->
     pairs = plan.pairs(q.shape[2])
     if pairs is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
         return None
-    tiles = specialized_backward_config(q.shape[-1], plan.block_size)
-    if tiles is None or q.shape[-1] < _SMALLEST_DIM:
+    kernel, tiles = select_kernel(
+        "backward_key", q.shape[-1], causal=plan.causal, largest_tile=plan.block_size, hopper=True
+    )
+    if kernel != "at_once" or q.shape[-1] < _SMALLEST_DIM:
         return None
     key_rows = k.numel() // k.shape[-1]
     if key_rows < _LEAST_PROGRAMS * tiles.block_n or q.shape[0] * pairs < _LEAST_STEPS * tiles.block_m * key_rows:
@@ -56,12 +58,7 @@ def run_backward(
         if not known.repeat(("at once", first), tensors):
             launched = _run(tensors, work, plan, first * kv_heads // heads, scale, tiles)
             known.keep(("at once", first), launched, tensors)
-        of_heads = dq[:, :, first : first + sums.shape[2]]
-
-        def prepare(dq: Tensor = of_heads) -> list[Launch]:
-            return [write_sums(sums, scale, dq)]
-
-        known.make([("dq", first)], [{"sums": sums, "dq": of_heads}], prepare)
+        convert_dq(sums, scale, dq[:, :, first : first + sums.shape[2]])
 
 
 def _run(

@@ -15,15 +15,19 @@ from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper
 from dilabench.kernels.launches import Launches, run
-from dilabench.kernels.tuning import TileConfig, specialized_config
+from dilabench.kernels.tuning import Selected, TileConfig, is_persistent, select_kernel
 
 _LOG2E = 1.4426950408889634
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
     """Whether the kernel serves it and is faster for its head dim."""
-    tiles = specialized_config(q.shape[-1], plan.block_size)
-    return tiles is not None and serves((q, k, v), plan, tiles, plan.keys // tiles.block_n)
+    kernel, tiles = _selected(q, plan)
+    return kernel == "specialized" and serves((q, k, v), plan, tiles, plan.keys // tiles.block_n)
+
+
+def _selected(q: Tensor, plan: Plan) -> Selected:
+    return select_kernel("forward", q.shape[-1], causal=plan.causal, largest_tile=plan.block_size, hopper=True)
 
 
 def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: int) -> bool:
@@ -52,7 +56,7 @@ def block_sparse_forward_sm90(
 ) -> tuple[Tensor, Tensor]:
     """As `block_sparse_forward`, for what `can_run` admits. known: launches of this pass for tensors of this layout."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.sm90.forward import _forward_kernel, stays, tile_arguments
+    from dilabench.kernels.fused.sm90.forward import _forward_kernel, tile_arguments
 
     batch, rows, num_heads, dim = q.shape
     empty = torch.empty if known.once("whole", lambda: plan.every_row_has_work) else torch.zeros
@@ -61,14 +65,13 @@ def block_sparse_forward_sm90(
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if known.repeat("forward", tensors):
         return out, lse
-    tiles = specialized_config(dim, plan.block_size)
-    assert tiles is not None, "asked of `can_run`"
+    tiles = _selected(q, plan).tiles
     items, entries, heads = _device_lists(plan, tiles, num_heads, q.device)
     bounds = plan.bounds(q.device)
     n_items = items.shape[2]
     n_work = n_items * batch * num_heads
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    persistent = stays(dim, plan.causal, len(bounds) > 0)
+    persistent = is_persistent(dim, plan.causal, len(bounds) > 0)
     strides = {
         f"{name}_{axis}": x.stride(place)
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -114,7 +117,11 @@ def block_sparse_forward_sm90(
 def one_segment(rows: int) -> dict[str, int]:
     """`segment_arguments` of one segment of so many rows and one class."""
     long = dict.fromkeys(("super_rows", "super_tokens", "whole_rows", "length"), rows)
-    return long | dict.fromkeys(("longer_classes", "before", "behind"), 0) | {"SHIFTED": False, "WINDOWED": False}
+    return (
+        long
+        | dict.fromkeys(("longer_classes", "window_left", "window_right"), 0)
+        | {"SHIFTED": False, "WINDOWED": False}
+    )
 
 
 def _device_lists(plan: Plan, tiles: TileConfig, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import BoolArray, HiddenTiles, TileLists, Visibility, largest_tile, tile_lists
-from dilabench.kernels.tuning import Direction, TileConfig, float32_config
+from dilabench.kernels.tuning import Direction, TileConfig, select_kernel
 from dilabench.patterns.hidden_rows import HiddenRows
 
 if TYPE_CHECKING:
@@ -127,7 +127,9 @@ class Plan(ABC):
             raise ValueError(f"block size {self.block_size} is not a multiple of 16: use the blocked path")
         if given is None:
             default = TileConfig(64, 64, 8 if dim > 128 else 4, 2)
-            given = float32_config(dim, direction) if itemsize > 2 else _SM90.get((dim, direction), default)
+            given = _SM90.get((dim, direction), default)
+            if itemsize > 2:
+                given = select_kernel(direction, dim, causal=self.causal, largest_tile=tile, itemsize=itemsize).tiles
         return given.fitted(tile)
 
     def keep(self, key: Hashable, make: Callable[[], KeptT]) -> KeptT:

@@ -10,6 +10,7 @@ and nobody asked torch for deterministic algorithms.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,19 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart, apart_places
+from dilabench.kernels.bwd_preprocess import STATS_BLOCK, OneClass, StatsLayout, bwd_preprocess, stats_places
+from dilabench.kernels.dq_accumulate import dq_accumulator
 from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.float_parts import all_readable
+from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
-    IN_PARTS,
     PER_LENGTH,
+    all_whole,
     checked_scale,
     common_modulus,
     launch_arguments,
     on_hopper,
-    parts_of,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -50,14 +51,11 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
-from dilabench.kernels.fused.wider_rows import columns_to_add, with_columns
+from dilabench.kernels.fused.wider_rows import with_columns
 from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
-from dilabench.kernels.query_sums import empty_sums
-from dilabench.kernels.row_sums import STATS_BLOCK, OneClass, StatsLayout, row_sums, stats_places
-from dilabench.kernels.tuning import TileConfig, sums_by_themselves, tile_columns, tile_config
+from dilabench.kernels.tuning import TileConfig, columns_to_add, select_kernel
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
-_IN_PARTS = tl.constexpr(IN_PARTS)
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -90,8 +88,8 @@ def _query_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     R,
@@ -129,8 +127,8 @@ def _query_kernel(
     row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
     place, box_row = box_place(residue, row, first_place, whole_rows, left_over, R, BLOCK_M, RAGGED, SHIFTED)
-    q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
-    dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
+    dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
     stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
@@ -146,8 +144,8 @@ def _query_kernel(
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
         p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
@@ -163,12 +161,12 @@ def _query_kernel(
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
             )
-            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
-            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
-            window = (before, behind)
+            window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
@@ -213,8 +211,8 @@ def _key_kernel(
     stats_blocks,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     R,
@@ -229,8 +227,6 @@ def _key_kernel(
     WINDOWED: tl.constexpr,
     CUT: tl.constexpr,
     ADD: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -253,8 +249,8 @@ def _key_kernel(
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
     row = base_row + tile * BLOCK_N
     place, box_row = box_place(residue, row, first_place, whole_rows, left_over, R, BLOCK_N, CUT, SHIFTED)
-    k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL, PRECISION)
-    v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL, PRECISION)
+    k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
+    v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
     dk_tail = zero_tail(BLOCK_N, TAIL)
@@ -285,25 +281,20 @@ def _key_kernel(
             place, box_row = box_place(
                 partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, cut, SHIFTED
             )
-            q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
+            q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
             stats = stats_at + (partner * class_stats + query_tile * 2)
             log2_lse = tl.load(stats) - bias
             logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
-            dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
+            dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
             delta = tl.load(stats + _STATS_BLOCK)
-            if DK:
-                dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
-            if DV:
-                dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
-            if DK:
-                ds = p * (dp - delta[None, :])
-                dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
+            dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
+            dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
         if CAUSAL or WINDOWED:
             # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
-            # But of parts: copies that wait for one another take more.
-            stages: tl.constexpr = STAGES if PRECISION == _IN_PARTS else 1
-            for _ in tl.range(0, n_masked, num_stages=stages):
+            for _ in tl.range(0, n_masked, num_stages=1):
                 entry = tl.load(entry_ptr)
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R)
@@ -311,34 +302,29 @@ def _key_kernel(
                 place, box_row = box_place(
                     partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, CUT, SHIFTED
                 )
-                q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION)
+                q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
-                dout, dout_tail = load_tile(
-                    dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL, PRECISION
-                )
+                dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 query_row = query_tile + tl.arange(0, BLOCK_M)
-                seen = seen_queries(query_row, partner, key_row, residue, (before, behind), R, CAUSAL, WINDOWED)
+                seen = seen_queries(
+                    query_row, partner, key_row, residue, (window_left, window_right), R, CAUSAL, WINDOWED
+                )
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
-                if DK:
-                    dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
-                if DV:
-                    dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
-                if DK:
-                    ds = p * (dp - delta[None, :])
-                    dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
+                dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
+                dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
+                ds = p * (dp - delta[None, :])
+                dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
 
     place = place_of(row, residue + first_place, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
-    if DK:
-        store_tile(
-            dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
-        )
-    if DV:
-        store_tile(dv, dv_tail, dv_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL)
+    store_tile(
+        dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
+    )
+    store_tile(dv, dv_tail, dv_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL)
     if OVERLAPS:
         # Whoever waits for this launch waits for the one that it ran beside.
         tl.extra.cuda.gdc_wait()
@@ -356,36 +342,34 @@ def fused_backward(
     scale: float | None = None,
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
-    apart: Apart | None = None,
+    partials: Partials | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
-    with ``apart`` from the own results of each group and the merged lse: those with detached merge weights.
+    with ``partials`` from the own results of each group and the merged lse: those with detached merge weights.
 
-    Exact also when ``plan.leftover`` is not empty: the caller adds those branches' gradients, computed from the same
-    out and lse. The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
+    The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
     Raises ValueError as `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
-    known = launches("backward", plan, scale, tiles, apart is None, *map(layout, (q, k, v, dout, out, lse)))
+    known = launches("backward", plan, scale, tiles, partials is None, *map(layout, (q, k, v, dout, out, lse)))
     given = {"q": q, "k": k, "v": v, "dout": dout}
     scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
-    if more := columns_to_add(dim, q.dtype, q.device):
+    if more := columns_to_add(dim, q.element_size(), on_hopper(q.device)):
         given = {name: with_columns(x, more) for name, x in given.items()}
     q, k, v, _ = given.values()
-    operands = all_readable(given, plan.groups, known)
+    operands = all_whole(given, plan.groups, known)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     at_once, sums = [], None
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = known.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
-        sums = empty_sums(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
+        sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
     if sums is None:
         at_once = []
-    passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], dq, at_once, *tiles))
+    passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
     if not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
-    by_keys = ("dv", "dk") if sums_by_themselves(q.shape[-1], parts_of(operands["q"], dq)) else ("dk, dv",)
-    stats_of = _RowSums(out, dout, lse, plan, apart, known)
+    stats_of = _Preprocess(out, dout, lse, plan, partials, known)
     if sums is not None:
         of_steps = [stats_of(step, ("at once", index)) for index, step in enumerate(at_once)]
         run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, known)
@@ -396,39 +380,37 @@ def fused_backward(
 
         def prepare(step: _TwoPasses = step, stats: Tensor = stats, add: bool = add) -> Iterator[Launch]:
             yield _query_launch(operands, dq, stats, step.group, plan.causal, scale, step.query_tiles, add)
-            for sums_of in by_keys:
-                yield _key_launch(operands, dk, dv, stats, step.group, plan.causal, scale, step.key_tiles, add, sums_of)
+            yield _key_launch(operands, dk, dv, stats, step.group, plan.causal, scale, step.key_tiles, add)
 
-        names = [(sums_of, *name) for sums_of in ("dq", *by_keys)]
-        known.make(names, [tensors] * len(names), prepare)
+        known.make([("dq", *name), ("dk, dv", *name)], [tensors] * 2, prepare)
     if more:
         dq, dk, dv = (x[..., :dim].contiguous() for x in (dq, dk, dv))
     return dq, dk, dv
 
 
-class _RowSums:
+class _Preprocess:
     """The statistics of rows for each group: of the merged result, whose rows are read once for all of them, or of the
-    results apart.
+    partial results.
     """
 
     def __init__(
-        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, apart: Apart | None, known: Launches
+        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, partials: Partials | None, known: Launches
     ) -> None:
         self._out, self._dout, self._lse, self._known = out, dout, lse, known
-        self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and apart is None else None
+        self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and partials is None else None
         self._found = False
         self._own: dict[int, tuple[Tensor, OneClass]] = {}
-        if apart is not None:
-            places = apart_places(plan, out.shape, out.device, type(out))
-            for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.each(apart), strict=True)):
+        if partials is not None:
+            places = partial_places(plan, out.shape, out.device, type(out))
+            for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.views(partials), strict=True)):
                 self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
         given = (self._dout, self._lse, step.stats_layout, self._known, ("row sums", name))
         if self._own:
             out, one_class = self._own[id(step.group)]
-            return row_sums(out, *given, one_class=one_class)
-        stats = row_sums(self._out, *given, self._delta, self._found)
+            return bwd_preprocess(out, *given, one_class=one_class)
+        stats = bwd_preprocess(self._out, *given, self._delta, self._found)
         self._found = self._delta is not None
         return stats
 
@@ -445,19 +427,24 @@ class _TwoPasses(NamedTuple):
 def _passes(
     plan: ResiduePlan,
     q: Tensor,
-    dq: Tensor,
     at_once: list[AtOnce],
     query_config: TileConfig | None,
     key_config: TileConfig | None,
 ) -> list[_TwoPasses]:
     """The other groups, each with the tiles that are given or else the best, fitted to it."""
-    found, dim = [], sum(tile_columns(q.shape[-1], q.element_size()))
+    found = []
     for group in plan.groups:
         if any(group is step.group for step in at_once):
             continue
-        fit, parts = (group.largest_tile, q.element_size()), parts_of(q, dq)
-        by_query = query_config or tile_config(dim, plan.causal, "backward_query", *fit, parts=parts)
-        by_key = key_config or tile_config(dim, plan.causal, "backward_key", *fit, parts=parts)
+        select = partial(
+            select_kernel,
+            head_dim=q.shape[-1],
+            causal=plan.causal,
+            largest_tile=group.largest_tile,
+            itemsize=q.element_size(),
+        )
+        by_query = query_config or select("backward_query").tiles
+        by_key = key_config or select("backward_key").tiles
         by_query, by_key = by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
         tile = max(by_query.block_m, by_key.block_m)
         stats_layout = StatsLayout.of(group.length, group.modulus, group.super_tokens, tile)
@@ -491,7 +478,7 @@ def _query_launch(
     }
 
     def arguments(ragged: bool) -> Arguments:
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config, dq)
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
     kind = (dq.dtype, *dq.shape[2:], causal, add, config, *group.compiled_for)
@@ -508,7 +495,6 @@ def _key_launch(
     scale: float,
     config: TileConfig,
     add: bool,
-    sums_of: str,
 ) -> Launch:
     n_kv_heads = operands["k"].shape[2]
     tables = tile_tables(group, config.block_n, config.block_m, causal, True, dk.device)
@@ -527,19 +513,17 @@ def _key_launch(
         "scale": scale,
         "GROUP": group.heads_per_kv,
         "ADD": add,
-        "DK": "dk" in sums_of,
-        "DV": "dv" in sums_of,
     }
 
     # It shares nothing that is written with the launch by queries, and begins while that ends.
     overlaps = on_hopper(dk.device)
 
     def arguments(cut: bool) -> Arguments:
-        grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config, dk)
+        grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
         beside = {"launch_pdl": True} if overlaps else {}
         return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
 
-    kind = (dk.dtype, *dk.shape[2:], causal, add, config, sums_of, *group.compiled_for)
+    kind = (dk.dtype, *dk.shape[2:], causal, add, config, *group.compiled_for)
     return Launch(_key_kernel, arguments, group.length % group.modulus > 0, kind)
 
 

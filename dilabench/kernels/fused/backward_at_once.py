@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dilabench.kernels.bwd_preprocess import StatsLayout
+from dilabench.kernels.dq_accumulate import convert_dq
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.fused.row_layout import L2_RESIDENT_BYTES, on_hopper, segment_arguments
+from dilabench.kernels.fused.row_layout import on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launch, Launches
-from dilabench.kernels.query_sums import write_sums
-from dilabench.kernels.row_sums import StatsLayout
-from dilabench.kernels.tuning import TileConfig, specialized_backward_config
+from dilabench.kernels.tuning import L2_RESIDENT_BYTES, KeyLists, TileConfig, at_once_is_faster, select_kernel
 
 _LOG2E = 1.4426950408889634
 
@@ -29,12 +29,17 @@ class AtOnce(NamedTuple):
     stats_layout: StatsLayout
 
     @classmethod
-    def of(cls, group: BranchGroup, q: Tensor) -> AtOnce | None:
+    def of(cls, group: BranchGroup, q: Tensor, causal: bool) -> AtOnce | None:
         """None where the kernel does not serve the group."""
-        if q.element_size() != 2 or not on_hopper(q.device):
-            return None
-        tiles = specialized_backward_config(q.shape[-1], group.largest_tile)
-        if tiles is None:
+        kernel, tiles = select_kernel(
+            "backward_key",
+            q.shape[-1],
+            causal=causal,
+            largest_tile=group.largest_tile,
+            itemsize=q.element_size(),
+            hopper=on_hopper(q.device),
+        )
+        if kernel != "at_once":
             return None
         where = (group.length, group.modulus, group.super_tokens)
         return cls(group, tiles, StatsLayout.of(*where, tile=tiles.block_m, block=tiles.block_m))
@@ -44,47 +49,25 @@ def groups_at_once(plan: ResiduePlan, q: Tensor, k: Tensor) -> list[AtOnce]:
     """The groups of the plan that one kernel does both passes of: all that it serves, or none where two passes of
     smaller tiles are faster. To mix both ways was hardly ever faster than the better one.
     """
-    found = [step for step in (AtOnce.of(group, q) for group in plan.groups) if step is not None]
+    found = [step for step in (AtOnce.of(group, q, plan.causal) for group in plan.groups) if step is not None]
     return found if found and _is_faster(found, q, k, plan.causal) else []
 
 
-# Milliseconds of both ways on one H100, of a step (a tile of queries against one of keys) up to a head dim, and of a
-# launch. Fitted to 212 random plans of one to four branches, up to 56,000 tokens, head dims of 48 to 128
-# (docs/figures/h100-backward-at-once.json): the way that they give takes 1.02 times the faster one's time in the mean.
-_STEP_MS = {64: 0.00145, 128: 0.0024}
-_LAUNCH_MS = 0.0085
-# What a program does besides takes as long as so many steps. The longest one, begun first, can be waited for: a share
-# of the programs finish with it.
-_BESIDE_STEPS = 6.5
-_LONGEST_AT_ONCE, _LONGEST_OF_TWO = 0.66, 0.35
-# Zeroing the float32 sums of dQ and writing what they become, and by the million of them.
-_SUMS_MS, _SUMS_MS_OF_MILLION = 0.0037, 0.005
-# The same steps in two passes, and where a program by keys walks over the lists of several heads.
-_TWO_PASSES, _OF_SEVERAL_HEADS = 1.27, 1.22
-
-
 def _is_faster(steps: list[AtOnce], q: Tensor, k: Tensor, causal: bool) -> bool:
-    """Whether one launch of each group costs less than two of smaller tiles: those at once overlap, so that only the
-    longest program of all is waited for, and pay for sums of dQ.
-    """
-    dim = q.shape[-1]
-    step_ms = next(ms for largest, ms in _STEP_MS.items() if dim <= largest)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    shares = longest_of_all = 0.0
-    two_passes = len(steps) * _LAUNCH_MS
-    slower = step_ms * _TWO_PASSES * (1 if q.shape[2] == k.shape[2] else _OF_SEVERAL_HEADS)
+    """As `at_once_is_faster`, of the lists of these groups."""
+    dim, lists = q.shape[-1], []
     for group, tiles, _ in steps:
         rows = k.numel() / dim * group.covered_keys
         pairs = q.shape[0] * computed_pairs(group, min(tiles.block_m, group.largest_tile), causal)
-        mean = pairs / (rows * tiles.block_m)
-        longest = mean * (2 if causal else 1) + _BESIDE_STEPS
-        # Steps of a multiprocessor.
-        share = rows / tiles.block_n * (mean + _BESIDE_STEPS) / processors
-        shares += share
-        longest_of_all = max(longest_of_all, longest)
-        two_passes += slower * max(share, _LONGEST_OF_TWO * longest)
-    at_once = len(steps) * _LAUNCH_MS + step_ms * max(shares, _LONGEST_AT_ONCE * longest_of_all)
-    return at_once + _SUMS_MS + _SUMS_MS_OF_MILLION * q.numel() / 1e6 < two_passes
+        lists.append(KeyLists(rows / tiles.block_n, pairs / (rows * tiles.block_m)))
+    return at_once_is_faster(
+        lists,
+        dim,
+        causal=causal,
+        grouped_queries=q.shape[2] != k.shape[2],
+        sums=q.numel(),
+        processors=torch.cuda.get_device_properties(q.device).multi_processor_count,
+    )
 
 
 def run_at_once(
@@ -97,7 +80,7 @@ def run_at_once(
     scale: float,
     known: Launches,
 ) -> None:
-    """Write the gradients of these groups. stats: of their rows. sums: from `empty_sums`, for some heads after the
+    """Write the gradients of these groups. stats: of their rows. sums: from `dq_accumulator`, for some heads after the
     other.
     """
     dq, dk, dv = gradients
@@ -107,14 +90,13 @@ def run_at_once(
         if first:
             sums.zero_()
         names = [("at once", index, first) for index in range(len(steps))]
-        of_heads = dq[:, :, first : first + some]
 
-        def prepare(first: int = first, dq: Tensor = of_heads) -> Iterator[Launch]:
+        def prepare(first: int = first) -> Iterator[Launch]:
             for index, (step, own) in enumerate(zip(steps, tensors, strict=True)):
                 yield _launch(step, own, first * kv_heads // heads, causal, scale, index > 0)
-            yield write_sums(sums, scale, dq)
 
-        known.make([*names, ("dq", first)], [*tensors, {"sums": sums, "dq": of_heads}], prepare)
+        known.make(names, tensors, prepare)
+        convert_dq(sums, scale, dq[:, :, first : first + some])
 
 
 def _launch(

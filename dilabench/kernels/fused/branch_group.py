@@ -21,7 +21,7 @@ SMALLEST_TILE = 16
 LARGEST_TILE = 128
 
 # How far a query sees on a side without bound, in tokens: beyond any segment.
-FAR = 1 << 30
+MAX_WINDOW = 1 << 30
 
 # The residue of heads in a branch that they take no part in.
 NO_RESIDUE = -1
@@ -177,25 +177,26 @@ class BranchGroup:
         """How many keys a query sees in the mean, of queries that see any, in whole segments: those that several
         branches show count for each of them. A branch of segments w and rate r shows w / r keys to each r-th query.
         """
-        queries, pairs = self._queries_and_pairs_of_a_token(causal)
-        return pairs / queries
+        queries, *pairs = self._queries_and_pairs_of_a_token
+        return pairs[causal] / queries
 
     def queries_of_a_key(self, causal: bool) -> float:
         """How many queries see a key in the mean, over all heads that read it, counted in the same way."""
-        _, pairs = self._queries_and_pairs_of_a_token(causal)
-        return pairs * self.heads_per_kv / len(self.head_kind)
+        _, *pairs = self._queries_and_pairs_of_a_token
+        return pairs[causal] * self.heads_per_kv / len(self.head_kind)
 
-    def _queries_and_pairs_of_a_token(self, causal: bool) -> tuple[float, float]:
-        """Over all heads."""
-        before, behind = self.window or (FAR, FAR)
-        seen = before + 1 + (0 if causal else behind)
-        queries = pairs = 0.0
+    @cached_property
+    def _queries_and_pairs_of_a_token(self) -> tuple[float, float, float]:
+        """Over all heads; pairs where not causal and where causal."""
+        window_left, window_right = self.window or (MAX_WINDOW, MAX_WINDOW)
+        queries = whole = half = 0.0
         for kind, heads in Counter(self.head_kind).items():
             branches = zip(self.rates, self.segment_rows, self.kinds[kind], strict=True)
             parts = [(rate, rows * self.modulus) for rate, rows, residue in branches if residue != NO_RESIDUE]
             queries += heads / min((rate for rate, _ in parts), default=math.inf)
-            pairs += heads * sum(min(tokens / (2 if causal else 1), seen) / rate**2 for rate, tokens in parts)
-        return queries, pairs
+            whole += heads * sum(min(tokens, window_left + 1 + window_right) / rate**2 for rate, tokens in parts)
+            half += heads * sum(min(tokens / 2, window_left + 1) / rate**2 for rate, tokens in parts)
+        return queries, whole, half
 
     def cuts_tiles(self, tile: int) -> bool:
         """Whether a segment or the sequence ends inside a tile of this many rows."""

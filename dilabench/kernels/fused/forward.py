@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from math import inf
 
 import torch
@@ -13,17 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.apart import Apart, apart_places
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.float_parts import all_readable
+from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.fused.results import Results
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
+    Results,
+    all_whole,
     checked_scale,
     launch_arguments,
     on_hopper,
-    parts_of,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -45,18 +43,11 @@ from dilabench.kernels.fused.tile_walk import (
     unpack,
     zero_tail,
 )
-from dilabench.kernels.fused.wider_rows import columns_to_add, make_ready, with_columns
+from dilabench.kernels.fused.wider_rows import make_ready, with_columns
 from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
-from dilabench.kernels.merge import merge_null_mass_
-from dilabench.kernels.tuning import (
-    TileConfig,
-    few_keys_config,
-    narrow_config,
-    parts_forward_config,
-    specialized_config,
-    tile_columns,
-    tile_config,
-)
+from dilabench.kernels.lse import add_null_mass_
+from dilabench.kernels.softmax import finite, weights_of_two
+from dilabench.kernels.tuning import Selected, TileConfig, columns_to_add, select_kernel
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -86,8 +77,8 @@ def _forward_kernel(
     left_over,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     R,
@@ -125,7 +116,7 @@ def _forward_kernel(
     place, row = box_place(
         residue, base_row + tile * BLOCK_M, first_place, whole_rows, left_over, R, BLOCK_M, RAGGED, SHIFTED
     )
-    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL, PRECISION)
+    q, q_tail = load_tile(q_desc, q_tail_desc, batch, row, place, head, HEAD, TAIL)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
@@ -138,14 +129,14 @@ def _forward_kernel(
         key_tile, partner, bias = unpack(entry, shift, R)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
         p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
         decay = tl.math.exp2(top - new_top)
         total = total * decay + tl.sum(p, 1)
         acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
         acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
         top = new_top
 
@@ -159,20 +150,20 @@ def _forward_kernel(
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
             )
-            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+            k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             end = end_of(partner, rows_left, longer_classes, super_rows)
-            window = (before, behind)
+            window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
-            # A row may see nothing yet; -inf - (-inf) must not reach exp2.
-            safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            # A row may see nothing yet.
+            safe_top = finite(new_top)
             p = tl.math.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)
             acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL, PRECISION)
+            v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
             top = new_top
 
@@ -198,10 +189,7 @@ def _forward_kernel(
     lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * stored + first_stored.to(tl.int64) * step + place
     lse_at += tl.arange(0, BLOCK_M) * step
     if MERGE:
-        old_lse = tl.load(lse_at, inside, float("-inf"))
-        higher = tl.maximum(old_lse, lse)
-        ours = tl.exp(lse - higher)
-        theirs = tl.exp(old_lse - higher)
+        higher, ours, theirs = weights_of_two(lse, tl.load(lse_at, inside, float("-inf")))
         both = ours + theirs
         mine = mine * (ours / both)
         theirs = theirs / both
@@ -227,7 +215,7 @@ def fused_forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
-    Rows that no branch covers get out 0 and lse -inf; branches in ``plan.leftover`` are the caller's to merge.
+    Rows that no branch covers get out 0 and lse -inf.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
     (packed qkv included). Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
@@ -254,11 +242,11 @@ def fused_forward(
 
     known.make(range(len(plan.groups)), [tensors] * len(plan.groups), prepare)
     if log_mass is not None and not covered:
-        merge_null_mass_(out, lse, log_mass)
+        add_null_mass_(out, lse, log_mass)
     return out, lse
 
 
-def fused_forward_apart(
+def fused_forward_partials(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -267,23 +255,23 @@ def fused_forward_apart(
     scale: float | None = None,
     log_masses: Sequence[Tensor] = (),
     config: TileConfig | None = None,
-) -> tuple[Tensor, Tensor, Apart]:
+) -> tuple[Tensor, Tensor, Partials]:
     """As `fused_forward` for a plan of single branches, with the result of each by itself. ``log_masses``: a null mass
     of each branch, [H, N] float32 as above, by its index; -inf also where the branch does not cover a row.
     """
-    known = launches("forward apart", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
+    known = launches("forward partials", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
     scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     operands = _as_read(q, k, v, plan, known)
-    places = apart_places(plan, q.shape, q.device, type(q))
-    apart = places.room(q)
+    places = partial_places(plan, q.shape, q.device, type(q))
+    partials = places.empty(q)
     tensors = []
-    for group, (own, own_lse) in zip(plan.groups, places.each(apart), strict=True):
+    for group, (own, own_lse) in zip(plan.groups, places.views(partials), strict=True):
         mass = {"mass": log_masses[group.branches[0]]} if log_masses else {}
         tensors.append({"out": own, "lse": own_lse, **operands, **mass})
     batch, length, num_heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((batch, num_heads, length), dtype=torch.float32, device=q.device)
-    merged = {"outs": apart.outs, "lses": apart.lses, "out": out, "lse": lse}
+    merged = {"outs": partials.outs, "lses": partials.lses, "out": out, "lse": lse}
 
     def prepare() -> Iterator[Launch]:
         for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):
@@ -292,12 +280,12 @@ def fused_forward_apart(
         yield places.merge(merged)
 
     known.make([*range(len(plan.groups)), "merged"], [*tensors, merged], prepare)
-    return out, lse, apart
+    return out, lse, partials
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:
     """q, k and v as kernels read them."""
-    given = all_readable({"q": q, "k": k, "v": v}, plan.groups, known)
+    given = all_whole({"q": q, "k": k, "v": v}, plan.groups, known)
     if more := known.once("columns", lambda: _columns_to_add(k, plan)):
         # A program copies its queries once.
         given |= {name: with_columns(given[name], more) for name in "kv"}
@@ -306,11 +294,11 @@ def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches
 
 def _columns_to_add(k: Tensor, plan: ResiduePlan) -> int:
     """How many keys and values are given; what other lengths may ask for is compiled, too."""
-    of_dim = k.shape[-1], k.dtype, k.device
+    of_dim = k.shape[-1], k.element_size(), on_hopper(k.device)
     queries = sum(group.queries_of_a_key(plan.causal) for group in plan.groups)
     more, most = columns_to_add(*of_dim, queries, k.numel() // k.shape[-1]), columns_to_add(*of_dim, inf, inf)
     if most > more:
-        make_ready(k.shape[-1], most, *of_dim[1:])
+        make_ready(k.shape[-1], most, k.dtype, k.device)
     return more
 
 
@@ -322,38 +310,35 @@ def _launch_of(
     scale: float,
     config: TileConfig | None,
 ) -> Launch:
-    """The launch of a group: where no ``config`` is given by the kernel that wins."""
+    """The launch of a group by the kernel that `select_kernel` gives, or by the plain one with a ``config``."""
     q, k, v = (operands[name] for name in "qkv")
-    group_launch, tiles = (_group_launch, config) if config else _kernel_for(q, results.out, group, causal)
-    return group_launch(q, k, v, results, group, causal, scale, tiles)
 
+    def selected(cut: bool = False) -> Selected:
+        if config is not None:
+            return Selected("plain", config.fitted(group.largest_tile))
+        return select_kernel(
+            "forward",
+            q.shape[-1],
+            causal=causal,
+            largest_tile=group.largest_tile,
+            itemsize=q.element_size(),
+            hopper=on_hopper(q.device),
+            windowed=group.is_windowed,
+            keys=group.keys_of_a_query(causal),
+            cut=cut,
+        )
 
-def _kernel_for(
-    q: Tensor, out: Tensor, group: BranchGroup, causal: bool
-) -> tuple[Callable[..., Launch], TileConfig | None]:
-    """The launch of a group: of a Hopper kernel, with its tiles, where one can run and wins."""
-    if (
-        parts_of(q, out) > 1
-        and on_hopper(q.device)
-        and (tiles := parts_forward_config(q.shape[-1], group.largest_tile))
-    ):
-        from dilabench.kernels.fused.sm90 import one_warpgroup, parts_forward
+    kernel, tiles = selected()
+    # The modules of these kernels need a Triton with Gluon's Hopper instructions.
+    if kernel == "specialized":
+        from dilabench.kernels.fused.sm90 import forward
 
-        return partial(one_warpgroup.group_launch, parts_forward.kernel_for(q)), tiles
-    if out.element_size() == 2 and on_hopper(q.device):
-        # These modules need a Triton with Gluon's Hopper instructions.
-        if tiles := specialized_config(q.shape[-1], group.largest_tile):
-            few = few_keys_config(q.shape[-1], causal, group.is_windowed)
-            if few and group.keys_of_a_query(causal) <= few[0]:
-                return _group_launch, few[1]
-            from dilabench.kernels.fused.sm90 import forward
+        return forward.group_launch(q, k, v, results, group, causal, scale, tiles)
+    if kernel == "narrow":
+        from dilabench.kernels.fused.sm90 import narrow_forward
 
-            return forward.group_launch, tiles
-        if tiles := narrow_config(q.shape[-1], causal, group.largest_tile):
-            from dilabench.kernels.fused.sm90 import narrow_forward, one_warpgroup
-
-            return partial(one_warpgroup.group_launch, narrow_forward.kernel_for(q)), tiles
-    return _group_launch, None
+        return narrow_forward.group_launch(q, k, v, results, group, causal, scale, tiles)
+    return _group_launch(q, k, v, results, group, causal, scale, lambda cut: selected(cut).tiles)
 
 
 def _group_launch(
@@ -364,18 +349,16 @@ def _group_launch(
     group: BranchGroup,
     causal: bool,
     scale: float,
-    config: TileConfig | None,
+    tiles_of: Callable[[bool], TileConfig],
 ) -> Launch:
-    size, parts = q.element_size(), parts_of(q, results.out)
-    dim = sum(tile_columns(q.shape[-1], size))
+    """The launch of the plain kernel. tiles_of: its tiles, where the sequence ends inside a key tile or not."""
 
     def arguments(ragged: bool) -> Arguments:
-        chosen = config or tile_config(dim, causal, "forward", group.largest_tile, size, ragged, parts)
-        chosen = chosen.fitted(group.largest_tile)
+        chosen = tiles_of(ragged)
         tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
         tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
         n_items = tables.items.shape[2]
-        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen, results.out)
+        grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen)
         own = {
             "out_ptr": results.out,
             "lse_ptr": results.lse,
@@ -390,7 +373,7 @@ def _group_launch(
         }
         return grid, shared | own
 
-    whole = config or tile_config(dim, causal, "forward", group.largest_tile, size, parts=parts)
-    ragged = group.cuts_tiles(whole.fitted(group.largest_tile).longest)
+    whole = tiles_of(False)
+    ragged = group.cuts_tiles(whole.longest)
     kind = (*results.out.shape[2:], causal, whole, *results.compiled_for, *group.compiled_for)
     return Launch(_forward_kernel, arguments, ragged, kind)

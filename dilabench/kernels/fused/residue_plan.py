@@ -10,8 +10,8 @@ tile: multiplicity becomes a scalar bias log2(m) on the logits of the tile.
 A branch by itself needs no R that divides its segments: classes then count from the start of each.
 
 Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
-*groups*, each with its own R. A branch that fits no group is listed in ``ResiduePlan.leftover`` with the reason; the
-caller computes those another way and merges by lse (forward) or adds (backward): both are exact.
+*groups*, each with its own R. Branches that fit no group, or groups without a small common multiple, have no plan
+(`plugins.builtin.implementations` refuses them; `strided` computes them).
 
 Grouped heads take part in one branch each: in the others they have no residue, and their lists of tiles are empty.
 """
@@ -25,9 +25,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dilabench.kernels.fused.branch_group import (
-    FAR,
     MAX_MODULUS,
     MAX_MULTIPLICITY,
+    MAX_WINDOW,
     NO_RESIDUE,
     SMALLEST_TILE,
     TILE_BITS,
@@ -37,6 +37,7 @@ from dilabench.kernels.fused.branch_group import (
     OffsetBy,
 )
 from dilabench.kernels.fused.tile_lists import computed_pairs
+from dilabench.kernels.tuning import GROUP_COST_PAIRS, MERGE_COST_PAIRS
 
 # Where a length is no multiple of all moduli, tensors may be copied to one that is: by less than so many tokens.
 MOST_TOKENS_BEHIND = 4096
@@ -46,21 +47,16 @@ MAX_TABLE_ENTRIES = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class ResiduePlan:
-    """Groups to run in order, and the branches (index, reason) that design B cannot take.
+    """Groups to run in order, each branch in one of them.
 
     Equal plans are the same object (`residue_plan`), which is quicker to look up than what they are made of.
     """
 
     groups: tuple[BranchGroup, ...]
-    leftover: tuple[tuple[int, str], ...]
     sequence_length: int
     num_heads: int
     num_kv_heads: int
     causal: bool
-
-    @property
-    def complete(self) -> bool:
-        return not self.leftover
 
 
 @lru_cache(maxsize=256)
@@ -75,17 +71,18 @@ def residue_plan(
     offset_by: OffsetBy = "head",
     tile: int = 64,
     cut: tuple[tuple[int, ...], ...] | None = None,
-    apart: bool = False,
+    separate: bool = False,
     branch_of_head: tuple[int, ...] | None = None,
     window: tuple[int, int] = (-1, -1),
 ) -> ResiduePlan:
-    """Split the branches into groups with the least computed pairs at ``tile`` rows; what fits nowhere is leftover.
+    """Split the branches into groups with the least computed pairs at ``tile`` rows.
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
-    (branch indices) instead, and ``apart`` each branch one of its own. ``branch_of_head``: the index of the only branch
-    that each head takes part in; None where all take part in all. A branch without heads is in no group, and not left
-    over either. ``window``: how many tokens before and behind it a query sees, -1 for all.
-    Raises ValueError for ill-formed arguments or a ``cut`` that does not fit.
+    (branch indices) instead, and ``separate`` one group for each branch. A branch without heads is in no group.
+    ``branch_of_head``: the index of the only branch that each head takes part in; None where all take part in all.
+    ``window``: how many tokens before and behind it a query sees, -1 for all.
+
+    Raises ValueError for ill-formed arguments, a ``cut`` that does not fit, and branches that have no plan.
     """
     if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
         raise ValueError(
@@ -96,37 +93,26 @@ def residue_plan(
     if branch_of_head is not None and len(branch_of_head) != num_heads:
         raise ValueError(f"{len(branch_of_head)} branches of heads for {num_heads} heads: give one for each")
     heads = HeadResidues(num_heads, num_kv_heads, offset, offset_by, branch_of_head)
-    left, right = (FAR if tokens < 0 else min(tokens, FAR) for tokens in window)
-    branches = _Branches(segment_lengths, dilation_rates, heads, (left, FAR if causal else right))
+    left, right = (MAX_WINDOW if tokens < 0 else min(tokens, MAX_WINDOW) for tokens in window)
+    branches = _Branches(segment_lengths, dilation_rates, heads, (left, MAX_WINDOW if causal else right))
     if cut is not None:
         given = [_fit(part, branches, sequence_length, SMALLEST_TILE) for part in cut]
         if refused := [fit for fit in given if isinstance(fit, str)]:
             raise ValueError(f"groups {cut}: {'; '.join(refused)}")
         groups = tuple(fit for fit in given if not isinstance(fit, str))
-        rest = tuple(
-            (i, "not in a given group") for i in range(len(dilation_rates)) if all(i not in part for part in cut)
-        )
-        return ResiduePlan(groups, rest, sequence_length, num_heads, num_kv_heads, causal)
+        if missing := sorted(set(range(len(dilation_rates))).difference(*cut)):
+            raise ValueError(f"groups {cut} lack the branches {missing}")
+        return ResiduePlan(groups, sequence_length, num_heads, num_kv_heads, causal)
     by_rate = sorted(range(len(dilation_rates)), key=lambda i: (dilation_rates[i], segment_lengths[i]))
     taken = tuple(i for i in by_rate if heads.taking_part((i,)))
-    leftover: list[tuple[int, str]] = []
-    groups = () if apart else _groups(taken, branches, sequence_length, causal, tile)
-    if not groups:
-        alone = {i: _fit((i,), branches, sequence_length, SMALLEST_TILE) for i in taken}
-        leftover = [(i, why) for i, why in alone.items() if isinstance(why, str)]
-        fitting = {i: fit for i, fit in alone.items() if not isinstance(fit, str)}
-        groups = tuple(fitting.values()) if apart else _groups(tuple(fitting), branches, sequence_length, causal, tile)
-    kept: list[BranchGroup] = []
-    common = 1
-    for group in groups:
-        multiple = math.lcm(common, group.modulus)
-        if multiple > MOST_TOKENS_BEHIND:
-            why = f"lcm of the dilation rates of all groups is {multiple}, above {MOST_TOKENS_BEHIND}"
-            leftover += [(i, why) for i in group.branches]
-        else:
-            kept.append(group)
-            common = multiple
-    return ResiduePlan(tuple(kept), tuple(sorted(leftover)), sequence_length, num_heads, num_kv_heads, causal)
+    multiple = math.lcm(*(dilation_rates[i] for i in taken))
+    if multiple > MOST_TOKENS_BEHIND:
+        raise ValueError(f"the lcm of the dilation rates is {multiple}, above {MOST_TOKENS_BEHIND}")
+    if separate:
+        groups = _separate(taken, branches, sequence_length)
+    else:
+        groups = _groups(taken, branches, sequence_length, causal, tile)
+    return ResiduePlan(groups, sequence_length, num_heads, num_kv_heads, causal)
 
 
 class _Branches(NamedTuple):
@@ -138,30 +124,33 @@ class _Branches(NamedTuple):
     window: tuple[int, int]
 
 
+def _separate(usable: tuple[int, ...], branches: _Branches, sequence_length: int) -> tuple[BranchGroup, ...]:
+    """A group of each branch. Raises ValueError where one has no tiles."""
+    found = []
+    for index in usable:
+        fit = _fit((index,), branches, sequence_length, SMALLEST_TILE)
+        if isinstance(fit, str):
+            raise ValueError(f"branch {index} has no residue-class tiles: {fit}")
+        found.append(fit)
+    return tuple(found)
+
+
 def _groups(
     usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
 ) -> tuple[BranchGroup, ...]:
-    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length. Empty
-    where a branch fits no group.
-    """
+    """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length."""
     rounded = 1 << (sequence_length - 1).bit_length()
-    for length in (rounded, sequence_length):
-        # A segment that holds all of this length may be cut in a longer one, and then not fit.
-        alone = (_fit((i,), branches, length, SMALLEST_TILE) for i in usable)
-        if any(isinstance(fit, str) for fit in alone):
-            continue
-        parts = _cheapest_cut(usable, branches, length, causal, tile)
+    # A segment that holds all of this length may be cut in a longer one, and then not fit.
+    if not any(isinstance(_fit((i,), branches, rounded, SMALLEST_TILE), str) for i in usable):
+        parts = _cheapest_cut(usable, branches, rounded, causal, tile)
         found = [_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts]
         groups = tuple(fit for fit in found if not isinstance(fit, str))
         if len(groups) == len(parts):
             return groups
-    return ()
-
-
-# A later group re-reads and re-writes the output rows it covers, and is further launches: of a row and of a group that
-# is about as much as so many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
-# forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first alone).
-_MERGE_COST_PAIRS, _GROUP_COST_PAIRS = 128, 2_000_000
+    _separate(usable, branches, sequence_length)
+    parts = _cheapest_cut(usable, branches, sequence_length, causal, tile)
+    fits = (_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts)
+    return tuple(fit for fit in fits if not isinstance(fit, str))
 
 
 @lru_cache(maxsize=256)
@@ -182,7 +171,7 @@ def _cheapest_cut(
             cost = float(computed_pairs(group, min(tile, group.largest_tile), causal))
             if start:
                 rows = branches.heads.taking_part(run) * sequence_length / min(group.rates)
-                cost += _MERGE_COST_PAIRS * rows + _GROUP_COST_PAIRS
+                cost += MERGE_COST_PAIRS * rows + GROUP_COST_PAIRS
             options.append((best[start][0] + cost, (*best[start][1], run)))
         best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]

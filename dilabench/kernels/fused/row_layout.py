@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,13 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.launches import COPY_BYTES, Arguments
-from dilabench.kernels.tuning import TileConfig, parts_columns, tile_columns
+from dilabench.kernels.launches import COPY_BYTES, Arguments, Launches
+from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, tile_columns
 
 LARGEST_HEAD_DIM = 256
-
-# The kernels' `PRECISION` of float32 operands that come in parts (`float_parts`).
-IN_PARTS = "parts"
 
 # What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
 # integers that are 1 or that 16 divides.
@@ -39,8 +36,8 @@ PER_LENGTH = (
     "left_over",
     "super_rows",
     "super_tokens",
-    "before",
-    "behind",
+    "window_left",
+    "window_right",
     "stats_blocks",
     "stats_rows",
     "first_kv_head",
@@ -71,6 +68,13 @@ def whole_classes(x: Tensor, groups: Sequence[BranchGroup]) -> Tensor:
     if not all(_fits_a_box(x, group) for group in groups):
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % common_modulus(groups)))
     return x if is_row_addressable(x) else x.contiguous()
+
+
+def all_whole(given: dict[str, Tensor], groups: Sequence[BranchGroup], known: Launches) -> dict[str, Tensor]:
+    """All of these by `whole_classes`, each by its name. known: launches of the pass."""
+    if known.once("whole", lambda: all(is_whole(x, groups) for x in given.values())):
+        return given
+    return {name: whole_classes(x, groups) for name, x in given.items()}
 
 
 def common_modulus(groups: Iterable[BranchGroup]) -> int:
@@ -115,7 +119,7 @@ def _float32_products(device: torch.device) -> str:
     return "bf16x6" if known and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
 
 
-def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
+def residue_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     """(shape, strides) of ``x [B, N, H, D]`` as [N / R, columns] in whole rows, of several batch elements [B, N / R,
     columns]: head h of the token at place c of a row starts at column ``c * stride(1) + h * stride(2)``; behind R
     tokens stand as many as are left over (`_fits_a_box`).
@@ -128,7 +132,7 @@ def class_view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     return shape[some:], [length * token, modulus * token, 1][some:]
 
 
-def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
+def residue_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     """(shape, strides) of ``x [B, N, H, D]`` as [B, R, H, N / R, D] in whole rows; behind R tokens stand as many as are
     left over (`_fits_a_box`).
 
@@ -140,14 +144,33 @@ def class_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     return shape, [length * token, token, head, modulus * token, 1]
 
 
-def class_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
-    """`class_box` in tiles of [1, 1, 1, rows, columns]; reads past an end give 0."""
-    return TensorDescriptor(x, *class_box(x, modulus), [1, 1, 1, rows, columns])
+def residue_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:
+    """`residue_box` in tiles of [1, 1, 1, rows, columns]; reads past an end give 0."""
+    return TensorDescriptor(x, *residue_box(x, modulus), [1, 1, 1, rows, columns])
 
 
-# Below this many bytes of keys and values the L2 cache holds all of them: order is free, so heavy tiles go first.
-L2_RESIDENT_BYTES = 24 << 20
 _LOG2E = 1.4426950408889634
+
+
+class Results(NamedTuple):
+    """``out`` [B, N, H, D] and ``lse`` [B, H, N], of which rows that the group does not cover are left as they are.
+
+    mass: [1, H, N], the logarithm of a null mass that counts as a key of value 0. merge: with what is there. follows:
+    directly behind the launch of another group, beside whose end it begins. compact: out [B, n, H, D] and lse [B, H, n]
+    hold the `BranchGroup.stored_rows` of one class of each head, the only one that a single branch covers.
+    """
+
+    out: Tensor
+    lse: Tensor
+    mass: Tensor | None = None
+    merge: bool = False
+    follows: bool = False
+    compact: bool = False
+
+    @property
+    def compiled_for(self) -> tuple[Hashable, ...]:
+        """What kernels are compiled for of them, besides the shape of out."""
+        return self.out.dtype, self.mass is None, self.merge, self.follows, self.compact
 
 
 def launch_arguments(
@@ -158,20 +181,16 @@ def launch_arguments(
     causal: bool,
     scale: float,
     config: TileConfig,
-    result: Tensor,
 ) -> Arguments:
-    """What the fused kernels in Triton are all given. ``tiles`` names each operand with its rows per tile, ``result``
-    is what they write; the rest as for `shared_arguments`.
+    """What the fused kernels in Triton are all given. ``tiles`` names each operand with its rows per tile; the rest
+    as for `shared_arguments`.
     """
     q, k = tiles["q"][0], tiles["k"][0]
-    parts = parts_of(q, result)
-    grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config, parts)
-    # Parts may have more columns.
-    arguments["HEAD_DIM"] = result.shape[-1]
+    grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
     head, tail = arguments["HEAD"], arguments["TAIL"]
     for name, (x, rows) in tiles.items():
-        arguments[f"{name}_desc"] = class_rows(x, group.modulus, rows, head)
-        arguments[f"{name}_tail_desc"] = class_rows(x, group.modulus, rows, tail) if tail else None
+        arguments[f"{name}_desc"] = residue_rows(x, group.modulus, rows, head)
+        arguments[f"{name}_tail_desc"] = residue_rows(x, group.modulus, rows, tail) if tail else None
     return grid, arguments
 
 
@@ -184,14 +203,13 @@ def shared_arguments(
     causal: bool,
     scale: float,
     config: TileConfig,
-    parts: int = 1,
 ) -> Arguments:
     """Grid and arguments without descriptors; each of ``n_items`` is visited once per super-segment, batch element and
     one of ``heads_per_batch`` heads.
     """
-    n_blocks = q.shape[0] // parts * heads_per_batch * group.n_supers
+    n_blocks = q.shape[0] * heads_per_batch * group.n_supers
     dim = q.shape[-1]
-    head, tail = parts_columns(dim) if parts > 1 else tile_columns(dim, q.element_size())
+    head, tail = tile_columns(dim, q.element_size())
     arguments: dict[str, Any] = {
         "scale_log2": scale * _LOG2E,
         "n_supers": group.n_supers,
@@ -210,7 +228,7 @@ def shared_arguments(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "PRECISION": IN_PARTS if parts > 1 else product_precision(q),
+        "PRECISION": product_precision(q),
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -220,24 +238,19 @@ def shared_arguments(
     return (n_items * n_blocks,), arguments
 
 
-def parts_of(operand: Tensor, result: Tensor) -> int:
-    """In how many parts each number of an operand [B · parts, N, H, D] comes, by a result [B, N, H, D]."""
-    return operand.shape[0] // result.shape[0]
-
-
 def segment_arguments(group: BranchGroup) -> dict[str, int]:
     """How long super-segments and the sequence are and how they lie, and how many tokens before and behind it a query
     sees.
     """
-    before, behind = group.window or (0, 0)
+    window_left, window_right = group.window or (0, 0)
     return {
         "super_rows": group.super_rows,
         "super_tokens": group.super_tokens,
         "whole_rows": group.length // group.modulus,
         "longer_classes": group.length % group.modulus,
         "length": group.length,
-        "before": before,
-        "behind": behind,
+        "window_left": window_left,
+        "window_right": window_right,
         "SHIFTED": group.is_shifted,
         "WINDOWED": group.is_windowed,
     }
@@ -267,8 +280,6 @@ def checked_scale(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: flo
         )
     if (length, num_heads) != (plan.sequence_length, plan.num_heads):
         raise ValueError(f"q {tuple(q.shape)} does not fit a plan for N={plan.sequence_length}, H={plan.num_heads}")
-    if not plan.groups:
-        raise ValueError(f"no branch fits residue-class tiles: {plan.leftover}")
     scale = dim**-0.5 if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale {scale} must be positive: fold the sign into q")

@@ -113,13 +113,13 @@ def runs_of(group: BranchGroup, tails: tuple[int, ...], own: int, other: int, ca
     to_whole = _within((start if causal and not by_key else sure) // other, from_whole, end)
     if group.window is not None:
         # Keys see the queries behind them that see what is before.
-        before, behind = reversed(group.window) if by_key else group.window
-        sure_before, most_before = group.sure_and_most(before)
-        sure_behind, most_behind = group.sure_and_most(behind)
-        begin = _within((start - most_before) // other, begin, end)
-        end = _within(-(-(start + own + most_behind) // other), begin, end)
-        from_whole = _within(-((sure_before - start - own + 1) // other), np.maximum(from_whole, begin), end)
-        to_whole = np.maximum(np.minimum((start + sure_behind + 1) // other, np.minimum(to_whole, end)), from_whole)
+        window_left, window_right = reversed(group.window) if by_key else group.window
+        sure_left, most_left = group.sure_and_most(window_left)
+        sure_right, most_right = group.sure_and_most(window_right)
+        begin = _within((start - most_left) // other, begin, end)
+        end = _within(-(-(start + own + most_right) // other), begin, end)
+        from_whole = _within(-((sure_left - start - own + 1) // other), np.maximum(from_whole, begin), end)
+        to_whole = np.maximum(np.minimum((start + sure_right + 1) // other, np.minimum(to_whole, end)), from_whole)
     begins, counts = np.empty((2, *begin.shape, 3), np.int64)
     begins[..., 0], begins[..., 1], begins[..., 2] = from_whole, begin, to_whole
     counts[..., 0], counts[..., 1], counts[..., 2] = to_whole - from_whole, from_whole - begin, end - to_whole

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dilabench.kernels import tuning
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup
 from dilabench.kernels.fused.tile_lists import (
     Integers,
@@ -31,12 +32,6 @@ from dilabench.kernels.fused.tile_lists import (
 
 # Elements of int32 in 16 bytes.
 _ALIGNED = 4
-# Entries are made for as many tiles at a time as need this many of the numbers that lead to them.
-_AT_ONCE = 1 << 23
-# Up to so many entries, and numbers that lead to them, are made here.
-_FEW = 1 << 17
-# Lists of all tails at once are made up to so many entries, and tiles of so many classes.
-_TOGETHER_ENTRIES, _TOGETHER_TILES = 1 << 20, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +102,10 @@ def _made_together(group: BranchGroup, own: int, other: int, causal: bool, by_ke
     one makes them for every other; else none.
     """
     ends = 2 * -(-group.super_rows // min(own, other))
-    if ends * -(-group.super_rows // own) * group.modulus * len(group.kinds) > _TOGETHER_TILES:
+    if ends * -(-group.super_rows // own) * group.modulus * len(group.kinds) > tuning.TOGETHER_TILES:
         return ()
     tails = group.tails_in_tiles(min(own, other))
-    return tails if entries_of(group, tails, own, other, causal, by_key).sum() <= _TOGETHER_ENTRIES else ()
+    return tails if entries_of(group, tails, own, other, causal, by_key).sum() <= tuning.TOGETHER_ENTRIES else ()
 
 
 @contextmanager
@@ -263,7 +258,7 @@ class _Entries:
     @property
     def are_few(self) -> bool:
         """Whether to write them out costs less than the launches that do so on a device."""
-        return max(int(self.per_tile.sum()), self.per_tile.size * self.column.size) <= _FEW
+        return max(int(self.per_tile.sum()), self.per_tile.size * self.column.size) <= tuning.FEW_ENTRIES
 
     def here(self) -> Integers:
         """All of them; without any, a zero."""
@@ -276,7 +271,7 @@ class _Entries:
         """The same in int32 from the same numbers on a device."""
         if not self.per_tile.any():
             return torch.zeros(1, dtype=torch.int32, device=count.device)
-        step = max(1, _AT_ONCE // self.column.size)
+        step = max(1, tuning.NUMBERS_AT_ONCE // self.column.size)
         parts = [
             _written_out(
                 count[at : at + step].index_select(1, column),

@@ -8,16 +8,11 @@ import triton
 import triton.language as tl
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
-from dilabench.kernels.fused.float_parts import split_small
-from dilabench.kernels.fused.row_layout import IN_PARTS
-from dilabench.kernels.tuning import PARTS
 
 _TILE_BITS = tl.constexpr(TILE_BITS)
 _TILE_MASK = tl.constexpr((1 << TILE_BITS) - 1)
 _CLASS_MASK = tl.constexpr((1 << CLASS_BITS) - 1)
 _COUNT_SHIFT = tl.constexpr(TILE_BITS + CLASS_BITS)
-_IN_PARTS = tl.constexpr(IN_PARTS)
-_PARTS = tl.constexpr(PARTS)
 
 
 @triton.jit
@@ -79,7 +74,7 @@ def stored_rows(super_rows, super_tokens, length, R):
 def box_place(
     residue, row, first_place, whole_rows, left_over, R, ROWS: tl.constexpr, CUT: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """Where a tile of ROWS rows of a class stands in the box of `row_layout.class_rows`: (place among the tokens of a
+    """Where a tile of ROWS rows of a class stands in the box of `row_layout.residue_rows`: (place among the tokens of a
     row, row). CUT: ``left_over`` tokens may stand behind the whole rows. SHIFTED: classes count from ``first_place``.
     """
     if SHIFTED:
@@ -95,26 +90,10 @@ def box_place(
 
 
 @triton.jit
-def load_tile(
-    desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr
-):
+def load_tile(desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr, TAIL: tl.constexpr):
     """[rows, HEAD] of a descriptor over [B, places, H, rows, D] (`box_place`), and the TAIL columns behind them (where
-    there are none, the same again, for nobody to use); beyond the sequence and the head dim are zeros. Of operands in
-    parts, three of both.
+    there are none, the same again, for nobody to use); beyond the sequence and the head dim are zeros.
     """
-    if PRECISION == _IN_PARTS:
-        first, first_tail = load_columns(desc, tail_desc, batch * _PARTS, row, residue, head, HEAD, TAIL)
-        second, second_tail = load_columns(desc, tail_desc, batch * _PARTS + 1, row, residue, head, HEAD, TAIL)
-        third, third_tail = load_columns(desc, tail_desc, batch * _PARTS + 2, row, residue, head, HEAD, TAIL)
-        tile, tail = (first, second, third), (first_tail, second_tail, third_tail)
-    else:
-        tile, tail = load_columns(desc, tail_desc, batch, row, residue, head, HEAD, TAIL)
-    return tile, tail
-
-
-@triton.jit
-def load_columns(desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """Both parts of the columns of one tile."""
     tile = desc.load([batch, residue, head, row, 0]).reshape([desc.block_shape[3], HEAD])
     tail = tile
     if TAIL:
@@ -125,44 +104,20 @@ def load_columns(desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr,
 @triton.jit
 def scores(a, a_tail, b, b_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
     """a . b^T over all columns."""
-    if PRECISION == _IN_PARTS:
-        products = product_of_parts(a, (b[0].T, b[1].T, b[2].T))
-        if TAIL:
-            products += product_of_parts(a_tail, (b_tail[0].T, b_tail[1].T, b_tail[2].T))
-    else:
-        products = tl.dot(a, b.T, input_precision=PRECISION)
-        if TAIL:
-            products = tl.dot(a_tail, b_tail.T, products, input_precision=PRECISION)
+    products = tl.dot(a, b.T, input_precision=PRECISION)
+    if TAIL:
+        products = tl.dot(a_tail, b_tail.T, products, input_precision=PRECISION)
     return products
 
 
 @triton.jit
 def add_weighted(acc, acc_tail, weights, x, x_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
     """acc + weights . x for both parts of the columns."""
-    if PRECISION == _IN_PARTS:
-        parts = split_small(weights)
-        acc += product_of_parts(parts, x)
-        if TAIL:
-            acc_tail += product_of_parts(parts, x_tail)
-    else:
-        weights = weights.to(x.dtype)
-        acc = tl.dot(weights, x, acc, input_precision=PRECISION)
-        if TAIL:
-            acc_tail = tl.dot(weights, x_tail, acc_tail, input_precision=PRECISION)
+    weights = weights.to(x.dtype)
+    acc = tl.dot(weights, x, acc, input_precision=PRECISION)
+    if TAIL:
+        acc_tail = tl.dot(weights, x_tail, acc_tail, input_precision=PRECISION)
     return acc, acc_tail
-
-
-@triton.jit
-def product_of_parts(a, b):
-    """The sum of a . the sum of b, the smallest products first; three of nine are below the last bit. By itself: tensor
-    cores cut off what they add up instead of rounding it, which over many tiles would cost the last bits.
-    """
-    products = tl.dot(a[0], b[2])
-    products = tl.dot(a[2], b[0], products)
-    products = tl.dot(a[1], b[1], products)
-    products = tl.dot(a[0], b[1], products)
-    products = tl.dot(a[1], b[0], products)
-    return tl.dot(a[0], b[0], products)
 
 
 @triton.jit
@@ -261,8 +216,8 @@ def window_rows(query_row, apart, window, R):
     """First and last row of keys that a query sees, which is the class ``apart`` of them ahead in a row. window: tokens
     before and behind it.
     """
-    before, behind = window
-    return query_row + 1 - (before - apart + R) // R, query_row - 1 + (behind + apart + R) // R
+    window_left, window_right = window
+    return query_row + 1 - (window_left - apart + R) // R, query_row - 1 + (window_right + apart + R) // R
 
 
 @triton.jit

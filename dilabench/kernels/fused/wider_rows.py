@@ -9,33 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.fused.row_layout import on_hopper
 from dilabench.kernels.launches import Launch, compile_ahead, launch
 
 _ROWS = 64
 # Strides are counted in so many elements, so that the compiler knows that 16 bytes can be read at a time.
 _UNIT = 8
-# From so many queries of a key and so many pairs on, to read and write keys once costs less than their rows do that
-# cross memory lines.
-_MANY_QUERIES, _MANY_PAIRS = 2000, 700_000_000
-
-
-def columns_to_add(dim: int, dtype: torch.dtype, device: torch.device, queries: float = 0, keys: float = 0) -> int:
-    """How many columns of zeros tiles that are copied again and again are given before kernels read them: mostly none.
-
-    Hopper copies rows that are no multiple of 32 bytes at half speed. On an H200, 32768 tokens, H16, w 1024 5792 32768
-    65536, r 1 2 4 8, forward and backward alone, in ms: D24 1.45 and 3.82, D32 0.99 and 3.21; D40 2.27 and 5.25, D56
-    1.82 and 4.78, D48 1.25 and 4.21. Above 64 it was not tried.
-
-    And rows that cross a memory line of 128 bytes, as every second one of D48 does, are two copies of lines. The small
-    programs of the forward pass are bound by those, and ask for whole lines where ``queries`` enough see each of the
-    ``keys`` in the mean: on an H100 GigaPath's branches took 0.85 to 0.94 of the time at D48 and 0.80 to 0.83 at D40
-    (docs/figures/h100-whole-lines.json).
-    """
-    if dtype.itemsize != 2 or dim > 64 or not on_hopper(device):
-        return 0
-    whole_lines = dim > 32 and queries >= _MANY_QUERIES and queries * keys >= _MANY_PAIRS
-    return -dim % (64 if whole_lines else 16)
 
 
 def with_columns(x: Tensor, more: int) -> Tensor:

@@ -5,6 +5,7 @@ The names of the source documents work as aliases.
 
 from dataclasses import replace
 from itertools import pairwise
+from math import lcm
 
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.dilated import DilatedPattern
@@ -43,6 +44,32 @@ def _no_fused_head_dim(workload: Workload) -> str | None:
     return (
         f"rows of {row_bytes} bytes (head_dim {workload.head_dim}) are not a multiple of 16" if row_bytes % 16 else None
     )
+
+
+# Limits of the lists of tiles of the fused kernels (`kernels.fused.residue_plan`): of a rate, of the least common
+# multiple of all, and of rows of one residue in a segment. Grouped heads have two lists in the room of one.
+LARGEST_RATE, LARGEST_MULTIPLE, MOST_ROWS, MOST_GROUPED_ROWS = 1024, 4096, 262_144, 185_344
+
+
+def no_residue_plan(workload: Workload) -> str | None:
+    """The reason against branches that the fused kernels have no lists of tiles for."""
+    pattern, heads = DilatedPattern.match(workload.pattern), workload.num_heads
+    if pattern is None:
+        return None
+    taken = sorted(set(pattern.branch_of_head(heads) or range(len(pattern.branches))))
+    rates = [pattern.dilation_rates[i] for i in taken]
+    if max(rates) > LARGEST_RATE:
+        return f"dilation rate {max(rates)} is above {LARGEST_RATE}"
+    if (multiple := lcm(*rates)) > LARGEST_MULTIPLE:
+        return f"the lcm of the dilation rates is {multiple}, above {LARGEST_MULTIPLE}"
+    longest = max(stop - start for start, stop in workload.sequences)
+    rows = max(-(-min(pattern.segment_lengths[i], longest) // pattern.dilation_rates[i]) for i in taken)
+    most = MOST_GROUPED_ROWS if len(taken) > 1 and pattern.has_grouped_heads else MOST_ROWS
+    return f"a branch has {rows} rows of one residue in a segment, above {most}" if rows > most else None
+
+
+def _not_for_fused(workload: Workload) -> str | None:
+    return _no_fused_head_dim(workload) or no_residue_plan(workload)
 
 
 def _too_wide_in_float32(workload: Workload) -> str | None:
@@ -84,7 +111,7 @@ FUSED = Capabilities(
     merge_grads=BOTH_MERGES,
     zero_keys=True,
     max_head_dim=256,
-    check=_no_fused_head_dim,
+    check=_not_for_fused,
 )
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
 FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_flex_head_dim)
@@ -178,15 +205,6 @@ IMPLEMENTATIONS = (
         aliases=("dilated",),
         uses_backend=True,
         role="plain",
-    ),
-    Implementation(
-        "neighborhood",
-        "each residue of the tokens as strided views under a sliding window of a dense backend",
-        "dilabench.impls.neighborhood:build",
-        supports=Capabilities(patterns=frozenset({"neighborhood"}), causal=frozenset({True}), window=False),
-        uses_backend=True,
-        calls_window=True,
-        priority=10,
     ),
     Implementation(
         "strided",

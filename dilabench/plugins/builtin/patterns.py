@@ -18,11 +18,6 @@ PATTERNS = (
         "dilabench.patterns.window_sink:WindowSinkPattern",
     ),
     PatternKind(
-        "neighborhood",
-        "the nearest keys on each row's residue: dilated neighbourhood attention (NATTEN)",
-        "dilabench.patterns.neighborhood:NeighborhoodPattern",
-    ),
-    PatternKind(
         "column_bounds",
         "keys hidden from ranges of rows: documents, prefixes, shared questions (FlashMask)",
         "dilabench.patterns.column_bounds:ColumnBoundsPattern",

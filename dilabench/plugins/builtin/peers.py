@@ -3,15 +3,12 @@
 from dataclasses import replace
 
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.patterns.neighborhood import NeighborhoodPattern
 from dilabench.plugins import Capabilities, Implementation, hookimpl
 from dilabench.workload.equal_parts import (
-    against_equal_chunks,
     against_equal_pairs,
     against_equal_parts,
     against_usp,
     against_whole_heads,
-    against_whole_heads_in_pairs,
 )
 from dilabench.workload.spec import Workload
 
@@ -38,9 +35,6 @@ _IN_ORDER = Capabilities(
     check_ranks=against_equal_parts,
 )
 _ZIGZAG = replace(_IN_ORDER, causal=frozenset({True}), check_ranks=against_equal_pairs)
-
-
-_ON_CUDA = replace(_IN_ORDER, devices=frozenset({"cuda"}))
 
 
 def _one_sequence(workload: Workload) -> str | None:
@@ -159,66 +153,6 @@ def _yunchang(name: str, summary: str, supports: Capabilities, sharding: str, *q
         project="yunchang",
         install="pip install --no-deps yunchang; pip install einops",
     )
-
-
-def _transformer_engine(name: str, summary: str, supports: Capabilities, sharding: str) -> Implementation:
-    return Implementation(
-        f"transformer-engine-{name}",
-        f"context parallelism of TransformerEngine's DotProductAttention, {summary}",
-        f"dilabench.impls.peers.transformer_engine:build_{name}",
-        supports=supports,
-        requires=("transformer_engine", "cuda>=sm80"),
-        quirks=("its kernel is its own choice: cuDNN's or flash-attn, as NVTE_* variables say", NOT_COUNTED),
-        sharding=f"dilabench.distributed.shardings:{sharding}",
-        project="TransformerEngine",
-        install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
-    )
-
-
-MAGI_ATTENTION = Implementation(
-    "magi-attention",
-    "MagiAttention: chunks of the sequence, shared out and fetched as its solver plans",
-    "dilabench.impls.peers.magi_attention:build",
-    supports=replace(_ON_CUDA, check=_one_sequence, check_ranks=against_equal_chunks),
-    requires=("magi_attention", "cuda>=sm90"),
-    quirks=(
-        "which rows a rank holds is its solver's choice, so λ and bytes are not known by formula",
-        "its plan is made outside the timed call",
-    ),
-    project="MagiAttention",
-    install="https://github.com/SandAI-org/MagiAttention (built from its sources)",
-)
-
-
-def _not_nattens(workload: Workload) -> str | None:
-    pattern = NeighborhoodPattern.match(workload.pattern)
-    if pattern is None:
-        return None
-    if pattern.kernel_size < 2:
-        return "NATTEN takes a kernel_size of at least 2"
-    reach = pattern.kernel_size * pattern.dilation
-    if reach > workload.seq_len:
-        return f"NATTEN wants kernel_size x dilation, {reach}, to fit seq_len {workload.seq_len}"
-    return None
-
-
-NATTEN = Implementation(
-    "natten",
-    "NATTEN's own kernels for dilated neighbourhood attention",
-    "dilabench.impls.peers.natten:build",
-    supports=Capabilities(
-        patterns=frozenset({"neighborhood"}),
-        devices=frozenset({"cuda"}),
-        dtypes=HALF | {"float32"},
-        window=False,
-        head_dim_multiple=8,
-        check=_not_nattens,
-    ),
-    requires=("natten>=0.21",),
-    quirks=("which of its kernels runs is its own choice; float32 may run in TF32 where torch allows that",),
-    project="NATTEN",
-    install="https://natten.org (a wheel for the installed torch and CUDA)",
-)
 
 
 def _not_flashinfers(workload: Workload) -> str | None:
@@ -351,17 +285,6 @@ def dilabench_register_implementations() -> list[Implementation]:
             "HEADS_IN_RING",
             "on 2 ranks, and on an odd number, it is its zigzag ring alone",
         ),
-        _transformer_engine(
-            "p2p", "K and V from rank to rank", replace(_ZIGZAG, devices=frozenset({"cuda"})), "NARROW_ZIGZAG_RING"
-        ),
-        _transformer_engine(
-            "a2a",
-            "tokens for heads",
-            replace(_ZIGZAG, devices=frozenset({"cuda"}), check_ranks=against_whole_heads_in_pairs),
-            "HEADS_FOR_TOKENS",
-        ),
-        MAGI_ATTENTION,
-        NATTEN,
         FLASHINFER,
         FLASHINFER_VSA,
     ]

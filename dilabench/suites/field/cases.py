@@ -23,7 +23,7 @@ FUNCTIONS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {"causal": False, "offset": "blocked", "padding": "zero_key", "merge_grad": "detached"},
 )
-# Per rank: MagiAttention's 8; halves are enough for the others.
+# Per rank: halves are enough for every project; 8 keeps the lengths of earlier records.
 CHUNKS = 8
 OVER_RANKS: dict[str, Any] = {"pattern": DENSE.kind, "causal": True, "dtype": "bfloat16"}
 
@@ -52,7 +52,7 @@ def _names_a_workload(request: RunRequest) -> bool:
 
 
 def _even(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Dense, as far down from the length as each rank has so many equal chunks as any project wants."""
+    """Dense, at most as long, in CHUNKS equal parts for each rank."""
     return {**shape, **OVER_RANKS, "seq_len": shape["seq_len"] // (CHUNKS * ranks) * CHUNKS * ranks}
 
 

@@ -34,3 +34,45 @@ def late(world, patience_s):
         world.barrier()
     # What ends a world in order waits for all ranks; this is what a rank says that another one has left.
     raise RuntimeError("connection closed by peer")
+
+
+def captured(world, rounds):
+    """An exchange in a CUDA graph: what it is answered, and which messages of other exchanges arrive wrong after it."""
+    peer = 1 - world.rank
+    mine, inbox = torch.zeros(1000, device=world.device), torch.empty(1000, device=world.device)
+    answers, wrong = [], []
+    for number in range(rounds):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                world.swap({peer: [mine]}, {peer: [inbox]}, "test").wait()
+            graph.replay()
+        except RuntimeError as error:
+            answers.append(str(error))
+        torch.cuda.synchronize()
+        mine.fill_(10 * number + world.rank)
+        world.swap({peer: [mine]}, {peer: [inbox]}, "test").wait()
+        wrong += [number] * (not bool((inbox == 10 * number + peer).all()))
+    world.barrier()
+    world.confirm_counts()
+    return answers, wrong
+
+
+def miscounted(world):
+    """What a rank says whose counters were set back, as by a graph that is replayed."""
+    peer = 1 - world.rank
+    inbox = torch.empty(8, device=world.device)
+    world.swap({peer: [torch.ones_like(inbox)]}, {peer: [inbox]}, "test").wait()
+    world.barrier()
+    world.confirm_counts()
+    answers = []
+    if world.rank == 0:
+        world.copies._memory[: world.copies._mailboxes.counters_bytes].zero_()
+        torch.cuda.synchronize()
+        for use in (world.confirm_counts, world.check, world.barrier):
+            try:
+                use()
+            except RuntimeError as error:
+                answers.append(str(error))
+        world.copies._trouble = ""
+    return answers

@@ -1,7 +1,9 @@
 """What several ranks answer becomes one answer."""
 
-from dilabench.engine.worker.protocol import IsolatedResult, Reply
-from dilabench.engine.worker.rank_group import _merged
+import pytest
+
+from dilabench.engine.worker.protocol import IsolatedResult, RankState, Reply, WarmedUp
+from dilabench.engine.worker.rank_group import _merged, out_of_step
 from dilabench.record import Check, Memory, Slot, Verification
 
 
@@ -32,3 +34,30 @@ def test_an_isolated_case_is_wrong_when_one_rank_says_so_and_names_it():
     found = _merged([isolated(10, (5,)), isolated(10, (5,), passed=False)]).isolated
     assert not found.verification.passed
     assert found.why == "rank 1: out: wrong"
+
+
+def state(shared="a", sent=((0, 0), (2, 80)), received=((0, 0), (3, 90))):
+    return RankState(shared=shared, sent=sent, received=received)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (state(sent=((3, 90), (0, 0)), received=((2, 80), (0, 0))), ""),
+        (None, ""),
+        (state(shared="b", sent=((3, 90), (0, 0)), received=((2, 80), (0, 0))), "drawn other numbers"),
+        (
+            state(sent=((3, 90), (0, 0)), received=((1, 40), (0, 0))),
+            "has sent 2 messages of 80 bytes to rank 1, which has",
+        ),
+        (state(sent=((4, 99), (0, 0)), received=((2, 80), (0, 0))), "rank 1 has sent 4 messages of 99 bytes to rank 0"),
+    ],
+)
+def test_ranks_are_out_of_step_when_draws_or_messages_of_a_pair_differ(other, why):
+    assert why in out_of_step([state(), other])
+    assert bool(why) == bool(out_of_step([state(), other]))
+
+
+def test_a_timer_that_one_rank_cannot_use_is_used_by_none():
+    usable, unusable = (WarmedUp(samples_ns=(), settled=True, unusable=why) for why in (None, "no capture"))
+    assert _merged([Reply(warmed_up=usable), Reply(warmed_up=unusable)]).warmed_up.unusable == "no capture"

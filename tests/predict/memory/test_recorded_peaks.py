@@ -30,8 +30,9 @@ OUTDATED = (
     | {("h200-field", "fused", 65000, "both")}
     # With all rows of each branch's own result, of which it keeps those that the branch covers since.
     | {("h100-gigapath-large-before", "fused", 70001, "both")}
-    # Without the parts that float32 comes to the kernels in since.
-    | {("h200-float32", "fused", 8192, "forward"), ("h200-float32", "fused", 8192, "both")}
+    # With the three bfloat16 parts that float32 came to the kernels in for a time.
+    | {("h100-float32", "fused", 8192, "forward"), ("h100-float32", "fused", 8192, "both")}
+    | {("h100-float32-one-item", "fused", 8192, "forward"), ("h100-float32-one-item-both", "fused", 8192, "both")}
     # With a second gradient of out, which took the batch axis of packed shards away and is no longer made.
     | {
         ("h200-packed-two-gpus", "balanced-allgather", 131072, "both"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dilabench.distributed.sharding import Shards
@@ -17,6 +19,43 @@ from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.sample import Sample
 from dilabench.impls.reference import blocks
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import key_groups
+
+# Rows of each rank that are looked at for how many of their keys each other rank holds.
+CANDIDATE_ROWS = 8
+
+
+def rows_across_ranks(workload: Workload, shards: Shards) -> NDArray[np.int64]:
+    """Positions whose results show a stale message between any two ranks: for each rank and each other one, the row of
+    the former with the largest share of keys from the latter, among some; none if it sees none of them. Head 0 stands
+    for all heads."""
+    owner = np.zeros(workload.seq_len, np.int16)
+    for rank, spans in enumerate(shards.parts):
+        for span in spans:
+            owner[span.start : span.stop : span.step] = rank
+    chosen: set[int] = set()
+    for rank in range(shards.size):
+        held = np.flatnonzero(owner == rank)
+        if not len(held):
+            continue
+        rows = np.unique(held[np.linspace(0, len(held) - 1, CANDIDATE_ROWS).astype(np.int64)])
+        shares = np.array([_shares(workload, owner, shards.size, row) for row in rows])
+        shares[:, rank] = 0.0
+        chosen.update(int(rows[best]) for best, share in zip(shares.argmax(0), shares.max(0), strict=True) if share > 0)
+    return np.array(sorted(chosen), np.int64)
+
+
+def _shares(workload: Workload, owner: NDArray[np.int16], size: int, row: np.int64) -> NDArray[np.float64]:
+    """[size]: the shares of a row's keys that each rank holds."""
+    counts = np.zeros(size, np.int64)
+    shapes = {start: shape for (start, _), shape in zip(workload.sequences, workload.shapes, strict=True)}
+    for start, group in key_groups(workload, 0, np.array([row])):
+        keys = group.keys()
+        (first,), (stop,) = shapes[start].bounds(group.rows)
+        seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
+        counts += np.bincount(owner[start + seen], minlength=size)
+    shares: NDArray[np.float64] = counts / max(1, counts.sum())
+    return shares
 
 
 class KnownRows:

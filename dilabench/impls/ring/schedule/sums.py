@@ -260,12 +260,12 @@ def _range(parts: list[tuple[Tensor, int]]) -> tuple[int, int]:
 
 def _sum_(total: Tensor, parts: list[tuple[Tensor, int]]) -> None:
     # Triton is not installed everywhere, and only CUDA needs it.
-    from dilabench.kernels.sum_parts import sum_parts_
+    from dilabench.kernels.combine import sum_parts_
 
     sum_parts_(total, parts)
 
 
 def _softmax_(out: Tensor, lse: Tensor, parts: list[tuple[Tensor, Tensor, int]]) -> None:
-    from dilabench.kernels.sum_parts import softmax_parts_
+    from dilabench.kernels.combine import combine_
 
-    softmax_parts_(out, lse, parts)
+    combine_(out, lse, parts)

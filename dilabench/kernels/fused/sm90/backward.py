@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_box, class_view
+from dilabench.kernels.fused.row_layout import PER_LENGTH, residue_box, residue_view
 from dilabench.kernels.fused.sm90.backward_steps import (
     BUFFERS,
     add_queries,
@@ -240,7 +240,7 @@ def _consume(
         mbarrier.arrive(ds_full.index(0), count=1)
         mbarrier.arrive(query_empty.index(0), count=1)
         step = 1
-        before = (batch, 0, 0, base_row)
+        previous = (batch, 0, 0, base_row)
         mbarrier.wait(key_full, 0)
         if HELD:
             SCORE_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
@@ -305,14 +305,14 @@ def _consume(
                     next_dk = begin_keys(ds, queries, dk, form, KEY_LAYOUT, MORE_LAYOUT)
                     mbarrier.arrive(turns.index(1 - half), count=1)
                     dq = warpgroup_mma_wait(4 if MORE else 2, deps=[dq])
-                    add_queries(half, dq, sums, before, dq_smem, form)
+                    add_queries(half, dq, sums, previous, dq_smem, form)
                     dv, dk = sums_of(next_dv, next_dk, form)
                     gl.thread_barrier()
                     mbarrier.arrive(query_empty.index(stage), count=1)
                     query_row += base_row
                     if form.value.SHIFTED:
                         partner, query_row = shifted(partner, query_row, first_place, R)
-                    before = (batch, partner, head - first_kv_head * heads_per_kv, query_row)
+                    previous = (batch, partner, head - first_kv_head * heads_per_kv, query_row)
                     step += 1
         if not HELD:
             keys = 0
@@ -320,7 +320,7 @@ def _consume(
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         gl.thread_barrier()
-        add_queries(half, dq, sums, before, dq_smem, form)
+        add_queries(half, dq, sums, previous, dq_smem, form)
         if form.value.ADD:
             # Until here programs ran beside the last ones of the launch before, which wrote what they add to.
             gdc_wait()
@@ -377,8 +377,8 @@ def _backward_kernel(
     super_tokens,
     whole_rows,
     longer_classes,
-    before,
-    behind,
+    window_left,
+    window_right,
     left_over,
     length,
     stats_rows,
@@ -439,7 +439,7 @@ def _backward_kernel(
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
     sizes = (super_rows, super_tokens, whole_rows, longer_classes, length)
-    rows = (sizes, stats_rows, left_over, (before, behind))
+    rows = (sizes, stats_rows, left_over, (window_left, window_right))
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
     steps = ((q_token, q_head), (k_token, k_head), (v_token, v_head), (dout_token, dout_head))
     sums = (sums_desc, (some_kv_heads * heads_per_kv * DIM, DIM))
@@ -479,7 +479,7 @@ def _backward_kernel(
 
 
 def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
-    """What a launch is given of tensors by their names: q, k, v and dout as `class_view` or `class_box` shows them,
+    """What a launch is given of tensors by their names: q, k, v and dout as `residue_view` or `residue_box` shows them,
     with where tiles are found in those, stats, dk, dv, and sums [B, N', H', D], to which that many heads, the first
     those of ``first_kv_head``, add their shares of dq / scale.
     """
@@ -516,9 +516,9 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
 
 
 def _view(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
-    return class_view(x, modulus) if _lies_flat(x) else class_box(x, modulus)
+    return residue_view(x, modulus) if _lies_flat(x) else residue_box(x, modulus)
 
 
 def _lies_flat(x: Tensor) -> bool:
-    """Whether tiles are found by `class_view`, as `corner` finds them: boxes only where columns of zeros are needed."""
+    """Whether tiles are found by `residue_view`, as `corner` finds them: boxes only for columns of zeros."""
     return x.shape[-1] == padded_dim(x.shape[-1])

@@ -40,8 +40,8 @@ def share_columns(half, head, rest):
 
 @gluon.jit
 def corner(batch, place, head, row, column, steps, form: gl.constexpr):
-    """Where a tile begins in what `class_box` shows, or `class_view` if no columns of zeros are needed: at D128 fewer
-    numbers are 4 % faster. ``steps``: columns from a place and from a head to the next.
+    """Where a tile begins in what `residue_box` shows, or `residue_view` if no columns of zeros are needed: at D128
+    fewer numbers are 4 % faster. ``steps``: columns from a place and from a head to the next.
     """
     class_step, head_step = steps
     boxed = (batch, place, head, row, column)

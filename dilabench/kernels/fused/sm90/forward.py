@@ -25,8 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.results import Results
-from dilabench.kernels.fused.row_layout import PER_LENGTH, class_view, segment_arguments
+from dilabench.kernels.fused.row_layout import PER_LENGTH, Results, residue_view, segment_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
@@ -40,7 +39,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launches import Arguments, Launch
-from dilabench.kernels.tuning import TileConfig, tile_columns
+from dilabench.kernels.tuning import TileConfig, is_persistent, is_softmax_bound, tile_columns
 
 _LOG2E = 1.4426950408889634
 # Registers per thread: (240 + 240 + 24) * 128 threads fill the register file; the first consumer gets what is left.
@@ -251,15 +250,15 @@ def _step(
     _, _, k_full, k_empty, v_full, v_empty, turns = barriers
     acc, tail, sums, weights = state
     stage = (step + j) % STAGES
-    before = (step + j - 1) % STAGES
+    previous = (step + j - 1) % STAGES
     entry = gl.load(first + j)
     mbarrier.wait(k_full.index(stage), ((step + j) // STAGES) & 1)
     if form.value.TAKE_TURNS:
         # One consumer's softmax then runs beside the other's products.
         mbarrier.wait(turns.index(half), (step - turn + j + half) & 1)
     next_logits = _score(half, stage, zero, tiles, form)
-    mbarrier.wait(v_full.index(before), ((step + j - 1) // STAGES) & 1)
-    next_acc, next_tail = _sum(before, weights, acc, tail, tiles, form, T_LAYOUT)
+    mbarrier.wait(v_full.index(previous), ((step + j - 1) // STAGES) & 1)
+    next_acc, next_tail = _sum(previous, weights, acc, tail, tiles, form, T_LAYOUT)
     if form.value.TAKE_TURNS:
         mbarrier.arrive(turns.index(1 - half), count=1)
     logits = warpgroup_mma_wait(BEHIND, deps=[next_logits])
@@ -271,7 +270,7 @@ def _step(
     else:
         acc = warpgroup_mma_wait(0, deps=[next_acc])
     gl.thread_barrier()
-    mbarrier.arrive(v_empty.index(before), count=1)
+    mbarrier.arrive(v_empty.index(previous), count=1)
     if RENEWS:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if TAIL:
@@ -333,15 +332,15 @@ def _consume_tile(
     given = (half, first, step, turn, scale_log2, place, bounds, tiles, barriers, R, zero)
     acc, tail, sums, weights = walk(_step, n_full, n, kept, state, given, form, S_LAYOUT, O_LAYOUT)
     mbarrier.arrive(q_empty.index(0), count=1)
-    before = (step + n - 1) % STAGES
-    mbarrier.wait(v_full.index(before), ((step + n - 1) // STAGES) & 1)
-    next_acc, next_tail = _sum(before, weights, acc, tail, tiles, form, T_LAYOUT)
+    previous = (step + n - 1) % STAGES
+    mbarrier.wait(v_full.index(previous), ((step + n - 1) // STAGES) & 1)
+    next_acc, next_tail = _sum(previous, weights, acc, tail, tiles, form, T_LAYOUT)
     if TAIL:
         acc, tail = warpgroup_mma_wait(0, deps=[next_acc, next_tail])
     else:
         acc = warpgroup_mma_wait(0, deps=[next_acc])
     gl.thread_barrier()
-    mbarrier.arrive(v_empty.index(before), count=1)
+    mbarrier.arrive(v_empty.index(previous), count=1)
     return acc, tail, sums
 
 
@@ -472,8 +471,8 @@ def _forward_kernel(
     super_tokens,
     whole_rows,
     longer_classes,
-    before,
-    behind,
+    window_left,
+    window_right,
     left_over,
     length,
     n_work,
@@ -541,7 +540,7 @@ def _forward_kernel(
         left_over,
         (super_rows, super_tokens, whole_rows, longer_classes, length),
         key_rows,
-        (before, behind),
+        (window_left, window_right),
     )
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     descriptors = (q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc)
@@ -578,30 +577,16 @@ def _forward_kernel(
     )
 
 
-def stays(dim: int, causal: bool, more: bool) -> bool:
-    """Whether programs stay on their multiprocessor and walk over many tiles.
-
-    Longer lists gain from that (840 against 815 TFLOP/s effective, not causal), shorter causal ones lose (503 against
-    540). It costs the consumers registers, which spill beside accumulators of many columns and beside ``more``: a loop
-    over masked tiles or results that are merged. Below 128 columns a program may have to begin again.
-    """
-    return dim == 128 and not causal and not more
-
-
 def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileConfig) -> dict[str, Any]:
-    """The descriptors of a launch with where tiles are found in them, and what is compiled in by the head dim.
-
-    Below 128 columns the softmax takes as long as the products: there taking turns gains 5 to 10 %, and so does leaving
-    the running maximum in most steps.
-    """
+    """The descriptors of a launch with where tiles are found in them, and what is compiled in by the head dim."""
     dim = q.shape[-1]
     head, tail = tile_columns(dim, q.element_size())
-    narrow = dim < 128
+    narrow = is_softmax_bound(dim)
     largest = LARGEST_SUM[q.dtype] if narrow else 0.0
     arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest}
     arguments |= {"left_over": q.shape[1] % modulus, "BATCHED": q.shape[0] > 1}
     for name, x, rows in (("q", q, config.block_m // 2), ("k", k, config.block_n), ("v", v, config.block_n)):
-        view = class_view(x, modulus)
+        view = residue_view(x, modulus)
         arguments[f"{name}_desc"] = tile_descriptor(x, view, (rows, head))
         arguments[f"{name}_tail_desc"] = tile_descriptor(x, view, (rows, tail)) if tail else None
     return arguments
@@ -625,7 +610,7 @@ def group_launch(
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
 
     def arguments(ragged: bool) -> Arguments:
-        persistent = stays(dim, causal, ragged or results.merge or group.is_windowed)
+        persistent = is_persistent(dim, causal, ragged or results.merge or group.is_windowed)
         own = {
             **tile_arguments(q, k, v, group.modulus, config),
             "out_ptr": results.out,

@@ -23,16 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from dilabench.kernels.fused.branch_group import TILE_BITS
-from dilabench.kernels.fused.row_layout import PER_LENGTH
-from dilabench.kernels.fused.sm90.one_warpgroup import Kernel
+from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
+from dilabench.kernels.fused.row_layout import PER_LENGTH, Results, residue_box, shared_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     entry_place,
     segment_of,
+    tile_descriptor,
     turned,
 )
-from dilabench.kernels.tuning import product_columns
+from dilabench.kernels.fused.tile_tables import tile_tables
+from dilabench.kernels.launches import Arguments, Launch
+from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
 # What this kernel has no choice of.
 _NOT_GIVEN = frozenset(("TAIL", "PRECISION", "STAGES", "num_stages"))
@@ -129,15 +131,15 @@ def _step(
     acc, sums, weights, entry, ahead = state
     _, _, _, R = route
     stage = (begun + j) & 1
-    before = 1 - stage
+    previous = 1 - stage
     mbarrier.wait(k_full.index(stage), ((begun + j) >> 1) & 1)
     next_logits = _begin_score(q_smem, k_smem, stage, zero, form)
-    mbarrier.wait(v_full.index(before), ((begun + j - 1) >> 1) & 1)
-    next_acc = _begin_sum(weights, v_smem, before, acc, form)
+    mbarrier.wait(v_full.index(previous), ((begun + j - 1) >> 1) & 1)
+    next_acc = _begin_sum(weights, v_smem, previous, acc, form)
     # What is copied next is told and found while products run: behind them there is a barrier for all warps, and the
     # copies.
     following, one_more = j + 1 < n, j + 2 < n
-    mbarrier.expect(v_full.index(before), BLOCK_N * form.value.HEAD * 2, following)
+    mbarrier.expect(v_full.index(previous), BLOCK_N * form.value.HEAD * 2, following)
     mbarrier.expect(k_full.index(stage), BLOCK_N * form.value.HEAD * 2, one_more)
     later = gl.load(first + gl.minimum(j + 2, n - 1))
     logits = warpgroup_mma_wait(1, deps=[next_logits])
@@ -147,7 +149,7 @@ def _step(
     acc = warpgroup_mma_wait(0, deps=[next_acc])
     # All four warps must be past a product before one thread lets its operands be written over.
     gl.thread_barrier()
-    _begin_copy(v_desc, v_smem.index(before), v_full.index(before), whose, values_at, following)
+    _begin_copy(v_desc, v_smem.index(previous), v_full.index(previous), whose, values_at, following)
     _begin_copy(k_desc, k_smem.index(stage), k_full.index(stage), whose, keys_at, one_more)
     if RENEWS:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -179,8 +181,8 @@ def _narrow_kernel(
     left_over,
     super_rows,
     super_tokens,
-    before,
-    behind,
+    window_left,
+    window_right,
     n_blocks,
     item_major,
     R,
@@ -241,7 +243,7 @@ def _narrow_kernel(
         _copy(q_desc, q_smem, q_full.index(0), (u << _TILE_BITS) | tile, (batch, head), route, BLOCK_M, form)
         residue = turned(u, shift, R)
         place = (tile * BLOCK_M, residue, shift, ends)
-        bounds = (items_ptr, 0, (before, behind))
+        bounds = (items_ptr, 0, (window_left, window_right))
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
         softmax = (scale_log2, place, bounds, zero)
         operands = (k_desc, v_desc, q_smem, k_smem, v_smem, k_full, v_full)
@@ -290,7 +292,44 @@ def _narrow_kernel(
         finish(acc, 0, top, total, (out_ptr, lse_ptr, mass_ptr), rows, place, R, form, S_LAYOUT)
 
 
-def kernel_for(q: Tensor) -> Kernel:
-    """The kernel for queries [B, N, H, D]."""
-    own = {"REST": product_columns(q.shape[-1])[1], "LARGEST": LARGEST_SUM[q.dtype]}
-    return Kernel(_narrow_kernel, own, _NOT_GIVEN)
+def group_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: Results,
+    group: BranchGroup,
+    causal: bool,
+    scale: float,
+    config: TileConfig,
+) -> Launch:
+    """As `forward.group_launch`."""
+    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
+    dim, n_items = q.shape[-1], tables.items.shape[2]
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
+
+    def arguments(ragged: bool) -> Arguments:
+        grid, shared = shared_arguments(q, k, n_items, group, q.shape[2], causal, scale, config)
+        given = {name: value for name, value in shared.items() if name not in _NOT_GIVEN}
+        tiles = {
+            f"{name}_desc": tile_descriptor(x, residue_box(x, group.modulus), (rows[name], padded_dim(dim)))
+            for name, x in (("q", q), ("k", k), ("v", v))
+        }
+        more = {
+            "out_ptr": results.out,
+            "lse_ptr": results.lse,
+            "mass_ptr": results.mass,
+            "items_ptr": tables.items,
+            "entries_ptr": tables.entries,
+            "heads_ptr": tables.heads,
+            "heads_per_kv": group.heads_per_kv,
+            "RAGGED": ragged and not causal,
+            "MERGE": results.merge,
+            "COMPACT": results.compact,
+            "REST": product_columns(dim)[1],
+            "LARGEST": LARGEST_SUM[q.dtype],
+            "launch_pdl": results.follows,
+        }
+        return grid, given | tiles | more
+
+    kind = (*results.out.shape[2:], causal, config, *results.compiled_for, *group.compiled_for)
+    return Launch(_narrow_kernel, arguments, group.cuts_tiles(config.longest), kind)

@@ -42,7 +42,7 @@ def tiles_of(count, sides, rows, columns):
 
 @gluon.jit
 def view_place(batch, row, column, BATCHED: gl.constexpr):
-    """Where a tile begins in what `row_layout.class_view` shows."""
+    """Where a tile begins in what `row_layout.residue_view` shows."""
     of_one = (row, column)
     return (batch, row, column) if BATCHED else of_one
 
@@ -108,8 +108,8 @@ def end_of(residue, ends):
 @gluon.jit
 def window_rows(query_row, apart, window, R):
     """As `tile_walk.window_rows`."""
-    before, behind = window
-    return query_row + 1 - (before - apart + R) // R, query_row - 1 + (behind + apart + R) // R
+    window_left, window_right = window
+    return query_row + 1 - (window_left - apart + R) // R, query_row - 1 + (window_right + apart + R) // R
 
 
 @gluon.jit

@@ -16,10 +16,8 @@ from dilabench.distributed.shardings import (
 from dilabench.distributed.whole import Whole
 from dilabench.engine.verify import summary, verify
 from dilabench.impls.peers import (
-    magi_attention,
     ring_flash_attn,
     torch_context_parallel,
-    transformer_engine,
     yunchang,
 )
 from dilabench.workload.spec import Workload
@@ -73,15 +71,7 @@ def recorded_verdicts(world):
     """What the oracle says of the peers whose packages are recorded or installed, by name."""
     heads = {"num_heads": 8, "num_kv_heads": 4}
     causal, both_ways = workload(**heads), workload(**heads, causal=False)
-    single = workload(batch_size=1)
-    cases = {
-        "ulysses": (yunchang.build_ulysses, both_ways),
-        "usp": (yunchang.build_usp, causal),
-        "p2p": (transformer_engine.build_p2p, causal),
-        "a2a": (transformer_engine.build_a2a, causal),
-        "magi": (magi_attention.build, single),
-        "magi, full": (magi_attention.build, single.replace(causal=False)),
-    }
+    cases = {"ulysses": (yunchang.build_ulysses, both_ways), "usp": (yunchang.build_usp, causal)}
     return {name: verdict(build(one, context(world)), one) for name, (build, one) in cases.items()}
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launches import Launch, Launches, stride_unit
+from dilabench.kernels.tuning import rows_of_a_program
 
 # Rows of a block, all of which are there: sixteen bytes and more are read at once.
 STATS_BLOCK = 16
@@ -97,7 +98,7 @@ _STRIDES = tuple(f"{name}_{axis}" for name in ("out", "dout") for axis in "bnh")
         "stats_rows",
     )
 )
-def _row_sums_kernel(
+def _bwd_preprocess_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -169,7 +170,7 @@ def _row_sums_kernel(
     tl.store(stats_ptr + target + BLOCK, delta, valid)
 
 
-def row_sums(
+def bwd_preprocess(
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
@@ -204,7 +205,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
     out, dout = tensors["out"], tensors["dout"]
     batch, length, num_heads, dim = dout.shape
     columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
-    rows = max(1, 4096 // columns)
+    rows = rows_of_a_program("bwd_preprocess", columns)
     arguments = {
         "delta_ptr": None,
         "own_lse_ptr": None,
@@ -228,4 +229,4 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
     }
     programs = triton.cdiv(out.shape[1], rows) * batch * num_heads
     kind = (out.dtype, dout.dtype, dim, unit, layout.block, found, *tensors)
-    return Launch(_row_sums_kernel, lambda _: ((programs,), arguments), False, kind)
+    return Launch(_bwd_preprocess_kernel, lambda _: ((programs,), arguments), False, kind)

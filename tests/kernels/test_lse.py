@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.lse import merge_rows_
 
 
 def parts(dtype: torch.dtype, rows: int = 700) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,3 +62,18 @@ def test_merges_into_strided_rows_and_leaves_the_rest() -> None:
     merge_rows_(whole[:, 1::3], lse[:, :, 1::3], other[:, :233], other_lse[:, :, :233])
     torch.testing.assert_close(whole[:, 1::3].double(), wanted, rtol=2**-8, atol=2**-8)
     assert torch.equal(whole[:, 0::3], before[:, 0::3])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    logits = torch.einsum("glad,gmad->galm", q, k)
+    return torch.einsum("galm,gmad->glad", torch.softmax(logits, -1), v), torch.logsumexp(logits, -1)
+
+
+def test_two_halves_give_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 7, 5, 24, dtype=torch.float64, generator=generator) for _ in range(3))
+    whole, whole_lse = attend(q, k, v)
+    out, lse = attend(q, k[:, :3], v[:, :3])
+    merge_rows_(out, lse, *attend(q, k[:, 3:], v[:, 3:]))
+    torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-12, atol=1e-13)

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.lse import by_row, has_kernel, share_of
+from dilabench.kernels.softmax import finite
+from dilabench.kernels.tuning import rows_of_a_program
+
 # Ranges go to the kernels in units of 1/16 row: Triton compiles anew for integers that are 1, a multiple of 16 or
 # neither, in any combination of parts.
 UNIT: tl.constexpr = tl.constexpr(16)
@@ -76,7 +80,7 @@ def _sum_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_heads"])
-def _softmax_kernel(
+def _combine_kernel(
     out_ptr,
     lse_ptr,
     out_strides,
@@ -98,7 +102,7 @@ def _softmax_kernel(
     for part in tl.static_range(len(parts)):
         own = rows - firsts[part] // UNIT
         top = tl.maximum(top, _load_lse(lses[part], batch, own, head, counts[part] // UNIT, n_heads))
-    top = tl.where(top == float("-inf"), 0.0, top)
+    top = finite(top)
     weights = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in tl.static_range(len(parts)):
@@ -127,13 +131,13 @@ def sum_parts_(total: Tensor, parts: Sequence[RowSum]) -> None:
     _check(total, [(x, first) for x, first in parts])
     if total.numel() == 0:
         return
-    if total.device.type == "cuda" and total.dtype != torch.float64:
+    if has_kernel(total.device, total.dtype):
         _sum_triton_(total, parts)
     else:
         sum_parts_torch_(total, parts)
 
 
-def softmax_parts_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
+def combine_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     """Overwrite out [B, N, H, D] and lse [B, H, N] with the attention over all key sets, given each set's own.
 
     parts: at least one (out, lse, first), out [B, R, H, D] and lse [B, H, R] (natural log), on rows [first, first + R).
@@ -146,10 +150,10 @@ def softmax_parts_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> Non
             raise ValueError(f"a part {tuple(x.shape)} has lse {tuple(part_lse.shape)}: it must be [B, H, R]")
     if out.numel() == 0:
         return
-    if out.device.type == "cuda" and out.dtype != torch.float64:
-        _softmax_triton_(out, lse, parts)
+    if has_kernel(out.device, out.dtype):
+        _combine_triton_(out, lse, parts)
     else:
-        softmax_parts_torch_(out, lse, parts)
+        combine_torch_(out, lse, parts)
 
 
 def sum_parts_torch_(total: Tensor, parts: Sequence[RowSum]) -> None:
@@ -160,19 +164,18 @@ def sum_parts_torch_(total: Tensor, parts: Sequence[RowSum]) -> None:
     total.copy_(wide)
 
 
-def softmax_parts_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
+def combine_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     """The same merge in plain PyTorch: the CPU path and the oracle of the kernel."""
     compute = torch.promote_types(out.dtype, torch.float32)
     merged = torch.full_like(lse, float("-inf"), dtype=compute)
     for x, part_lse, first in parts:
         covered = merged[..., first : first + x.shape[1]]
         covered.copy_(torch.logaddexp(covered, part_lse.to(compute)))
-    safe = merged.masked_fill(merged == float("-inf"), 0.0)
     wide = torch.zeros_like(out, dtype=compute)
     for x, part_lse, first in parts:
         rows = slice(first, first + x.shape[1])
-        weight = torch.exp(part_lse.to(compute) - safe[..., rows]).transpose(1, 2).unsqueeze(-1)
-        wide[:, rows] += torch.where(weight > 0, x.to(compute) * weight, 0.0)
+        share = by_row(share_of(part_lse.to(compute), merged[..., rows]))
+        wide[:, rows] += torch.where(share > 0, x.to(compute) * share, 0.0)
     out.copy_(wide)
     lse.copy_(merged)
 
@@ -193,10 +196,10 @@ def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
     )
 
 
-def _softmax_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
+def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     rows = [_with_dense_heads(x) for x, _, _ in parts]
     programs, shape = _launch(out)
-    _softmax_kernel[(programs,)](
+    _combine_kernel[(programs,)](
         out,
         lse,
         out.stride()[:3],
@@ -220,8 +223,7 @@ def _launch(result: Tensor) -> tuple[int, dict[str, int]]:
     """Programs and tile of one launch over a result [B, N, H, D]."""
     B, N, H, D = result.shape
     columns = triton.next_power_of_2(D)
-    # Twice as many spill registers with four parts.
-    rows = max(1, min(16, 2048 // columns, triton.next_power_of_2(N)))
+    rows = min(rows_of_a_program("combine", columns), triton.next_power_of_2(N))
     programs = B * H * triton.cdiv(N, rows)
     if programs >= 2**31:
         raise ValueError(f"{programs} row blocks pass the 2^31 - 1 of one launch: give fewer batch items at a time")

@@ -1,6 +1,6 @@
 """Runs the kernels that combine parts in Triton's interpreter and prints one JSON object of differences.
 
-A script of its own, because TRITON_INTERPRET is read when a kernel is decorated: `test_sum_parts.py` starts it in a
+A script of its own, because TRITON_INTERPRET is read when a kernel is decorated: `test_combine.py` starts it in a
 fresh process.
 """
 
@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from dilabench.kernels.sum_parts import _softmax_triton_, _sum_triton_, softmax_parts_torch_, sum_parts_torch_
+from dilabench.kernels.combine import _combine_triton_, _sum_triton_, combine_torch_, sum_parts_torch_
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # A dtype is converted part by part, and the second part is in float32.
@@ -77,8 +77,8 @@ def merged(draw: random.Random, shape: tuple[int, ...], count: int, dtype: torch
     for name, result in (("out", torch.float32), ("rounded out", dtype)):
         got, want = (torch.full(shape, float("nan"), dtype=result) for _ in range(2))
         got_lse, want_lse = (torch.full((B, H, N), float("nan")) for _ in range(2))
-        _softmax_triton_(got, got_lse, parts)
-        softmax_parts_torch_(want, want_lse, parts)
+        _combine_triton_(got, got_lse, parts)
+        combine_torch_(want, want_lse, parts)
         errors[name] = relative(got, want)
     empty = want_lse == float("-inf")
     wrong_empty = not torch.equal(got_lse == float("-inf"), empty) or bool(got.transpose(1, 2)[empty].any())

@@ -20,15 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels import tuning
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launches import COPY_BYTES, Arguments, Launch
+from dilabench.kernels.softmax import weights_of_two
 
-# Numbers that a program merges. GigaPath's five branches at 70001 tokens took 0.150 ms on one H100 when all rows were
-# stored, and 0.185 with 4096.
-_TILE = 2048
-# Programs of tokens that are in the same branches are few for fewer.
-_MANY_TOKENS = 128
 # What each branch has begins at a multiple of so many numbers, and so of 16 bytes, whatever the shape: kernels are
 # compiled anew for others.
 _UNIT = COPY_BYTES // 2
@@ -36,16 +33,16 @@ _UNIT = COPY_BYTES // 2
 _BEFORE_CLASSES = 8
 
 
-class Apart(NamedTuple):
-    """Results of branches one after another, float32 ``lses`` and ``outs``; `ApartPlaces` says where each stands."""
+class Partials(NamedTuple):
+    """Results of branches one after another, float32 ``lses`` and ``outs``; `PartialPlaces` says where each is."""
 
     outs: Tensor
     lses: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ApartPlaces:
-    """Where the rows of groups of a single branch stand in `Apart`: n rows (`BranchGroup.stored_rows`) of each head in
+class PartialPlaces:
+    """Where the rows of groups of a single branch are in `Partials`: n rows (`BranchGroup.stored_rows`) of each head in
     out [B, n, H, D] and lse [B, H, n].
 
     shape: of all rows, [B, N, H, D]. outs, lses: where groups begin, and the end. table: int32, of each group the units
@@ -62,7 +59,7 @@ class ApartPlaces:
     is_uniform: bool
 
     @classmethod
-    def of(cls, groups: Sequence[BranchGroup], shape: Sequence[int], device: torch.device) -> ApartPlaces:
+    def of(cls, groups: Sequence[BranchGroup], shape: Sequence[int], device: torch.device) -> PartialPlaces:
         """For the results of queries of this shape."""
         batch, length, heads, dim = shape
         rows = tuple(group.stored_rows for group in groups)
@@ -73,20 +70,20 @@ class ApartPlaces:
             line[:6] = out // _UNIT, lse // _UNIT, group.modulus, group.super_tokens, group.super_rows, n
             line[_BEFORE_CLASSES : _BEFORE_CLASSES + heads] = group.class_of_head
         step = lcm(*(group.modulus for group in groups))
-        is_uniform = length // step >= _MANY_TOKENS and not any(group.is_shifted for group in groups)
+        is_uniform = length // step >= tuning.MANY_TOKENS and not any(group.is_shifted for group in groups)
         return cls(tuple(shape), rows, outs, lses, torch.from_numpy(table).to(device), step, is_uniform)
 
-    def room(self, q: Tensor) -> Apart:
-        """Room for them, of the dtype of q."""
-        return Apart(q.new_empty(self.outs[-1]), q.new_empty(self.lses[-1], dtype=torch.float32))
+    def empty(self, q: Tensor) -> Partials:
+        """Uninitialised results, of the dtype of q."""
+        return Partials(q.new_empty(self.outs[-1]), q.new_empty(self.lses[-1], dtype=torch.float32))
 
-    def each(self, apart: Apart) -> list[tuple[Tensor, Tensor]]:
+    def views(self, partials: Partials) -> list[tuple[Tensor, Tensor]]:
         """out [B, n, H, D] and lse [B, H, n] of every group."""
         batch, _, heads, dim = self.shape
         return [
             (
-                apart.outs[out : out + batch * n * heads * dim].view(batch, n, heads, dim),
-                apart.lses[lse : lse + batch * heads * n].view(batch, heads, n),
+                partials.outs[out : out + batch * n * heads * dim].view(batch, n, heads, dim),
+                partials.lses[lse : lse + batch * heads * n].view(batch, heads, n),
             )
             for n, out, lse in zip(self.rows, self.outs, self.lses, strict=False)
         ]
@@ -101,7 +98,7 @@ class ApartPlaces:
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
-        rows = max(1, _TILE // columns)
+        rows = tuning.rows_of_a_program("partials", columns)
 
         def arguments(uniform: bool) -> Arguments:
             step = self.step if uniform else 1
@@ -127,9 +124,9 @@ class ApartPlaces:
 
 
 @lru_cache(maxsize=32)
-def apart_places(plan: ResiduePlan, shape: torch.Size, device: torch.device, _kind: type[Tensor]) -> ApartPlaces:
+def partial_places(plan: ResiduePlan, shape: torch.Size, device: torch.device, _kind: type[Tensor]) -> PartialPlaces:
     """Of the groups of a plan, for tensors of a kind (what has data, or is only traced): those of few lengths stay."""
-    return ApartPlaces.of(plan.groups, shape, device)
+    return PartialPlaces.of(plan.groups, shape, device)
 
 
 def _padded(elements: int) -> int:
@@ -144,9 +141,7 @@ def _add_own(state, out_ptr, lse_ptr, row, seen, n_heads, column, HEAD_DIM: tl.c
     lse = tl.load(lse_ptr + row, seen, float("-inf"))
     there = (lse != float("-inf"))[:, None] & (column < HEAD_DIM)[None, :]
     out = tl.load(out_ptr + (row * (n_heads * HEAD_DIM))[:, None] + column[None, :], there, 0.0)
-    higher = tl.maximum(top, lse)
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    kept, share = tl.exp(top - safe), tl.exp(lse - safe)
+    higher, kept, share = weights_of_two(top, lse)
     return higher, total * kept + share, merged * kept[:, None] + out.to(tl.float32) * share[:, None]
 
 

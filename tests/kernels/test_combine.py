@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
 
-from dilabench.kernels.sum_parts import softmax_parts_, sum_parts_
+from dilabench.kernels.combine import combine_, sum_parts_
 
 # A unit in the last place: the interpreter cuts bfloat16 off where a GPU rounds.
 ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
@@ -17,7 +17,7 @@ ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
 
 @pytest.fixture(scope="module")
 def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    return interpreted("kernels/interpreted_part_cases.py")
+    return interpreted("kernels/interpreted_combine_cases.py")
 
 
 CASES = [
@@ -47,7 +47,7 @@ def test_ranges_of_rows_become_the_whole_softmax() -> None:
         out = torch.einsum("bhij,bjhd->bihd", torch.softmax(seen, -1), values[:, keys])
         parts.append((out, torch.logsumexp(seen, -1), first))
     out, lse = torch.empty(2, 7, 3, 5, dtype=torch.float64), torch.empty(2, 3, 7, dtype=torch.float64)
-    softmax_parts_(out, lse, parts)
+    combine_(out, lse, parts)
     whole = torch.einsum("bhij,bjhd->bihd", torch.softmax(logits, -1), values)
     torch.testing.assert_close(out, whole, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(lse, torch.logsumexp(logits, -1), rtol=1e-13, atol=1e-14)
@@ -60,4 +60,4 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         sum_parts_(total, [])
     with pytest.raises(ValueError, match="it must be"):
-        softmax_parts_(total, torch.zeros(1, 2, 4), [(part, torch.zeros(1, 3, 2), 0)])
+        combine_(total, torch.zeros(1, 2, 4), [(part, torch.zeros(1, 3, 2), 0)])

@@ -1,0 +1,62 @@
+"""Names that dilabench had and has no more: the reason, and what to use instead.
+
+A registry answers with these when a name is missing, so that a plug-in may register one of them again. Records keep
+the names as text and still load.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dilabench.errors import ConfigError, unknown_name
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """`kind` is that of the registry: pattern, implementation, backend, workload, ...; `instead`: what to use."""
+
+    kind: str
+    name: str
+    reason: str
+    instead: str
+
+
+NEVER_RAN = "it never ran against the real library"
+NEVER_ON_GPUS = "it never ran on GPUs"
+NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
+
+RETIRED = (
+    Retired("implementation", "transformer-engine-p2p", NEVER_RAN, "zigzag-ring"),
+    Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
+    Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
+    Retired("implementation", "natten", NEVER_RAN, "NATTEN itself, or block-sparse with pattern=window_sink"),
+    Retired("implementation", "ulysses-ring", NEVER_ON_GPUS, "ulysses or zigzag-ring"),
+    Retired("implementation", "usp", NEVER_ON_GPUS, "ulysses or zigzag-ring"),
+    Retired("implementation", "column-bounds-ring", NEVER_ON_GPUS, "block-sparse on one device"),
+    Retired("implementation", "neighborhood", NO_NEIGHBORHOOD, "block-sparse with pattern=window_sink"),
+    Retired(
+        "pattern",
+        "neighborhood",
+        NO_NEIGHBORHOOD,
+        "pattern=window_sink for a sliding window, or pattern=dense with --set window=LEFT,RIGHT",
+    ),
+)
+
+ANY_KIND = "name"
+
+
+def is_retired(kind: str, name: str) -> bool:
+    """Return True if a name of this kind was removed; a plug-in may have registered it again."""
+    return any((retired.kind, retired.name) == (kind, name) for retired in RETIRED)
+
+
+def no_such_name(kind: str, name: str, known: Iterable[str], left_out: Iterable[str] = ()) -> ConfigError:
+    """The error for a name that is not registered: why it was retired, or else the nearest known names.
+
+    `kind` is that of a registry, or 'name' for all of them; `left_out`: plug-ins that could not be used.
+    """
+    found = [retired for retired in RETIRED if retired.name == name and kind in (retired.kind, ANY_KIND)]
+    if not found:
+        return unknown_name(kind, name, known, left_out=left_out)
+    return ConfigError(
+        "; ".join(f"{each.kind} {name!r} was removed: {each.reason}; use {each.instead}" for each in found)
+    )

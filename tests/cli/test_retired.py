@@ -1,0 +1,93 @@
+"""Retired names: every place that takes a name answers with the reason and what to use instead."""
+
+import pytest
+import torch
+
+import dilabench.plugins.retired as retired
+from dilabench.attention import dilated_attention
+from dilabench.conformance.check import registries_with
+from dilabench.errors import ConfigError, ExitCode
+from dilabench.plugins.manager import REGISTRIES, discover
+from dilabench.record import RunRecord
+from dilabench.request import run_request
+
+KINDS = {getattr(discover().catalogue, name).kind: name for name in REGISTRIES}
+MADE = tuple(retired.Retired(kind, f"bygone-{kind}", f"no {kind} was faster with it", "another") for kind in KINDS)
+REQUESTS = {
+    "implementation": lambda name: {"run": {"implementations": [name]}},
+    "backend": lambda name: {"run": {"backends": [name]}},
+    "workload": lambda name: {"configs": [name]},
+    "pattern": lambda name: {"assignments": [f"pattern={name}"]},
+}
+
+
+@pytest.fixture
+def made(monkeypatch):
+    monkeypatch.setattr(retired, "RETIRED", MADE)
+
+
+def refusal(call, *args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def answer(one):
+    return f"{one.kind} {one.name!r} was removed: {one.reason}; use {one.instead}"
+
+
+def named(one):
+    return f"{one.kind} {one.name}"
+
+
+@pytest.mark.parametrize("one", retired.RETIRED, ids=named)
+def test_a_retired_name_is_registered_no_more_and_answers(cli, one):
+    catalogue = discover().catalogue
+    assert one.name not in getattr(catalogue, KINDS[one.kind])
+    assert answer(one) in refusal(run_request, catalogue, suite="quick", **REQUESTS[one.kind](one.name))
+    done = cli("describe", one.name)
+    assert done.exit_code == ExitCode.BAD_REQUEST
+    assert answer(one) in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("form", ["markdown", "json", "csv", "html"])
+def test_a_record_with_all_retired_names_is_shown(cli, tmp_path, make_row, make_record, form):
+    names = {one.name for one in retired.RETIRED if one.kind == "implementation"}
+    kinds = {one.name for one in retired.RETIRED if one.kind == "pattern"}
+    rows = [make_row(name) for name in sorted(names)]
+    rows += [make_row("fused", pattern={"kind": kind, "size_of_old": 7}) for kind in sorted(kinds)]
+    path = tmp_path / "old.json"
+    path.write_text(make_record(rows).model_dump_json())
+    done = cli("report", str(path), "-f", form)
+    assert done.exit_code == ExitCode.OK, done.output
+    assert all(name in done.stdout for name in names)
+    assert RunRecord.model_validate_json(path.read_text()).model_dump_json() == path.read_text()
+
+
+@pytest.mark.parametrize("one", [one for one in MADE if one.kind in REQUESTS], ids=lambda one: one.kind)
+def test_a_request_for_a_retired_name_is_answered(made, one):
+    assert answer(one) in refusal(run_request, discover().catalogue, suite="quick", **REQUESTS[one.kind](one.name))
+
+
+@pytest.mark.parametrize("one", MADE, ids=lambda one: one.kind)
+def test_describe_verify_and_check_answer_too(made, one, cli):
+    done = cli("describe", one.name)
+    assert done.exit_code == ExitCode.BAD_REQUEST
+    assert answer(one) in " ".join(done.output.split())
+    for kind in (None, one.kind):
+        assert refusal(registries_with, one.name, discover().catalogue, kind) == answer(one)
+
+
+def test_the_library_answers_for_a_backend(made):
+    q = torch.zeros(1, 8, 2, 8)
+    branches = {"segment_lengths": [8], "dilation_rates": [1]}
+    with pytest.raises(ValueError, match=r"backend .bygone-backend. was removed: .*; use another"):
+        dilated_attention(q, q, q, **branches, backend="bygone-backend")
+
+
+def test_a_name_that_stands_for_two_things_answers_for_both(monkeypatch):
+    both = [retired.Retired(kind, "twice", f"no {kind}", "another") for kind in ("pattern", "implementation")]
+    monkeypatch.setattr(retired, "RETIRED", tuple(both))
+    assert str(retired.no_such_name(retired.ANY_KIND, "twice", [])) == "; ".join(map(answer, both))
+    assert str(retired.no_such_name("pattern", "twice", [])) == answer(both[0])
+    assert "unknown backend 'twice'" in str(retired.no_such_name("backend", "twice", []))

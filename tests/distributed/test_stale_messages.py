@@ -1,0 +1,39 @@
+"""A message of an earlier call is always seen by the check of timed calls, whichever ranks it is between."""
+
+import itertools
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+SEEDS = range(4)
+WAYS = {
+    "zigzag-ring": {},
+    "zigzag-allgather": {},
+    "ulysses": {},
+    "ring-overlap": {"causal": False},
+    "ring-allgather": {"pattern": "dilated"},
+}
+
+
+def workload(causal=True, pattern="dense"):
+    import ring_cases
+
+    kinds = {"dense": {"kind": "dense"}, "dilated": ring_cases.dilated([128, 512], [1, 2])}
+    shape = {"seq_len": 512, "batch_size": 3, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+    return ring_cases.workload(pattern=kinds[pattern], **shape, dtype="bfloat16", causal=causal)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_stale_message_between_any_two_ranks_fails_in_every_seed(name, ranks, launch):
+    import stale_cases
+
+    # In a ring a message comes from the neighbour before, with what ranks further back have sent.
+    pairs = [(reader, sender) for reader, sender in itertools.permutations(range(ranks), 2)]
+    if "ring" in name.split("-") and name != "ring-allgather":
+        pairs = [(reader, (reader - 1) % ranks) for reader in range(ranks)]
+    found = launch(stale_cases.checked, ranks, [name, "math", workload(**WAYS[name]), SEEDS, [None, *pairs]])[0]
+    right, stale = found[: len(SEEDS)], found[len(SEEDS) :]
+    assert right == [[]] * len(SEEDS)
+    assert all(stale), dict(zip(itertools.product(pairs, SEEDS), stale, strict=True))
