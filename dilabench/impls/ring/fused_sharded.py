@@ -27,7 +27,7 @@ def build_local(
     workload: Workload, context: BuildContext, single_device: Callable[[Workload, BuildContext], Local]
 ) -> ShardedAttention:
     """`build` with another single-device implementation on each rank's part."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     lengths = cut_apart(workload, world.size)
     starts = accumulate(lengths, initial=0)
     shards = Shards(tuple((Span(start, start + length),) for start, length in zip(starts, lengths, strict=False)))

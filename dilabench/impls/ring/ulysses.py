@@ -119,7 +119,7 @@ class Ulysses:
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """Rank r holds the r-th part of every sequence. Dense and dilated patterns, padded and packed."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     shards = contiguous(workload.sequences, world.size)
     assignment = HeadAssignment.of(workload.num_heads, workload.num_kv_heads, world.size)
     heads, kv_heads = assignment.queries[world.rank], assignment.keys[world.rank]
