@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dilabench.attention import operands
-from dilabench.attention.dilated import IN_PATTERN, _sink_gradient, attend
+from dilabench.attention.dilated import IN_PATTERN, attend
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
@@ -28,6 +28,7 @@ from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContex
 from dilabench.errors import ConfigError
 from dilabench.impls.one_operator import (
     Computation,
+    _sink_gradient,
     first_derivatives,
     forward_before_backward,
     outside_compilers,
