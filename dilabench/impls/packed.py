@@ -24,8 +24,7 @@ from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
 from dilabench.kernels.lse import has_kernel
 from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
-from dilabench.metadata import OWN_TILES
-from dilabench.record import Note
+from dilabench.metadata import OWN_TILES, Note
 from dilabench.workload.spec import Window, Workload
 
 # Of our own tiles.

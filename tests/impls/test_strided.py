@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilabench.backends import math
-from dilabench.backends.load import load_backend
 from dilabench.backends.sdpa import flash as sdpa_flash
+from dilabench.choice.computation import load_backend
 from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls import strided
 from dilabench.impls.union import strided_rows
