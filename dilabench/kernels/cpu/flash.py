@@ -206,9 +206,9 @@ def _launch(
         *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
         *(room.shape[0], onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
-    places = map(ctypes.byref, map(_place, tensors, repeat(lse)))
+    of_tensors = map(ctypes.byref, map(_place, tensors, repeat(lse)))
     getattr(library("flash.cpp", **CONSTANTS), function)(
-        ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *places
+        ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *of_tensors
     )
 
 
