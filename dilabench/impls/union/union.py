@@ -202,7 +202,8 @@ class Union:
         """
         attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
-        q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == out.stride(-1) == 1:
+            q, k, v, out = map(last_dim_contiguous, (q, k, v, out))
         merging = self._merging(q, q.dtype)
         total: tuple[Tensor, Tensor, Tensor] | None = None
         for index, rows in enumerate(self.rows(q.device)):
@@ -262,7 +263,7 @@ class Union:
     ) -> bool:
         """Whether a call's gradients were added to the total: not where their rows are no views."""
         of_queries = rows.query_views(total[0], lse)
-        dk, dv = (rows.key_view(x) for x in total[1:])
+        dk, dv = rows.key_view(total[1]), rows.key_view(total[2])
         if of_queries is None or dk is None or dv is None:
             return False
         dq, lse_rows = of_queries
