@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -153,8 +153,8 @@ def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | N
     whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
     if not whole or log_zero_keys(workload, context.device) is not None:
         return None
-    starts = [at for start, stop in workload.sequences for at in range(start, stop, branch.segment_length)]
-    return [*starts, workload.seq_len]
+    segments = (range(start, stop, branch.segment_length) for start, stop in workload.sequences)
+    return [*chain.from_iterable(segments), workload.seq_len]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +212,10 @@ def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
         return None
 
     def rows(device: torch.device) -> tuple[PackedRows | AllTokens, ...]:
-        return context.patterns.get(("packed rows", workload, device), lambda: _told(workload, context))
+        make = partial(packed_rows, workload, device, context.buffers)
+        return context.patterns.get(("packed rows", workload, device), make)
 
-    if any(len(one.bounds) > MOST_SEQUENCES for one in rows(context.device)):
+    if any(len(call.arguments["cu_seqlens"]) > MOST_SEQUENCES for call in rows(context.device)):
         return None
     calls = partial(_as_batch, kernel.attend), partial(_as_batch, kernel.attend_backward)
     union = PackedUnion(
@@ -228,23 +229,6 @@ def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
         zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
     )
     return ByBranches(union)
-
-
-def _told(workload: Workload, context: BuildContext) -> tuple[PackedRows | AllTokens, ...]:
-    """The rows of every call, each with what a kernel for packed sequences is told."""
-
-    def options(rows: PackedRows | AllTokens) -> dict[str, Any]:
-        left, right = (side if side < 0 else side // rows.rate for side in workload.window)
-        return {
-            "cu_seqlens": torch.tensor(rows.bounds, dtype=torch.int32).to(context.device),
-            "longest": max(stop - start for start, stop in pairwise(rows.bounds)),
-            "causal": workload.causal,
-            "window": (left, right),
-            "scale": workload.softmax_scale,
-        }
-
-    every = packed_rows(workload, context.device, context.buffers)
-    return tuple(replace(rows, options=options(rows)) for rows in every)
 
 
 def _as_batch(call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor, **options: Any) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from dilabench.kernels.fused.row_layout import PER_LENGTH, Results
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
 from dilabench.kernels.fused.sm90 import forward as sm90_forward
 from dilabench.kernels.fused.sm90 import narrow_forward as sm90_narrow_forward
-from dilabench.kernels.launches import Launches, launch
+from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.tuning import (
     Direction,
     TileConfig,
@@ -472,9 +472,10 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
     _, config = select_kernel("forward", 128, causal=False, largest_tile=128, hopper=True)
     lse = torch.zeros(1, 2, 256)
-    launch([sm90_forward.group_launch(q, q, q, Results(q.clone(), lse), plan.groups[0], False, 0.1, config)])
+    launch = sm90_forward.group_launch(q, q, q, Results(q.clone(), lse), plan.groups[0], False, 0.1, config)
+    LaunchCache().launch("forward", [{}], lambda: [launch])
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
-    block_sparse_forward_sm90(q, q, q, mask, scale=0.1, known=Launches())
+    block_sparse_forward_sm90(q, q, q, mask, scale=0.1, cache=LaunchCache())
     # Two forms of the first are compiled.
     assert given == [wanted] * 4
 

@@ -8,6 +8,7 @@ algorithms. All rebuild p = exp(scale * q.k - lse) from a *given* lse, which may
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from dilabench.kernels.block_sparse.backward_sm90 import backward_tiles, run_bac
 from dilabench.kernels.block_sparse.forward import (
     check,
     head_rows,
-    is_read_in_place,
     key_bounds,
     launch_arguments,
     visible_pairs,
@@ -29,7 +29,7 @@ from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.bwd_preprocess import STATS_BLOCK, StatsLayout, bwd_preprocess, stats_places
 from dilabench.kernels.dq_accumulate import dq_accumulator
 from dilabench.kernels.fused.row_layout import PER_LENGTH
-from dilabench.kernels.launches import Launched, Launches, run
+from dilabench.kernels.launch_cache import Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
 _LOG2E = 1.4426950408889634
@@ -305,8 +305,8 @@ def block_sparse_backward(
     A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
     """
     at_once = None if query_config or key_config else backward_tiles(q, k, v, dout, plan)
-    known = plan.launches("backward", dout, q, k, v, out, lse, scale, query_config, key_config, at_once)
-    known.once("checked", lambda: check(q, k, v, plan))
+    cache = plan.launch_cache("backward", dout, q, k, v, out, lse, scale, query_config, key_config, at_once)
+    cache.once("checked", lambda: check(q, k, v, plan))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv}
     sums = dq_accumulator(q, k, at_once) if at_once else None
@@ -314,10 +314,10 @@ def block_sparse_backward(
         stats_layout = StatsLayout.of(q.shape[1], tile=at_once.block_m, block=at_once.block_m)
         tensors |= {
             "sums": sums,
-            "stats": bwd_preprocess(out, dout, lse.contiguous(), stats_layout, known, "blocks of sums"),
+            "stats": bwd_preprocess(out, dout, lse.contiguous(), stats_layout, cache, "blocks of sums"),
         }
         work, slots = _key_work(plan, at_once, q, k)
-        run_backward(tensors, dq, slots, work, plan, scale, at_once, known)
+        run_backward(tensors, dq, slots, work, plan, scale, at_once, cache)
         add_slots(slots, work, dk, dv, scale)
         return dq, dk, dv
     batch, rows, num_heads, _ = q.shape
@@ -325,16 +325,16 @@ def block_sparse_backward(
     by_query = plan.config(dim, "backward_query", q.element_size(), query_config)
     by_key = plan.config(dim, "backward_key", q.element_size(), key_config)
     stats_layout = StatsLayout.of(rows, tile=max(by_query.block_m, by_key.block_m))
-    stats = bwd_preprocess(out, dout, lse.contiguous(), stats_layout, known, "row sums")
+    stats = bwd_preprocess(out, dout, lse.contiguous(), stats_layout, cache, "row sums")
     work, slots = _key_work(plan, by_key, q, k)
     of_queries, of_keys = tensors | {"dq": dq, "stats": stats}, tensors | {"slots": slots, "stats": stats}
-    if not known.repeat("dq", of_queries):
+
+    def prepare() -> Iterator[Launch]:
         tiles = -(-rows // by_query.block_m)
         own = {"dq_desc": head_rows(dq, by_query.block_m), "heads_per_kv": num_heads // num_kv_heads, "n_tiles": tiles}
         shared = _arguments(of_queries, plan, scale, by_query, by_key=False)
-        launched = run(_block_query_kernel, (batch * num_heads * tiles,), shared | own)
-        _keep(known, "dq", launched, of_queries)
-    if not known.repeat("dk, dv", of_keys):
+        query_arguments = shared | own
+        yield Launch(_block_query_kernel, lambda _: ((batch * num_heads * tiles,), query_arguments))
         sets, n_items, _ = work.items.shape
         own = {
             "dk_desc": head_rows(dk, by_key.block_n),
@@ -348,8 +348,10 @@ def block_sparse_backward(
             "GROUP": num_heads // num_kv_heads,
         }
         shared = _arguments(of_keys, plan, scale, by_key, by_key=True)
-        launched = run(_block_key_kernel, (batch * num_kv_heads * n_items,), shared | own)
-        _keep(known, "dk, dv", launched, of_keys)
+        key_arguments = shared | own
+        yield Launch(_block_key_kernel, lambda _: ((batch * num_kv_heads * n_items,), key_arguments))
+
+    cache.launch("passes", [of_queries, of_keys], prepare)
     add_slots(slots, work, dk, dv, scale)
     return dq, dk, dv
 
@@ -374,9 +376,3 @@ def _arguments(
         "scale": scale,
         "scale_log2": scale * _LOG2E,
     }
-
-
-def _keep(known: Launches, name: str, launched: Launched, tensors: dict[str, Tensor]) -> None:
-    """Remember a launch whose operands were read as they lie."""
-    if all(is_read_in_place(tensors[operand]) for operand in ("q", "k", "v", "dout")):
-        known.keep(name, launched, tensors)

@@ -13,7 +13,7 @@ from dilabench.kernels.block_sparse.forward_sm90 import head_kinds, one_segment,
 from dilabench.kernels.block_sparse.key_items import KeyItems
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.dq_accumulate import convert_dq
-from dilabench.kernels.launches import Launched, Launches, run
+from dilabench.kernels.launch_cache import Launch, LaunchCache
 from dilabench.kernels.tuning import TileConfig, select_kernel
 
 _LOG2E = 1.4426950408889634
@@ -47,7 +47,7 @@ def run_backward(
     plan: Plan,
     scale: float,
     tiles: TileConfig,
-    known: Launches,
+    cache: LaunchCache,
 ) -> None:
     """Write dq, dk and dv; the sums of key tiles that several programs share, to their slots."""
     sums, heads, kv_heads = tensors["sums"], dq.shape[2], tensors["k"].shape[2]
@@ -55,15 +55,18 @@ def run_backward(
     for first in range(0, heads, sums.shape[2]):
         if first:
             sums.zero_()
-        if not known.repeat(("at once", first), tensors):
-            launched = _run(tensors, work, plan, first * kv_heads // heads, scale, tiles)
-            known.keep(("at once", first), launched, tensors)
+        first_kv_head = first * kv_heads // heads
+
+        def prepare(first_kv_head: int = first_kv_head) -> list[Launch]:
+            return [_launch(tensors, work, plan, first_kv_head, scale, tiles)]
+
+        cache.launch(("at once", first), [tensors], prepare)
         convert_dq(sums, scale, dq[:, :, first : first + sums.shape[2]])
 
 
-def _run(
+def _launch(
     tensors: dict[str, Tensor], work: KeyItems, plan: Plan, first_kv_head: int, scale: float, tiles: TileConfig
-) -> Launched:
+) -> Launch:
     # The kernel module needs a Triton with Gluon's Hopper instructions.
     from dilabench.kernels.fused.sm90.backward import _backward_kernel, tile_arguments
 
@@ -96,4 +99,4 @@ def _run(
         "PER_HEAD": sets > 1,
         "COUNTED": False,
     }
-    return run(_backward_kernel, (n_items * n_blocks,), shared | own)
+    return Launch(_backward_kernel, lambda _: ((n_items * n_blocks,), shared | own))

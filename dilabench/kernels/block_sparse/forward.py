@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, product_precision
-from dilabench.kernels.launches import COPY_BYTES, run
+from dilabench.kernels.launch_cache import COPY_BYTES, Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
 _LOG2E = 1.4426950408889634
@@ -146,16 +146,21 @@ def block_sparse_forward(
     this kernel with that tile shape; without it the Hopper kernel runs where it can. Raises ValueError on shapes that
     do not fit the plan.
     """
-    known = plan.launches("forward", q, k, v, scale, config)
-    known.once("checked", lambda: check(q, k, v, plan))
-    if config is None and known.once("hopper", lambda: can_run(q, k, v, plan)):
-        return block_sparse_forward_sm90(q, k, v, plan, scale=scale, known=known)
-    batch, rows, num_heads, dim = q.shape
-    out = torch.empty((batch, rows, num_heads, dim), dtype=q.dtype, device=q.device)
+    cache = plan.launch_cache("forward", q, k, v, scale, config)
+    cache.once("checked", lambda: check(q, k, v, plan))
+    if config is None and cache.once("hopper", lambda: can_run(q, k, v, plan)):
+        return block_sparse_forward_sm90(q, k, v, plan, scale=scale, cache=cache)
+    batch, rows, num_heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, num_heads, rows), dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if known.repeat("forward", tensors):
-        return out, lse
+    cache.launch("forward", [tensors], lambda: [_launch(tensors, plan, scale, config)])
+    return out, lse
+
+
+def _launch(tensors: dict[str, Tensor], plan: Plan, scale: float, config: TileConfig | None) -> Launch:
+    q, k, v, out, lse = tensors.values()
+    batch, rows, num_heads, dim = q.shape
     config = plan.config(padded_dim(dim), "forward", q.element_size(), config)
     tiles = -(-rows // config.block_m)
     arguments = launch_arguments(q, plan, config, by_key=False) | {
@@ -169,10 +174,7 @@ def block_sparse_forward(
         "n_tiles": tiles,
         "rows": rows,
     }
-    launched = run(_block_forward_kernel, (batch * num_heads * tiles,), arguments)
-    if all(map(is_read_in_place, (q, k, v))):
-        known.keep("forward", launched, tensors)
-    return out, lse
+    return Launch(_block_forward_kernel, lambda _: ((batch * num_heads * tiles,), arguments))
 
 
 def launch_arguments(q: Tensor, plan: Plan, config: TileConfig, by_key: bool) -> dict[str, Any]:

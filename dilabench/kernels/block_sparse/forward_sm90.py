@@ -14,7 +14,7 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 from dilabench.kernels.fused.row_layout import is_row_addressable, on_hopper
-from dilabench.kernels.launches import Launches, run
+from dilabench.kernels.launch_cache import Launch, LaunchCache
 from dilabench.kernels.tuning import Selected, TileConfig, is_persistent, select_kernel
 
 _LOG2E = 1.4426950408889634
@@ -52,19 +52,24 @@ def work_lists(plan: Plan, tiles: TileConfig, device: torch.device) -> tuple[Ten
 
 
 def block_sparse_forward_sm90(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, known: Launches
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, cache: LaunchCache
 ) -> tuple[Tensor, Tensor]:
-    """As `block_sparse_forward`, for what `can_run` admits. known: launches of this pass for tensors of this layout."""
-    # The kernel module needs a Triton with Gluon's Hopper instructions.
-    from dilabench.kernels.fused.sm90.forward import _forward_kernel, tile_arguments
-
-    batch, rows, num_heads, dim = q.shape
-    empty = torch.empty if known.once("whole", lambda: plan.every_row_has_work) else torch.zeros
+    """As `block_sparse_forward`, for what `can_run` admits. cache: that of this pass for tensors of this layout."""
+    batch, rows, num_heads, _ = q.shape
+    empty = torch.empty if cache.once("whole", lambda: plan.every_row_has_work) else torch.zeros
     out = empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((batch, num_heads, rows), float("-inf"), dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if known.repeat("forward", tensors):
-        return out, lse
+    cache.launch("forward", [tensors], lambda: [_launch(tensors, plan, scale)])
+    return out, lse
+
+
+def _launch(tensors: dict[str, Tensor], plan: Plan, scale: float) -> Launch:
+    # The kernel module needs a Triton with Gluon's Hopper instructions.
+    from dilabench.kernels.fused.sm90.forward import _forward_kernel, tile_arguments
+
+    q, k, v, out, lse = tensors.values()
+    batch, rows, num_heads, dim = q.shape
     tiles = _selected(q, plan).tiles
     items, entries, heads = _device_lists(plan, tiles, num_heads, q.device)
     bounds = plan.bounds(q.device)
@@ -110,8 +115,7 @@ def block_sparse_forward_sm90(
         "num_warps": tiles.num_warps,
     }
     grid = (min(processors, n_work) if persistent else n_work,)
-    known.keep("forward", run(_forward_kernel, grid, arguments), tensors)
-    return out, lse
+    return Launch(_forward_kernel, lambda _: (grid, arguments))
 
 
 def one_segment(rows: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from dilabench.patterns.hidden_rows import HiddenRows
 
 if TYPE_CHECKING:
     from dilabench.kernels.block_sparse.key_items import KeyItems
-    from dilabench.kernels.launches import Launches
+    from dilabench.kernels.launch_cache import LaunchCache
 
 KeptT = TypeVar("KeptT")
 
@@ -139,13 +139,13 @@ class Plan(ABC):
         kept: KeptT = self._kept[key]
         return kept
 
-    def launches(self, name: str, *given: Any) -> Launches:
-        """The launches of a pass for tensors of one layout and these options, which are kept with the plan."""
+    def launch_cache(self, name: str, *given: Any) -> LaunchCache:
+        """That of a pass for tensors of one layout and these options, which is kept with the plan."""
         # Triton is not installed everywhere, and only its kernels are launched so.
-        from dilabench.kernels.launches import Launches, layout
+        from dilabench.kernels.launch_cache import LaunchCache, layout
 
         key = tuple(layout(one) if isinstance(one, Tensor) else one for one in given)
-        return self.keep(("launches", name, *key), Launches)
+        return self.keep(("launches", name, *key), LaunchCache)
 
     def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
         """What is hidden of whole key tiles of ``block_n`` rows; None where nothing is."""

@@ -26,11 +26,12 @@ from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
-    all_whole,
     checked_scale,
     common_modulus,
+    is_whole,
     launch_arguments,
     on_hopper,
+    whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
@@ -52,7 +53,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.fused.wider_rows import with_columns
-from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
+from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache, layout
 from dilabench.kernels.tuning import TileConfig, columns_to_add, select_kernel
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
@@ -343,36 +344,40 @@ def fused_backward(
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
     partials: Partials | None = None,
+    cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
     with ``partials`` from the own results of each group and the merged lse: those with detached merge weights.
 
     The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
-    Raises ValueError as `fused_forward` does.
+    ``cache``: another than that of these tensors. Raises ValueError as `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
-    known = launches("backward", plan, scale, tiles, partials is None, *map(layout, (q, k, v, dout, out, lse)))
-    given = {"q": q, "k": k, "v": v, "dout": dout}
-    scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
+    if cache is None:
+        layouts = layout(q), layout(k), layout(v), layout(dout), layout(out), layout(lse)
+        cache = LaunchCache.of("backward", plan, scale, tiles, partials is None, *layouts)
+    operands = {"q": q, "k": k, "v": v, "dout": dout}
+    scale = cache.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     if more := columns_to_add(dim, q.element_size(), on_hopper(q.device)):
-        given = {name: with_columns(x, more) for name, x in given.items()}
-    q, k, v, _ = given.values()
-    operands = all_whole(given, plan.groups, known)
+        operands = {name: with_columns(x, more, cache, f"columns of {name}") for name, x in operands.items()}
+    q, k, v, _ = operands.values()
+    if not cache.once("whole", lambda: all(is_whole(x, plan.groups) for x in operands.values())):
+        operands = {name: whole_classes(x, plan.groups) for name, x in operands.items()}
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     at_once, sums = [], None
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
-        at_once = known.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
+        at_once = cache.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
         sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
     if sums is None:
         at_once = []
-    passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
+    passes = cache.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
     if not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
-    stats_of = _Preprocess(out, dout, lse, plan, partials, known)
+    stats_of = _Preprocess(out, dout, lse, plan, partials, cache)
     if sums is not None:
         of_steps = [stats_of(step, ("at once", index)) for index, step in enumerate(at_once)]
-        run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, known)
+        run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, cache)
     for index, step in enumerate(passes):
         name, add = (len(at_once), index), sums is not None or index > 0
         stats = stats_of(step, name)
@@ -382,7 +387,7 @@ def fused_backward(
             yield _query_launch(operands, dq, stats, step.group, plan.causal, scale, step.query_tiles, add)
             yield _key_launch(operands, dk, dv, stats, step.group, plan.causal, scale, step.key_tiles, add)
 
-        known.make([("dq", *name), ("dk, dv", *name)], [tensors] * 2, prepare)
+        cache.launch(name, [tensors] * 2, prepare)
     if more:
         dq, dk, dv = (x[..., :dim].contiguous() for x in (dq, dk, dv))
     return dq, dk, dv
@@ -394,9 +399,9 @@ class _Preprocess:
     """
 
     def __init__(
-        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, partials: Partials | None, known: Launches
+        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, partials: Partials | None, cache: LaunchCache
     ) -> None:
-        self._out, self._dout, self._lse, self._known = out, dout, lse, known
+        self._out, self._dout, self._lse, self._cache = out, dout, lse, cache
         self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and partials is None else None
         self._found = False
         self._own: dict[int, tuple[Tensor, OneClass]] = {}
@@ -406,7 +411,7 @@ class _Preprocess:
                 self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
-        given = (self._dout, self._lse, step.stats_layout, self._known, ("row sums", name))
+        given = (self._dout, self._lse, step.stats_layout, self._cache, ("row sums", name))
         if self._own:
             out, one_class = self._own[id(step.group)]
             return bwd_preprocess(out, *given, one_class=one_class)
