@@ -153,17 +153,8 @@ class FusedDetached:
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
     ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
-        return fused_forward_partials(
-            q,
-            k,
-            v,
-            self.plan,
-            scale=self.scale,
-            log_masses=self.zero_keys,
-            config=self.tiles.get("forward"),
-            beside=beside,
-            cache=cache,
-        )
+        options = {"scale": self.scale, "log_masses": self.zero_keys, "config": self.tiles.get("forward")}
+        return fused_forward_partials(q, k, v, self.plan, **options, beside=beside, cache=cache)
 
     def backward(
         self,
@@ -202,12 +193,5 @@ def _backward(
     of: Fused | FusedDetached, given: _Given, partials: Partials | None, cache: LaunchCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients; given: dout, q, k, v, out, lse, and with detached weights what each branch gives."""
-    return fused_backward(
-        *given,
-        of.plan,
-        scale=of.scale,
-        query_config=of.tiles.get("backward_query"),
-        key_config=of.tiles.get("backward_key"),
-        partials=partials,
-        cache=cache,
-    )
+    tiles = {"query_config": of.tiles.get("backward_query"), "key_config": of.tiles.get("backward_key")}
+    return fused_backward(*given, of.plan, scale=of.scale, **tiles, partials=partials, cache=cache)

@@ -21,6 +21,7 @@ class Retired:
 
 
 NEVER_RAN = "it never ran against the real library"
+NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
 
@@ -32,6 +33,9 @@ RETIRED = (
     Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
     Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
     Retired("implementation", "natten", NEVER_RAN, "NATTEN itself, or block-sparse with pattern=window_sink"),
+    Retired("implementation", "ulysses-ring", NEVER_ON_GPUS, "ulysses or zigzag-ring"),
+    Retired("implementation", "usp", NEVER_ON_GPUS, "ulysses or zigzag-ring"),
+    Retired("implementation", "column-bounds-ring", NEVER_ON_GPUS, "block-sparse on one device"),
     Retired("implementation", "neighborhood", NO_NEIGHBORHOOD, "block-sparse with pattern=window_sink"),
     Retired(
         "pattern",

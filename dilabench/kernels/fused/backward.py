@@ -38,7 +38,10 @@ from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
     end_of,
+    frame_of,
+    hiding_ranges,
     load_tile,
+    outside,
     place_of,
     query_item,
     scores,
@@ -74,6 +77,7 @@ def _query_kernel(
     items_ptr,
     entries_ptr,
     heads_ptr,
+    bounds_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -93,6 +97,7 @@ def _query_kernel(
     window_right,
     n_blocks,
     item_major,
+    key_rows,
     R,
     HEAD_DIM: tl.constexpr,
     HEAD: tl.constexpr,
@@ -103,6 +108,8 @@ def _query_kernel(
     SHIFTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     RAGGED: tl.constexpr,
+    RANGES: tl.constexpr,
+    ONE_CLASS: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -112,7 +119,9 @@ def _query_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
-    item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
+    item_ptr, shift = query_item(
+        item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS
+    )
     u = tl.load(item_ptr)
     if u < 0:
         return
@@ -142,7 +151,7 @@ def _query_kernel(
     for _ in tl.range(0, n_full, num_stages=STAGES):
         entry = tl.load(entry_ptr)
         entry_ptr += 1
-        key_tile, partner, bias = unpack(entry, shift, R)
+        key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
         k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
@@ -157,7 +166,7 @@ def _query_kernel(
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
-            key_tile, partner, bias = unpack(entry, shift, R)
+            key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             key_row = base_row + key_tile * BLOCK_N
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
@@ -166,9 +175,11 @@ def _query_kernel(
             v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
-            end = end_of(partner, rows_left, longer_classes, super_rows)
+            end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
             window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
+            ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
+            seen = outside(seen, query_row[:, None], ranges, RANGES)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
@@ -191,11 +202,13 @@ def _key_kernel(
     dout_tail_desc,
     dk_ptr,
     dv_ptr,
+    slots_ptr,
     stats_ptr,
     lookup_ptr,
     order_ptr,
     entries_ptr,
     heads_ptr,
+    bounds_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -216,6 +229,8 @@ def _key_kernel(
     window_right,
     n_blocks,
     item_major,
+    n_slots,
+    key_rows,
     R,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -227,6 +242,10 @@ def _key_kernel(
     SHIFTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CUT: tl.constexpr,
+    RANGES: tl.constexpr,
+    ONE_CLASS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    SLOT_DIM: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -236,13 +255,21 @@ def _key_kernel(
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, kv_head, batch = split_block(block, n_supers, n_kv_heads)
     variant = (super_index >= full_supers).to(tl.int32)
-    # `order` lists (class, tile) in the frame of the first head of the group, heaviest first.
-    order_at = order_ptr + (variant * n_items + item) * 2
+    # `order` lists (class, tile) in the frame of the first head of the group, heaviest first; of ONE_CLASS shares of
+    # lists, as `block_sparse.key_lists.KeyLists.items`.
+    if ONE_CLASS:
+        order_at = order_ptr + ((kv_head if PER_HEAD else 0) * n_items + item) * 4
+    else:
+        order_at = order_ptr + (variant * n_items + item) * 2
     u = tl.load(order_at)
     if u < 0:
         return
-    tile = tl.load(order_at + 1)
-    residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
+    if ONE_CLASS:
+        tile, residue = u, turned(0, 0, R)
+        low, high = tl.load(order_at + 1), tl.load(order_at + 2)
+    else:
+        tile = tl.load(order_at + 1)
+        residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row, first_place, rows_left, longer_classes = segment_of(
         super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
@@ -253,6 +280,7 @@ def _key_kernel(
     k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    ranges = hiding_ranges(bounds_ptr, key_row[:, None], key_rows, RANGES)
     dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
     dk_tail = zero_tail(BLOCK_N, TAIL)
     dv = tl.zeros([BLOCK_N, HEAD], tl.float32)
@@ -260,22 +288,27 @@ def _key_kernel(
 
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        kind = tl.load(heads_ptr + head * 2)
-        shift = tl.load(heads_ptr + head * 2 + 1)
+        kind, shift = frame_of(head, heads_ptr, n_heads, n_kinds, ONE_CLASS)
         own = turned(residue, R - shift, R)
         list_at = lookup_ptr + (((variant * n_kinds + kind) * R + own) * n_tiles + tile) * 3
         entry_ptr = entries_ptr + tl.load(list_at)
         # Queries beyond the end of a segment have weight 0 by their statistics: they need no mask.
         n_full = tl.load(list_at + 1)
         n_masked = tl.load(list_at + 2)
-        if not (CAUSAL or WINDOWED):
+        if not (CAUSAL or WINDOWED or RANGES > 0):
             n_full += n_masked
+        begin, masked_begin = 0, 0
+        if ONE_CLASS:
+            entry_ptr += low
+            begin, masked_begin = low, tl.maximum(low - n_full, 0)
+            n_masked = tl.minimum(high - n_full, n_masked)
+            n_full = tl.minimum(high, n_full)
         stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64)
         stats_at = stats_ptr + stats_at * (stats_blocks * (2 * _STATS_BLOCK)) + stats_places(tl.arange(0, BLOCK_M))
-        for _ in tl.range(0, n_full, num_stages=STAGES):
+        for _ in tl.range(begin, n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
-            query_tile, partner, bias = unpack(entry, shift, R)
+            query_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             query_tile *= BLOCK_M
             # Of causal lists these tiles end before the last row, of the sequence where nothing is shifted.
             cut: tl.constexpr = CUT and (SHIFTED or not CAUSAL)
@@ -293,12 +326,14 @@ def _key_kernel(
             dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
             ds = p * (dp - delta[None, :])
             dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
-        if CAUSAL or WINDOWED:
+        if CAUSAL or WINDOWED or RANGES > 0:
             # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
-            for _ in tl.range(0, n_masked, num_stages=1):
+            # But windows and bounds of columns make most of a list of them.
+            stages: tl.constexpr = STAGES if ONE_CLASS and (WINDOWED or RANGES > 0) else 1
+            for _ in tl.range(masked_begin, n_masked, num_stages=stages):
                 entry = tl.load(entry_ptr)
                 entry_ptr += 1
-                query_tile, partner, bias = unpack(entry, shift, R)
+                query_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
                 query_tile *= BLOCK_M
                 place, box_row = box_place(
                     partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, CUT, SHIFTED
@@ -312,6 +347,7 @@ def _key_kernel(
                 seen = seen_queries(
                     query_row, partner, key_row, residue, (window_left, window_right), R, CAUSAL, WINDOWED
                 )
+                seen = outside(seen, query_row[None, :], ranges, RANGES)
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
@@ -322,6 +358,15 @@ def _key_kernel(
 
     place = place_of(row, residue + first_place, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
+    if slots_ptr is not None:
+        # Where a tile has several shares, `add_slots` makes the result of all.
+        slot = tl.load(order_at + 3)
+        rows = tl.where(slot < 0, rows, 0)
+        if slot >= 0:
+            slot_at = ((batch * n_kv_heads + kv_head).to(tl.int64) * n_slots + slot) * (2 * BLOCK_N * SLOT_DIM)
+            store_tile(dk, dk_tail, slots_ptr + slot_at, BLOCK_N, 1.0, 1, 1, False, BLOCK_N, SLOT_DIM, HEAD, TAIL)
+            slot_at += BLOCK_N * SLOT_DIM
+            store_tile(dv, dv_tail, slots_ptr + slot_at, BLOCK_N, 1.0, 1, 1, False, BLOCK_N, SLOT_DIM, HEAD, TAIL)
     store_tile(
         dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
     )
@@ -477,7 +522,11 @@ def _query_launch(
         "items_ptr": tables.items,
         "entries_ptr": tables.entries,
         "heads_ptr": tables.heads,
+        "bounds_ptr": None,
         "heads_per_kv": group.heads_per_kv,
+        "key_rows": group.length,
+        "RANGES": 0,
+        "ONE_CLASS": False,
         "scale": scale,
         "ADD": add,
     }
@@ -514,7 +563,15 @@ def _key_launch(
         "order_ptr": tables.order,
         "entries_ptr": tables.entries,
         "heads_ptr": tables.heads,
+        "slots_ptr": None,
+        "bounds_ptr": None,
         "n_kv_heads": n_kv_heads,
+        "n_slots": 0,
+        "key_rows": group.length,
+        "RANGES": 0,
+        "ONE_CLASS": False,
+        "PER_HEAD": False,
+        "SLOT_DIM": 0,
         "scale": scale,
         "GROUP": group.heads_per_kv,
         "ADD": add,

@@ -29,7 +29,9 @@ from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
     end_of,
+    hiding_ranges,
     load_tile,
+    outside,
     place_of,
     query_item,
     scaled,
@@ -65,6 +67,7 @@ def _forward_kernel(
     items_ptr,
     entries_ptr,
     heads_ptr,
+    bounds_ptr,
     scale_log2,
     n_supers,
     full_supers,
@@ -82,6 +85,7 @@ def _forward_kernel(
     window_right,
     n_blocks,
     item_major,
+    key_rows,
     R,
     HEAD_DIM: tl.constexpr,
     HEAD: tl.constexpr,
@@ -92,15 +96,20 @@ def _forward_kernel(
     SHIFTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     RAGGED: tl.constexpr,
+    RANGES: tl.constexpr,
+    ONE_CLASS: tl.constexpr,
     MERGE: tl.constexpr,
     COMPACT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # One program: one query tile of one class.
+    # One program: one query tile of one class. ONE_CLASS: that of block masks, to which only some tiles are visible, of
+    # keys that may be other rows, hidden from RANGES of rows.
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
-    item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
+    item_ptr, shift = query_item(
+        item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS
+    )
     u = tl.load(item_ptr)
     if u < 0:
         return
@@ -127,7 +136,7 @@ def _forward_kernel(
     for _ in tl.range(0, n_full, num_stages=STAGES):
         entry = tl.load(entry_ptr)
         entry_ptr += 1
-        key_tile, partner, bias = unpack(entry, shift, R)
+        key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
         k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
@@ -146,16 +155,18 @@ def _forward_kernel(
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
-            key_tile, partner, bias = unpack(entry, shift, R)
+            key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             key_row = base_row + key_tile * BLOCK_N
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
             )
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
-            end = end_of(partner, rows_left, longer_classes, super_rows)
+            end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
             window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
+            ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
+            seen = outside(seen, query_row[:, None], ranges, RANGES)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
             # A row may see nothing yet.
@@ -180,6 +191,9 @@ def _forward_kernel(
         total = total * mine + tl.math.exp2(mass - higher)
         top = higher
     mine = mine / total
+    if ONE_CLASS:
+        # A row that sees nothing has out 0 and lse -inf.
+        mine = tl.where(total == 0.0, 0.0, mine)
     theirs = mine
     lse = (top + tl.log2(total)) * 0.6931471805599453
     # Rows are stored at their tokens, or those that the class has one after another.
@@ -268,7 +282,9 @@ def fused_forward_partials(
     ``cache``: another than that of these tensors.
     """
     if cache is None:
-        cache = LaunchCache.of("partials", plan, scale, config, bool(log_masses), layout(q), layout(k), layout(v))
+        cache = LaunchCache.of(
+            "forward partials", plan, scale, config, bool(log_masses), layout(q), layout(k), layout(v)
+        )
     scale, more, as_they_are = cache.once("operands", lambda: _operands(q, k, v, plan, scale))
     operands = {"q": q, "k": k, "v": v}
     if more or not as_they_are:
@@ -380,10 +396,14 @@ def _group_launch(
             "out_ptr": results.out,
             "lse_ptr": results.lse,
             "mass_ptr": results.mass,
+            "bounds_ptr": None,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
             "items_ptr": tables.items,
             "heads_per_kv": group.heads_per_kv,
+            "key_rows": group.length,
+            "RANGES": 0,
+            "ONE_CLASS": False,
             "MERGE": results.merge,
             "COMPACT": results.compact,
             "RAGGED": ragged,

@@ -134,7 +134,8 @@ def residue_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     batch, length, heads, dim = x.shape
     token, head = x.stride(1), x.stride(2)
     shape = [batch, modulus + length % modulus, heads, length // modulus, dim]
-    return shape, [length * token, token, head, modulus * token, 1]
+    item = x.stride(0) if batch > 1 else length * token
+    return shape, [item, token, head, modulus * token, 1]
 
 
 def residue_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:

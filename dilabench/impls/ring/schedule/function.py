@@ -38,7 +38,7 @@ class Local(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class LocalOnly:
     """`Algorithm` without communication: each rank runs `local` on its shards."""
 
     local: Local
