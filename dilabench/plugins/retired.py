@@ -23,8 +23,12 @@ class Retired:
 NEVER_RAN = "it never ran against the real library"
 NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
+ONE_FLEX = "`flex` computes every pattern"
 
 RETIRED = (
+    Retired("implementation", "flex-permuted", "147.7 ms for longnet_32k where `flex` took 86.2 on an H200", "flex"),
+    Retired("implementation", "block-sparse-flex", ONE_FLEX, "flex"),
+    Retired("implementation", "block-sparse-flex-planned", ONE_FLEX, "flex, whose mask is made before the call"),
     Retired("implementation", "transformer-engine-p2p", NEVER_RAN, "zigzag-ring"),
     Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
     Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
