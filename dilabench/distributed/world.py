@@ -131,6 +131,11 @@ class World:
         """The world of a process without peers."""
         return cls(0, 1, torch.device(device))
 
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, in ascending order."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
     @classmethod
     def join(
         cls, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -234,8 +239,7 @@ class World:
             received.copy_(flat)
             return received, Work(())
         given, taken = flat.split(list(input_split_sizes)), received.split(list(output_split_sizes))
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends, receives = {peer: [given[peer]] for peer in others}, {peer: [taken[peer]] for peer in others}
+        sends, receives = {peer: [given[peer]] for peer in self.peers}, {peer: [taken[peer]] for peer in self.peers}
         bytes_sent, bytes_received = self.counts.add(sends, receives)
         self.traffic.add(kind, sent=bytes_sent, received=bytes_received)
         if self.copies is not None:
