@@ -11,13 +11,13 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from dilabench.attention import first_use, operands
 from dilabench.attention.planning import backend_of, planner_of
@@ -27,18 +27,15 @@ from dilabench.errors import ConfigError
 from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.one_operator import (
+    DILATED,
     Computation,
-    differentiable_operator,
-    first_derivatives,
-    forward_before_backward,
-    nothing_looks_on,
-    operator,
+    Options,
+    WithGradient,
+    as_one_operator,
+    is_plain_eager_call,
     refuse_forward_mode,
-    shapes_of_gradients,
-    shapes_of_results,
-    with_gradient,
+    register,
 )
-from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case
@@ -118,12 +115,12 @@ def dilated_attention(
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
     bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, query.shape[1])
-    tensors = (query, key, value) if sink is None else (query, key, value, sink)
-    refuse_forward_mode(*tensors)
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
-    # As `_Options`, which takes several times as long to make.
+    # As `Options`, which takes several times as long to make.
     options = (
         tuple(segment_lengths),
         tuple(dilation_rates),
@@ -138,22 +135,21 @@ def dilated_attention(
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
         bounds,
         wants_gradient,
+        "",
         backend,
     )
-    if sink is None and nothing_looks_on(query, key, value):
-        computation = _computation(query, key, value, options)
+    if sink is None and is_plain_eager_call(query, key, value):
+        of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
+        computation = _computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
         if wants_gradient:
-            out = with_gradient(computation, query, key, value)[0]
+            out = WithGradient.apply(computation, query, key, value)[0]
         else:
             out = computation.forward(query, key, value)[0]
         return out if cu_seqlens is None else out[0]
     operands.check_operands(query.shape, key.shape, value.shape)
     if sink is not None:
         operands.check_sink(sink, query, merge_grad)
-    if torch._C._are_functorch_transforms_active():
-        out, _lse = _Differentiable.apply(query, key, value, sink, _written(options))
-    else:
-        out, _lse = _attention_op(query, key, value, sink, *options)
+    out, _ = as_one_operator(DILATED, query, key, value, options, sink)
     return out if cu_seqlens is None else out[0]
 
 
@@ -222,130 +218,26 @@ class MultiheadDilatedAttention(ProjectedAttention):
         )
 
 
-class _Options(NamedTuple):
-    """What determines the computation besides the tensors."""
+class _ByOptions:
+    """What operators ask for the computation for these tensors and options."""
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    causal: bool
-    window: tuple[int, ...]
-    scale: float | None
-    heads: str
-    offset: str
-    offset_by: str
-    padding: str
-    merge_grad: str
-    cu_seqlens: tuple[int, ...]
-    wants_gradient: bool
-    backend: str
+    def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation:
+        of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
+        return _computation((of_query, of_key, (value.shape, value.dtype, value.device)), tuple(options))
 
 
-# One text costs a call less than a dozen options.
-@operator("dilated_attention_forward", shapes_of_results)
-def _forward_op(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, asked: str) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N]."""
-    options, given = _read(asked), (query, key, value)
-    computation = _computation(*given, options)
-    out, lse = (
-        forward_before_backward(computation, *given) if options.wants_gradient else computation.forward(*given)
-    )[:2]
-    if sink is not None:
-        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
-    return out.contiguous(), lse.contiguous()
-
-
-@operator("dilated_attention_backward", shapes_of_gradients)
-def _backward_op(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, asked: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from the results of the forward operator."""
-    dq, dk, dv = _computation(query, key, value, _read(asked)).backward(dout, query, key, value, out, lse)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-def _written(options: Iterable[Any]) -> str:
-    """`_Options` as a text that means the same in every process, for the compiler keeps what it compiles on disk."""
-    # A length that the compiler holds for a variable is a constant from here on.
-    plain = ([*map(int, one)] if isinstance(one, list | tuple) else one for one in options)
-    return json.dumps([*plain])
-
-
-@lru_cache(maxsize=256)
-def _read(asked: str) -> _Options:
-    return _Options._make(tuple(value) if isinstance(value, list) else value for value in json.loads(asked))
-
-
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
-    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
-    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    return -(share * taken).sum((0, 2)).to(sink.dtype)
-
-
-class _Differentiable(torch.autograd.Function):
-    """The operator with its derivative, also for the transforms of torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, asked: str) -> tuple[Tensor, Tensor]:
-        return _forward_op(query, key, value, sink, asked)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, sink, ctx.asked = inputs
-        ctx.save_for_backward(query, key, value, *output, sink)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse, sink = ctx.saved_tensors
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            of_inputs = _backward_op(*tensors[:6], ctx.asked)
-            return of_inputs if sink is None else (*of_inputs, _sink_gradient(tensors[0], *tensors[4:]))
-
-        found = first_derivatives(gradients, dout, *inputs, out, lse, *(() if sink is None else (sink,)))
-        return *found, *(None for _ in range(5 - len(found)))
-
-
-@differentiable_operator("dilated_attention")
-def _attention_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    causal: bool,
-    window: Sequence[int],
-    scale: float | None,
-    heads: str,
-    offset: str,
-    offset_by: str,
-    padding: str,
-    merge_grad: str,
-    cu_seqlens: Sequence[int],
-    wants_gradient: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    branches, rules = (segment_lengths, dilation_rates), (heads, offset, offset_by, padding, merge_grad)
-    options = *branches, causal, window, scale, *rules, cu_seqlens, wants_gradient, backend
-    out, lse = _Differentiable.apply(query, key, value, sink, _written(options))
-    return out, lse
-
-
-def _computation(query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]) -> Computation:
-    """The computation for these tensors and `_Options`, made once per shape; refuses what does not fit together."""
-    of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
-    return _cached_computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
+_by_options = _ByOptions()
+register(DILATED, _by_options)
 
 
 @lru_cache(maxsize=64)
-def _cached_computation(
+def _computation(
     tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], asked: tuple[Any, ...]
 ) -> Computation:
-    """For query, key and value, each by its shape, dtype and device."""
-    options = _Options(*asked)
+    """For query, key and value, each by its shape, dtype and device, and `Options`: made once for all calls; refuses
+    what does not fit together.
+    """
+    options = Options(*asked)
     shapes, dtypes, devices = zip(*tensors, strict=True)
     operands.check_operands(*shapes)
     operands.check_kinds(zip(dtypes, devices, strict=True))

@@ -18,15 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilabench.attention import operands, ranks_operator
+from dilabench.attention import operands
 from dilabench.attention.planning import backend_of, planner_of
-from dilabench.attention.ranks_operator import Options
 from dilabench.contracts import BuildContext
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
-from dilabench.impls.one_operator import nothing_looks_on, refuse_forward_mode
+from dilabench.impls.one_operator import (
+    Options,
+    as_one_operator,
+    is_plain_eager_call,
+    new_number,
+    refuse_forward_mode,
+    register,
+)
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.counting import reach_of
 from dilabench.patterns.dense import DensePattern
@@ -48,7 +54,8 @@ class SequenceShards:
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
         self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
         self._functions: dict[Any, ShardedAttention] = {}
-        self._number = ranks_operator.number_of(self)
+        self._number = new_number()
+        register(self._number, self)
 
     @property
     def seq_len(self) -> int:
@@ -66,7 +73,7 @@ class SequenceShards:
         places = torch.cat([torch.arange(b - a) for a, b in pairwise(self.bounds)])
         return self.shards.take(places, self.world.rank, dim=0)
 
-    def _function_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> ShardedAttention:
+    def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> ShardedAttention:
         """What attends with tensors like these, made once for each shape and kind. Raises ValueError."""
         operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
         asked = (query.shape, key.shape, query.dtype, query.device, options)
@@ -163,10 +170,12 @@ def ring_attention(
     """
     refuse_forward_mode(query, key, value)
     branches = tuple(segment_lengths or ()), tuple(dilation_rates or ())
-    options = Options(causal, tuple(window), scale, *branches, algorithm, backend)
-    if nothing_looks_on(query, key, value):
-        return shards._function_for(query, key, value, options)(query, key, value)
-    return ranks_operator.as_one_operator(shards._number, query, key, value, options)
+    options = Options(*branches, causal, tuple(window), scale, algorithm=algorithm, backend=backend)
+    if is_plain_eager_call(query, key, value):
+        return shards._computation_for(query, key, value, options)(query, key, value)
+    # What is copied here is what the backward pass reads; inside it would be copied once more there.
+    tensors = query.contiguous(), key.contiguous(), value.contiguous()
+    return as_one_operator(shards._number, *tensors, options)[0]
 
 
 def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Options) -> Workload:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,8 @@ def _merge(
     fresh: bool,
     count: int,
 ) -> None:
-    flash.attend(q, k, v, _mask(q, k, causal, window, scale, count), out, lse, onto=not fresh)
+    mask = _mask(q.shape[1], k.shape[1], causal, window, scale, count)
+    flash.attend(q, k, v, mask, out, lse, onto=not fresh)
 
 
 def _add_gradients(
@@ -67,12 +70,13 @@ def _add_gradients(
     scale: float,
     count: int,
 ) -> None:
-    mask = _mask(q, k, causal, window, scale, count)
+    mask = _mask(q.shape[1], k.shape[1], causal, window, scale, count)
     flash.attend_backward(dout, q, k, v, out, lse, mask, onto=(dq, dk, dv))
 
 
-def _mask(q: Tensor, k: Tensor, causal: bool, window: Window, scale: float, count: int) -> Mask:
-    band = Band.of(causal, window, q.shape[1], k.shape[1])
+@lru_cache(maxsize=256)
+def _mask(queries: int, keys: int, causal: bool, window: Window, scale: float, count: int) -> Mask:
+    band = Band.of(causal, window, queries, keys)
     return Mask(band.left, band.right, scale, count)
 
 

@@ -27,7 +27,7 @@ from torch.nn.attention import flex_attention as flex
 
 from dilabench.backends.adapt import CUDA_KERNEL, Call, Sequences, adapted, adapted_packed
 from dilabench.backends.band import Band
-from dilabench.kernels.packed_reach import TileReach, keys_seen, tiles_seen
+from dilabench.kernels.varlen import TileReach, keys_seen, tiles_seen
 
 BLOCK = 128
 

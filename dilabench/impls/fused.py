@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import differentiable, new_number, register
+from dilabench.impls.one_operator import differentiable, is_plain_eager_call, new_number, register
 from dilabench.impls.packed import Packed, build_packed
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
 from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
-from dilabench.kernels.launches import followed_by
+from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
 from dilabench.kernels.tile_candidates import read_tiles
 from dilabench.kernels.tuning import Direction, TileConfig
 from dilabench.patterns.dilated import DilatedPattern
@@ -91,15 +91,14 @@ class Fused:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
         return differentiable(self, self.number, q, k, v)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse, outside autograd."""
-        config = self.tiles.get("forward")
-        return fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=self.zero_keys, config=config)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
+        """out and lse, outside autograd; `beside`: what is compiled with it."""
+        config, mass = self.tiles.get("forward"), self.zero_keys
+        return fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=mass, config=config, beside=beside)
 
     def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As `forward`, which compiles for `backward`, too."""
-        with followed_by(partial(_backward_of_anything, self, q, k, v)):
-            return self.forward(q, k, v)
+        return self.forward(q, k, v, partial(_backward_launches, self, q, k, v))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
@@ -139,20 +138,23 @@ class FusedDetached:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
         return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out and lse, outside autograd, and what every branch gives by itself."""
-        out, lse, partials = self.with_branches(q, k, v)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """out and lse, outside autograd, and what every branch gives by itself; `beside`: what is compiled with it."""
+        out, lse, partials = self.with_branches(q, k, v, beside)
         return out, lse, [*partials]
 
     def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `forward`, which compiles for `backward`, too."""
-        with followed_by(partial(_backward_of_anything, self, q, k, v)):
-            return self.forward(q, k, v)
+        return self.forward(q, k, v, partial(_backward_launches, self, q, k, v))
 
-    def with_branches(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Partials]:
+    def with_branches(
+        self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
+    ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
-        config = self.tiles.get("forward")
-        return fused_forward_partials(q, k, v, self.plan, scale=self.scale, log_masses=self.zero_keys, config=config)
+        options = {"scale": self.scale, "log_masses": self.zero_keys, "config": self.tiles.get("forward")}
+        return fused_forward_partials(q, k, v, self.plan, **options, beside=beside, cache=cache)
 
     def backward(
         self,
@@ -169,18 +171,27 @@ class FusedDetached:
         return _backward(self, (dout, q, k, v, out, lse), partials)
 
 
-def _backward_of_anything(of: Fused | FusedDetached, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The launches of the backward pass on results that hold anything."""
+def _backward_launches(of: Fused | FusedDetached, q: Tensor, k: Tensor, v: Tensor) -> list[Launch]:
+    """The launches of the backward pass, on results that hold anything."""
+    if not is_plain_eager_call(q, k, v):
+        # Memory that is traced is that of the forward pass.
+        return []
+    noted: list[Launch] = []
+    cache = LaunchCache(noted)
     batch, length, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
-    _backward(of, (out, q, k, v, out, lse), of.with_branches(q, k, v)[2] if isinstance(of, FusedDetached) else None)
+    partials = of.with_branches(q, k, v, cache=cache)[2] if isinstance(of, FusedDetached) else None
+    _backward(of, (out, q, k, v, out, lse), partials, cache)
+    return noted
 
 
 _Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _backward(of: Fused | FusedDetached, given: _Given, partials: Partials | None) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    of: Fused | FusedDetached, given: _Given, partials: Partials | None, cache: LaunchCache | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients; given: dout, q, k, v, out, lse, and with detached weights what each branch gives."""
-    by_query, by_key = of.tiles.get("backward_query"), of.tiles.get("backward_key")
-    return fused_backward(*given, of.plan, scale=of.scale, query_config=by_query, key_config=by_key, partials=partials)
+    tiles = {"query_config": of.tiles.get("backward_query"), "key_config": of.tiles.get("backward_key")}
+    return fused_backward(*given, of.plan, scale=of.scale, **tiles, partials=partials, cache=cache)

@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
-from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
-from dilabench.kernels.block_sparse.sequences import SequencePlan, sequence_plan
 from dilabench.kernels.lse import has_kernel
+from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
 from dilabench.metadata import OWN_TILES
 from dilabench.record import Note
 from dilabench.workload.spec import Window, Workload
 
-# Of the block-sparse kernels.
+# Of our own tiles.
 LARGEST_HEAD_DIM = 256
 # A CUDA grid's second and third axes end there, and kernels have sequences on one of them.
 MOST_SEQUENCES = 65535
@@ -159,19 +158,19 @@ def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | N
 
 @dataclass(frozen=True, slots=True)
 class InTiles(_OverTokens):
-    """All sequences at once by the block-sparse kernels. `notes`: that they take the backend's place."""
+    """All sequences at once by our own tiles. `notes`: that they take the backend's place."""
 
     plan: SequencePlan
     scale: float
     notes: tuple[Note, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return tiles_forward(q, k, v, self.plan, scale=self.scale)
+        return varlen_forward(q, k, v, self.plan, scale=self.scale)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return tiles_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale)
+        return varlen_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale)
 
 
 def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:

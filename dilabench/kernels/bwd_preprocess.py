@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launches import Launch, Launches, stride_unit
+from dilabench.kernels.launch_cache import Launch, LaunchCache, stride_unit
 from dilabench.kernels.tuning import rows_of_a_program
 
 # Rows of a block, all of which are there: sixteen bytes and more are read at once.
@@ -175,7 +175,7 @@ def bwd_preprocess(
     dout: Tensor,
     lse: Tensor,
     layout: StatsLayout,
-    known: Launches,
+    cache: LaunchCache,
     name: Hashable,
     delta: Tensor | None = None,
     found: bool = False,
@@ -184,7 +184,7 @@ def bwd_preprocess(
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
     ``[B, H, R, segments, rows / block, 2, block]``.
 
-    known: launches of the pass, of which this one has a name. delta: room for rowsum(out * dout), like lse, for the
+    cache: that of the pass, in which this launch has a name. delta: room for rowsum(out * dout), like lse, for the
     next of several layouts, which reads neither out nor dout once it is ``found``. one_class: of out [B, n, H, D],
     which has no other rows; nothing is written of theirs.
     """
@@ -197,7 +197,7 @@ def bwd_preprocess(
         tensors["delta"] = delta
     if one_class is not None:
         tensors["own_lse"] = one_class.lse
-    known.make([name], [tensors], lambda: [_launch(tensors, layout, found, one_class)])
+    cache.launch(name, [tensors], lambda: [_launch(tensors, layout, found, one_class)])
     return stats
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launches import Launches, layout, run, stride_unit
+from dilabench.kernels.launch_cache import Launch, LaunchCache, layout, stride_unit
 from dilabench.kernels.softmax import weights_of_two
 from dilabench.kernels.tuning import rows_of_a_program
 
@@ -104,18 +104,20 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
 
 
 @lru_cache(maxsize=256)
-def _launches(*_layouts: Hashable) -> Launches:
-    """The merge of tensors of these layouts."""
-    return Launches()
+def _cache(*_layouts: Hashable) -> LaunchCache:
+    """The merge of tensors of these layouts, which holds no table."""
+    return LaunchCache()
 
 
 def _merge_rows_triton_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
     if branch_out.stride(-1) != 1:
         branch_out = branch_out.contiguous()
     tensors = {"out": out, "lse": lse, "part": branch_out, "part_lse": branch_lse}
-    known = _launches(*map(layout, tensors.values()))
-    if known.repeat("merge", tensors):
-        return
+    cache = _cache(*map(layout, tensors.values()))
+    cache.launch("merge", [tensors], lambda: [_launch(out, lse, branch_out, branch_lse)])
+
+
+def _launch(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> Launch:
     if out.dim() == 4:
         out, lse, branch_out, branch_lse = (x.unsqueeze(0) for x in (out, lse, branch_out, branch_lse))
     n_s, n_g, n_l, n_a, dim = out.shape
@@ -149,7 +151,7 @@ def _merge_rows_triton_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse
         "COLUMNS": columns,
         "num_warps": 4,
     }
-    known.keep("merge", run(_merge_rows_kernel, (programs,), arguments), tensors)
+    return Launch(_merge_rows_kernel, lambda _: ((programs,), arguments))
 
 
 def _check_shapes(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:

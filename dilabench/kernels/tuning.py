@@ -58,7 +58,8 @@ class Rule(NamedTuple):
 
     It holds under all of these conditions. ``hopper``: the device has sm_90 and Triton Gluon. ``half``: numbers of 16
     bits; else float32. ``causal``, ``cut`` (the sequence ends inside a key tile): None for either. ``least_tile``: how
-    many rows the segments must allow a tile. ``exact``: tiles have no columns beyond the head dim.
+    many rows the segments must allow a tile. ``exact``: tiles have no columns beyond the head dim. ``blocks``: of block
+    masks alone, or not of them; None for either.
     """
 
     dims: tuple[int, int]
@@ -71,6 +72,7 @@ class Rule(NamedTuple):
     least_tile: int = 0
     exact: bool = False
     most_keys: Keys | None = None
+    blocks: bool | None = None
 
 
 class Selected(NamedTuple):
@@ -100,8 +102,12 @@ RULES: Mapping[Direction, Sequence[Rule]] = {
         Rule((97, 128), "specialized", TileConfig(128, 128, 4, 2), hopper=True, least_tile=128, exact=True),
         Rule((129, 256), "specialized", TileConfig(128, 64, 4, 2), hopper=True, least_tile=128, exact=True),
         # Programs of one warpgroup, three of them resident, four if causal.
-        Rule((1, 64), "narrow", TileConfig(64, 128, 4, 2, 168), causal=False, hopper=True, least_tile=128),
-        Rule((1, 64), "narrow", TileConfig(64, 64, 4, 2, 128), causal=True, hopper=True, least_tile=64),
+        Rule((1, 64), "narrow", TileConfig(64, 128, 4, 2, 168), False, hopper=True, least_tile=128, blocks=False),
+        Rule((1, 64), "narrow", TileConfig(64, 64, 4, 2, 128), True, hopper=True, least_tile=64, blocks=False),
+        # Block masks, here and for both backward kernels: the shapes that won before those below were chosen.
+        Rule((33, 64), "plain", TileConfig(64, 128, 4, 2), blocks=True),
+        Rule((1, 128), "plain", TileConfig(64, 64, 4, 2), blocks=True),
+        Rule((129, 256), "plain", TileConfig(64, 64, 8, 2), blocks=True),
         # Plain, here and for both backward kernels: chosen on one H200 (torch 2.11, Triton 3.6) among 5 to 11 shapes
         # each at 1x131072, H16, w 2048..32768, r 1..16; the figure is effective TFLOP/s forward, and milliseconds of
         # the kernel backward. Two to four resident programs of 4 warps per multiprocessor beat larger programs of 8
@@ -127,6 +133,8 @@ RULES: Mapping[Direction, Sequence[Rule]] = {
         Rule((129, 256), "plain", TileConfig(64, 32, 4, 1), half=False),  # 4.92; 128x32 with 8 warps 5.04; 32x32 16.6
     ),
     "backward_query": (
+        Rule((1, 128), "plain", TileConfig(64, 64, 4, 2), blocks=True),
+        Rule((129, 256), "plain", TileConfig(64, 64, 8, 2), blocks=True),
         Rule((1, 64), "plain", TileConfig(64, 64, 4, 2), causal=False),  # 4.01; 128x64 with 8 warps 4.34
         Rule((1, 64), "plain", TileConfig(64, 64, 4, 2), causal=True),  # 2.50; three stages 2.78
         Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=False),  # 7.94; 128x128 with 8 warps 8.30
@@ -148,6 +156,9 @@ RULES: Mapping[Direction, Sequence[Rule]] = {
         # to 8.1. Below D33 a share of dQ turned over would have fewer rows than a product.
         Rule((33, 64), "at_once", TileConfig(64, 128, 4, 4), hopper=True, least_tile=128),
         Rule((65, 128), "at_once", TileConfig(64, 128, 4, 2), hopper=True, least_tile=128),
+        Rule((33, 64), "plain", TileConfig(64, 64, 4, 3), blocks=True),
+        Rule((1, 128), "plain", TileConfig(64, 64, 4, 2), blocks=True),
+        Rule((129, 256), "plain", TileConfig(64, 64, 8, 2), blocks=True),
         Rule((1, 64), "plain", TileConfig(64, 64, 4, 3, 168), causal=False),  # 6.36; without the limit 7.16
         Rule((1, 64), "plain", TileConfig(64, 64, 4, 2, 168), causal=True),  # 3.83; without the limit 15 % more
         Rule((65, 128), "plain", TileConfig(64, 64, 4, 2), causal=False),  # 10.9; 64x128 with 8 warps 11.9
@@ -174,12 +185,13 @@ def select_kernel(
     windowed: bool = False,
     keys: float = inf,
     cut: bool = False,
+    blocks: bool = False,
 ) -> Selected:
     """The first rule of a direction that holds, its tiles fitted to segments that allow ``largest_tile`` rows.
 
     itemsize: bytes of a number. hopper: as `row_layout.on_hopper` says of the device; False asks for a plain kernel.
     keys: how many a query sees in the mean; windowed: a window hides some of its segment. cut: the sequence ends inside
-    a key tile. Raises ValueError for a head dim above 256.
+    a key tile. blocks: over a block mask. Raises ValueError for a head dim above 256.
     """
     for rule in RULES[direction]:
         low, high = rule.dims
@@ -188,6 +200,7 @@ def select_kernel(
             and rule.half == (itemsize <= 2)
             and rule.causal in (None, causal)
             and rule.cut in (None, cut)
+            and rule.blocks in (None, blocks)
             and rule.least_tile <= largest_tile
             and (hopper or not rule.hopper)
             and not (rule.exact and sum(tile_columns(head_dim, 2)) != head_dim)
@@ -247,6 +260,16 @@ def at_once_is_faster(
 # Heads whose programs are as many follow others in the float32 sums of dQ: at their end multiprocessors wait for the
 # last of them. Programs of narrower heads are the shorter, so more of them.
 _PROGRAMS_OF_128_COLUMNS = 2048
+
+
+def blocks_at_once_are_faster(head_dim: int, programs: float, steps: float) -> bool:
+    """Whether both passes of the backward in one kernel beat two over a block mask, which has so many key tiles and so
+    many steps for each of them in the mean.
+
+    A program has a multiprocessor for itself: with fewer of them, or with shorter lists, two passes of smaller tiles
+    are faster. At D128 51 steps 1.14 times as fast at once, 26 steps 0.95 times; no narrower head gains.
+    """
+    return head_dim > 64 and programs >= 512 and steps >= 48
 
 
 def heads_at_a_time(kv_heads: int, programs: int, head_dim: int) -> int:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dilabench.impls.block_sparse.listed_on_cpu import listed_backward, listed_forward
-from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward
+from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward, listed_backward, listed_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.cpu import flash
 from dilabench.patterns.hidden_rows import HiddenRows

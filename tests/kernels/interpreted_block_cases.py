@@ -15,16 +15,15 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
-from dilabench.kernels.block_sparse import key_items
+from dilabench.kernels.block_sparse import key_lists
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
-from dilabench.kernels.block_sparse.bounded import BoundedPlan
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.plan import BlockPlan, BoundedPlan
 from dilabench.kernels.block_sparse.selected import SelectedPlan
-from dilabench.kernels.block_sparse.sequences import sequence_plan
 from dilabench.kernels.gates import gated, gated_sum
 from dilabench.kernels.lse import merge_rows_
 from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.varlen import sequence_plan
 from dilabench.patterns.hidden_rows import HiddenRows
 
 # name: (B, N, H, K, D, block, causal, window, mask heads, tiles)
@@ -265,7 +264,7 @@ if __name__ == "__main__":
     results |= {f"two calls: {name}": two_calls(case) for name, case in RECTANGLES.items()}
     results |= {f"bounds: {name}": errors(case, torch.float32, ranges) for name, (case, ranges) in BOUNDED.items()}
     # As at lengths where single lists are long: several programs share a tile.
-    with mock.patch.multiple(key_items, _LEAST_STEPS=2, _PROGRAMS=2**20):
+    with mock.patch.multiple(key_lists, _LEAST_STEPS=2, _PROGRAMS=2**20):
         results |= {f"shared tiles: {name}": errors(CASES[name], torch.float32) for name in SHARED}
         case, ranges = BOUNDED["two ranges, wide query tile"]
         results["shared tiles: bounds"] = errors(case, torch.float32, ranges)

@@ -22,11 +22,9 @@ from interpreted_cases import multiplicity, relative, union_softmax
 from torch import Tensor
 
 from dilabench.kernels import tuning
-from dilabench.kernels.block_sparse import backward_sm90 as block_sparse_backward_sm90
-from dilabench.kernels.block_sparse import forward_sm90 as block_sparse_forward_sm90
-from dilabench.kernels.block_sparse import key_items
-from dilabench.kernels.block_sparse.backward import block_sparse_backward
-from dilabench.kernels.block_sparse.forward import block_sparse_forward
+from dilabench.kernels.block_sparse import backward as blocks_backward
+from dilabench.kernels.block_sparse import forward as blocks_forward
+from dilabench.kernels.block_sparse import key_lists
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.fused import backward, backward_at_once, forward, row_layout
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
@@ -222,8 +220,8 @@ def blocks(case: tuple, causal: bool) -> dict[str, float]:
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     exact, exact_lse = expected(*leaves, plan)
     want = torch.autograd.grad(exact, leaves, dout.double())
-    out, lse = block_sparse_forward(q, k, v, plan, scale=dim**-0.5)
-    got = block_sparse_backward(dout, q, k, v, out, lse, plan, scale=dim**-0.5)
+    out, lse = blocks_forward.block_sparse_forward(q, k, v, plan, scale=dim**-0.5)
+    got = blocks_backward.block_sparse_backward(dout, q, k, v, out, lse, plan, scale=dim**-0.5)
     return forward_errors((out, lse), (exact, exact_lse)) | errors(got, want)
 
 
@@ -271,19 +269,19 @@ if __name__ == "__main__":
         mock.patch.object(forward, "on_hopper", hopper),
         mock.patch.object(row_layout, "on_hopper", hopper),
         mock.patch.object(backward_at_once, "on_hopper", hopper),
-        mock.patch.object(block_sparse_forward_sm90, "on_hopper", hopper),
+        mock.patch.object(blocks_forward, "on_hopper", hopper),
         # Fewer than there is work for, so that programs that stay walk over several tiles.
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=3)),
         mock.patch.dict(RULES, HOPPER_RULES),
         mock.patch.object(backward_at_once, "_is_faster", mock.Mock(return_value=True)),
-        mock.patch.multiple(block_sparse_backward_sm90, _LEAST_PROGRAMS=1, _LEAST_STEPS=0, _SMALLEST_DIM=1),
+        mock.patch.object(blocks_backward, "blocks_at_once_are_faster", mock.Mock(return_value=True)),
         # So that heads follow each other, two K/V heads at a time in what is shorter.
         mock.patch.object(tuning, "_PROGRAMS_OF_128_COLUMNS", 1.25),
         # So that branches that nest are merged class by class.
         mock.patch.object(tuning, "MANY_TOKENS", 16),
         # So that lists of a few tiles are shared.
-        mock.patch.object(key_items, "_LEAST_STEPS", 2),
-        mock.patch.object(key_items, "_PROGRAMS", 64),
+        mock.patch.object(key_lists, "_LEAST_STEPS", 2),
+        mock.patch.object(key_lists, "_PROGRAMS", 64),
     ):
         results = {case: of_name(*json.loads(case)) for case in sys.argv[2:]}
     sys.stdout.write(json.dumps(results))

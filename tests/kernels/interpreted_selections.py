@@ -9,10 +9,27 @@ import json
 import numpy as np
 import torch
 
-from dilabench.kernels.block_sparse.lists import largest_tile
-from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.block_sparse.lists import COUNTED_ONCE, largest_tile
+from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
 from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.tuning import TileConfig
+
+
+def listed(plan: Plan, config: TileConfig, by_key: bool) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+    """The full and the masked partner tiles of each (head, own tile), in the order in which these are visited."""
+    if by_key:
+        lists = plan.lists(config.block_m, config.block_n, by_key)
+        order = [(head, own) for head, tiles in enumerate(lists.order.tolist()) for own in tiles]
+        return {(head, own): tuple(part.tolist() for part in lists.partners(head, own)) for head, own in order}
+    items, entries = plan.query_lists(config, torch.device("cpu"))
+    found = {}
+    for head, tiles in enumerate(items.tolist()):
+        for class_, own, first, n_full, n_masked in tiles:
+            partners = [entry - COUNTED_ONCE for entry in entries[first : first + n_full + n_masked].tolist()]
+            assert class_ == 0
+            found[head, own] = partners[:n_full], partners[n_full:]
+    assert len(found) == items.shape[0] * items.shape[1]
+    return found
 
 
 def differences(seed: int) -> list[str]:
@@ -32,21 +49,11 @@ def differences(seed: int) -> list[str]:
     of_mask = BlockPlan(mask, block, rows, **seen)
     found = []
     for by_key in (False, True):
-        (spans, entries, order), wanted = (one.tables(config, by_key, torch.device("cpu")) for one in (plan, of_mask))
         title = f"{seed} by_key={by_key} block {block} rows {rows} {seen} {config}"
-        if not torch.equal(spans[..., 1:], wanted[0][..., 1:]):
-            found.append(f"{title}: counts {spans[..., 1:].tolist()} instead of {wanted[0][..., 1:].tolist()}")
-            continue
-        # All lists once; by key the longest first.
-        if not torch.equal(order.sort(1).values, wanted[2].sort(1).values) or (
-            by_key and not torch.equal(order, wanted[2])
-        ):
-            found.append(f"{title}: order {order.tolist()}")
-        for mine, theirs in zip(spans.flatten(0, 1), wanted[0].flatten(0, 1), strict=True):
-            count = int(mine[1:].sum())
-            own, other = entries[mine[0] : mine[0] + count], wanted[1][theirs[0] : theirs[0] + count]
-            if not torch.equal(own, other):
-                found.append(f"{title}: {own.tolist()} instead of {other.tolist()}")
+        mine, theirs = (listed(one, config, by_key) for one in (plan, of_mask))
+        # By key the longest list first.
+        if mine != theirs or (by_key and list(mine) != list(theirs)):
+            found.append(f"{title}: {mine} instead of {theirs}")
     return found
 
 

@@ -9,7 +9,7 @@ import sys
 from triton.runtime import JITFunction
 
 import dilabench.kernels
-from dilabench.kernels.launches import settle_key
+from dilabench.kernels.launch_cache import settle_key
 
 modules = [found.name for found in pkgutil.walk_packages(dilabench.kernels.__path__, "dilabench.kernels.")]
 drawn = random.Random(sys.argv[1])

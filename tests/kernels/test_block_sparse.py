@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.kernels.block_sparse.lists import Visibility, largest_tile, padded_lists, tile_lists
+from dilabench.kernels.block_sparse.lists import Visibility, block_lists, largest_tile, padded_lists
 from dilabench.patterns.hidden_rows import HiddenRows
 
 CASES = [
@@ -122,19 +122,18 @@ def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibil
     pairs = pairs & ((key_row[None] <= row[:, None] + right) | (right < 0))
     if seen.hidden is not None:
         pairs = pairs & ~seen.hidden.hides(row, slice(None))
-    lists = tile_lists(mask, block, seen, block_m, block_n, by_key)
+    lists = block_lists(mask, block, seen, block_m, block_n, by_key)
     padded = padded_lists(lists)
     for head in range(mask.shape[0]):
         own_tiles = lists.spans.shape[1]
-        assert sorted(lists.order[head]) == list(range(own_tiles))
-        lengths = lists.spans[head, :, 1:].sum(-1)
-        assert (np.diff(lengths[lists.order[head]]) <= 0).all()
+        assert sorted(lists.order[head].tolist()) == list(range(own_tiles))
+        lengths = lists.lengths[head]
+        assert (lengths[lists.order[head]].diff() <= 0).all()
         for own in range(own_tiles):
-            first, n_full, n_partly = lists.spans[head, own]
-            full, partly = np.split(lists.entries[first : first + n_full + n_partly], [n_full])
-            assert padded.full[0, head, own, :n_full].tolist() == full.tolist()
-            assert padded.partly[0, head, own, :n_partly].tolist() == partly.tolist()
-            assert (padded.full_count[0, head, own], padded.partly_count[0, head, own]) == (n_full, n_partly)
+            full, partly = (part.tolist() for part in lists.partners(head, own))
+            assert padded.full[0, head, own, : len(full)].tolist() == full
+            assert padded.partly[0, head, own, : len(partly)].tolist() == partly
+            assert (padded.full_count[0, head, own], padded.partly_count[0, head, own]) == (len(full), len(partly))
             for other in range(-(-seen.rows // block_m) if by_key else -(-seen.keys // block_n)):
                 query, key = (other, own) if by_key else (own, other)
                 tile = pairs[head, query * block_m : (query + 1) * block_m, key * block_n : (key + 1) * block_n]
@@ -153,16 +152,16 @@ def test_a_windows_first_tile_is_left_to_the_rows_that_see_it() -> None:
     keys = np.arange(64)
     hidden = HiddenRows.of(1024, (np.zeros_like(keys), keys), (keys + 40, np.full_like(keys, 1024)))
     seen = Visibility(1024, False, key_rows=64, hidden=hidden)
-    lists = tile_lists(np.ones((1, 16, 1), bool), 64, seen, 64, 64, by_key=True)
-    assert lists.entries.tolist() == [0, 1]
+    lists = block_lists(np.ones((1, 16, 1), bool), 64, seen, 64, 64, by_key=True)
+    assert [part.tolist() for part in lists.partners(0, 0)] == [[], [0, 1]]
 
 
 def test_long_lists_are_shared_and_every_entry_is_somebodys() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dilabench.kernels.block_sparse.key_items import balanced_items
+    from dilabench.kernels.block_sparse.key_lists import balanced_items
 
     counts = np.array([[4000, 3, 0, 2500], [1, 1, 7, 8]])
-    items, shared, slots = balanced_items(counts, group=2, kv_heads=2, device=torch.device("cpu"))
+    items, shared, slots = balanced_items(counts, group=2, kv_heads=2)
     for mine, tiles, lengths in zip(items.tolist(), shared.tolist(), counts.tolist(), strict=True):
         listed = [item for item in mine if item[0] >= 0]
         for tile, length in enumerate(lengths):
@@ -178,23 +177,22 @@ def test_long_lists_are_shared_and_every_entry_is_somebodys() -> None:
 def test_tiles_must_divide_blocks() -> None:
     assert [largest_tile(size) for size in (8, 16, 48, 100, 128, 384, 512)] == [0, 16, 16, 0, 128, 128, 128]
     with pytest.raises(ValueError, match="tiles 32x16 must divide the block size 48"):
-        tile_lists(np.ones((1, 2, 2), bool), 48, Visibility(96, False), 32, 16, by_key=False)
+        block_lists(np.ones((1, 2, 2), bool), 48, Visibility(96, False), 32, 16, by_key=False)
 
 
-def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
+def test_lists_by_query_name_every_tile_with_its_list() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dilabench.kernels.block_sparse.forward_sm90 import work_lists
     from dilabench.kernels.block_sparse.plan import BlockPlan
     from dilabench.kernels.tuning import TileConfig
 
     mask = np.random.default_rng(2).random((3, 5, 5)) < 0.5
     mask[1, 2] = False
     plan = BlockPlan(mask, 256, 1280, causal=True)
-    items, entries = (part.numpy() for part in work_lists(plan, TileConfig(128, 128, 4, 2), torch.device("cpu")))
+    items, entries = (part.numpy() for part in plan.query_lists(TileConfig(128, 128, 4, 2), torch.device("cpu")))
     assert not plan.every_row_has_work
-    assert items.shape == (1, 3, 10, 5)
+    assert items.shape == (3, 10, 5)
     for head in range(3):
-        for residue, tile, first, full, partly in items[0, head]:
+        for residue, tile, first, full, partly in items[head]:
             seen = {key for key in range(tile + 1) if mask[head, tile // 2, key // 2]}
             found = entries[first : first + full + partly]
             assert residue == 0
@@ -204,26 +202,25 @@ def test_hopper_work_lists_name_every_tile_with_its_list() -> None:
             assert not partly or found[-1] & 0x7FFF == tile
 
 
-def test_hopper_work_lists_of_a_rectangle_have_only_whole_tiles() -> None:
+def test_lists_by_query_of_a_rectangle_have_only_whole_tiles() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dilabench.kernels.block_sparse.forward_sm90 import work_lists
     from dilabench.kernels.block_sparse.plan import BlockPlan
     from dilabench.kernels.tuning import TileConfig
 
     mask = np.random.default_rng(2).random((2, 3, 7)) < 0.5
     mask[1, 2] = False
     plan = BlockPlan(mask, 128, 384, causal=False, key_rows=896)
-    items, entries = (part.numpy() for part in work_lists(plan, TileConfig(128, 128, 4, 2), torch.device("cpu")))
+    items, entries = (part.numpy() for part in plan.query_lists(TileConfig(128, 128, 4, 2), torch.device("cpu")))
     assert not plan.every_row_has_work
     for head in range(2):
-        for residue, tile, first, full, partly in items[0, head]:
+        for residue, tile, first, full, partly in items[head]:
             assert (residue, partly) == (0, 0)
             assert (entries[first : first + full] & 0x7FFF).tolist() == np.flatnonzero(mask[head, tile]).tolist()
 
 
 def test_the_hopper_kernel_takes_rectangles_of_whole_tiles_of_one_batch_item(monkeypatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dilabench.kernels.block_sparse import forward_sm90 as hopper
+    from dilabench.kernels.block_sparse import forward as hopper
     from dilabench.kernels.block_sparse.plan import BlockPlan
 
     monkeypatch.setattr(hopper, "on_hopper", lambda device: True)

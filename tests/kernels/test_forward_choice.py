@@ -44,10 +44,14 @@ def test_few_keys_of_a_query_go_to_the_plain_kernel(
 @pytest.mark.parametrize("direction", RULES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("hopper", [False, True])
-def test_every_head_dim_has_a_kernel_whose_tiles_fit(direction: Direction, causal: bool, hopper: bool) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_every_head_dim_has_a_kernel_whose_tiles_fit(
+    direction: Direction, causal: bool, hopper: bool, blocks: bool
+) -> None:
     for dim, itemsize, largest, cut in product(range(1, 257), (2, 4), (16, 32, 64, 128), (False, True)):
         shape = {"causal": causal, "largest_tile": largest, "itemsize": itemsize, "hopper": hopper, "cut": cut}
-        kernel, tiles = select_kernel(direction, dim, **shape)
+        kernel, tiles = select_kernel(direction, dim, blocks=blocks, **shape)
+        assert not (blocks and kernel == "narrow")
         assert tiles.longest <= largest
         assert kernel == "plain" or (hopper and itemsize == 2)
 

@@ -416,8 +416,8 @@ def test_the_cut_is_nearly_always_the_fastest_one() -> None:
     lost = []
     for row in json.loads(figures.read_text())["rows"]:
         shape = (row["tokens"], row["heads"], row["kv_heads"], row["causal"])
-        before, behind = row["window"], 0 if row["causal"] else row["window"]
-        window = (before, behind) if before >= 0 else (-1, -1)
+        window_left, window_right = row["window"], 0 if row["causal"] else row["window"]
+        window = (window_left, window_right) if window_left >= 0 else (-1, -1)
         plan = residue_plan(tuple(row["segments"]), tuple(row["rates"]), *shape, window=window)
         taken = sorted(sorted(group.branches) for group in plan.groups)
         took = {json.dumps(cut["cut"]): cut["forward_ms"] + cut["backward_ms"] for cut in row["cuts"]}

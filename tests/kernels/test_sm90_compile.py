@@ -26,10 +26,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float32
 
 from dilabench.kernels import combine, merge
-from dilabench.kernels.block_sparse import backward as block_sparse_backward
 from dilabench.kernels.block_sparse import forward as block_sparse_forward
 from dilabench.kernels.block_sparse import plan as block_plan
-from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused.residue_plan import residue_plan
@@ -37,7 +35,7 @@ from dilabench.kernels.fused.row_layout import PER_LENGTH, Results
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
 from dilabench.kernels.fused.sm90 import forward as sm90_forward
 from dilabench.kernels.fused.sm90 import narrow_forward as sm90_narrow_forward
-from dilabench.kernels.launches import Launches, launch
+from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.tuning import (
     Direction,
     TileConfig,
@@ -56,11 +54,6 @@ KERNELS = {
     "forward": fused_forward._forward_kernel,
     "backward_query": fused_backward._query_kernel,
     "backward_key": fused_backward._key_kernel,
-}
-BLOCK_KERNELS = {
-    "forward": block_sparse_forward._block_forward_kernel,
-    "backward_query": block_sparse_backward._block_query_kernel,
-    "backward_key": block_sparse_backward._block_key_kernel,
 }
 QUERY_ROWS = {"q_desc", "out_desc", "dout_desc", "dq_desc"}
 FLOATS = {"lse_ptr", "mass_ptr", "stats_ptr", "slots_ptr"}
@@ -98,8 +91,9 @@ PARKED_BYTES = {
 }
 # Some of them in the loop over whole tiles, and yet 10.5 ms against 12.5 of the best shape without.
 PARKED_IN_LOOP = {(192, False, "backward_key")}
-# The same of block-sparse kernels: 8 % faster than when they read statistics with masks and parked nothing.
-BLOCK_PARKED_BYTES = {(128, False, "backward_key"): 24, (128, True, "backward_key"): 36}
+# The same over block masks, where single tiles have several shares and where none has: (128, True, False) is D128,
+# causal, of whole lists.
+BLOCK_PARKED_BYTES = {(128, True, False): 16, (128, False, True): 36, (128, True, True): 20}
 
 
 def assembled(source: ASTSource, options: dict[str, int | None]):
@@ -140,10 +134,13 @@ def fused(
     again: bool,
     cut: bool,
     hard: bool = False,
+    blocks: bool = False,
+    shares: bool = False,
 ):
     """A fused kernel as the first group of branches runs it, with a null mass, or ``again`` as later groups do, adding
     to the result; ``cut``: for a sequence that ends inside a tile; ``hard``: for a window, in segments that the
-    rate does not divide.
+    rate does not divide; ``blocks``: over a block mask, where tiles may have
+    several ``shares``.
     """
     kernel = KERNELS[direction]
     head, tail = tile_columns(dim, 2)
@@ -164,32 +161,22 @@ def fused(
         "CUT": cut,
         "PRECISION": "tf32",
         "STAGES": config.num_stages,
-        "OVERLAPS": True,
+        "OVERLAPS": not blocks,
+        "RANGES": 0,
+        "ONE_CLASS": blocks,
+        "PER_HEAD": False,
+        "SLOT_DIM": padded_dim(dim),
+        "bounds_ptr": None,
     }
-    if again:
+    if again or blocks:
         constants["mass_ptr"] = None
+    if blocks:
+        constants["heads_ptr"] = None
+    if not shares:
+        constants["slots_ptr"] = None
     tiles = {name: f"1,1,1,{tile}" for name, tile in tiles_of(kernel, head, config, tail).items()}
     if not tail:
         constants |= {name: None for name in kernel.arg_names if name.endswith("_tail_desc")}
-    return compiled(kernel, constants, tiles, config)
-
-
-def block_sparse(dim: int, causal: bool, direction: str, config: TileConfig):
-    """A block-sparse kernel, whose tiles are those of one head of one batch item."""
-    kernel = BLOCK_KERNELS[direction]
-    constants = {
-        "DIM": dim,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "LEFT": False,
-        "RIGHT": causal,
-        "RANGES": 0,
-        "PER_HEAD": False,
-        "GROUP": 1,
-        "PRECISION": "tf32",
-        "STAGES": config.num_stages,
-    }
-    tiles = {name: f"1,1,{tile}" for name, tile in tiles_of(kernel, dim, config).items()}
     return compiled(kernel, constants, tiles, config)
 
 
@@ -221,8 +208,8 @@ def loops_with_products(cubin: bytes, folder: Path) -> list[str]:
 MASKS = [(False, False), (False, True), (True, False)]
 
 
-def plain_tiles(direction: Direction, dim: int, causal: bool, cut: bool = False) -> TileConfig:
-    kernel, tiles = select_kernel(direction, dim, causal=causal, largest_tile=128, cut=cut)
+def plain_tiles(direction: Direction, dim: int, causal: bool, cut: bool = False, blocks: bool = False) -> TileConfig:
+    kernel, tiles = select_kernel(direction, dim, causal=causal, largest_tile=128, cut=cut, blocks=blocks)
     assert kernel == "plain"
     return tiles
 
@@ -280,19 +267,25 @@ def test_the_forward_of_few_keys(dim: int) -> None:
     assert 3 * (kernel.metadata.shared + 1024) <= 228 * 1024
 
 
+BLOCK_SHAPES = [(*shape, False) for shape in product((64, 128), KERNELS)]
+BLOCK_SHAPES += [(dim, "backward_key", True) for dim in (64, 128)]
+
+
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(("dim", "direction", "config"), block_plan.shipped(), ids=str)
+@pytest.mark.parametrize(("dim", "direction", "shares"), BLOCK_SHAPES, ids=str)
 def test_block_sparse_configurations(
-    dim: int, causal: bool, direction: str, config: TileConfig, tmp_path: Path
+    dim: int, causal: bool, direction: Direction, shares: bool, tmp_path: Path
 ) -> None:
-    kernel, report = block_sparse(dim, causal, direction, config)
+    config = plain_tiles(direction, dim, causal, blocks=True)
+    cut = direction != "backward_key" and not causal
+    kernel, report = fused(dim, causal, direction, config, False, cut, blocks=True, shares=shares)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert not re.search(r"\batom\b|\bred\.", ptx), "atomics would make the result depend on timing"
     assert "serialized" not in report
-    parked = BLOCK_PARKED_BYTES.get((dim, causal, direction), 0)
-    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked or not parked
+    parked = BLOCK_PARKED_BYTES.get((dim, causal, shares), 0) if direction == "backward_key" else 0
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked
     assert kernel.metadata.shared <= 227 * 1024
     if not parked and "0 bytes stack frame" not in report:
         # The first loop is over wholly visible tiles; causal edge and window cut about one tile of a list.
@@ -472,9 +465,10 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
     _, config = select_kernel("forward", 128, causal=False, largest_tile=128, hopper=True)
     lse = torch.zeros(1, 2, 256)
-    launch([sm90_forward.group_launch(q, q, q, Results(q.clone(), lse), plan.groups[0], False, 0.1, config)])
+    launch = sm90_forward.group_launch(q, q, q, Results(q.clone(), lse), plan.groups[0], False, 0.1, config)
+    LaunchCache().launch("forward", [{}], lambda: [launch])
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
-    block_sparse_forward_sm90(q, q, q, mask, scale=0.1, known=Launches())
+    block_sparse_forward.block_sparse_forward(q, q, q, mask, scale=0.1)
     # Two forms of the first are compiled.
     assert given == [wanted] * 4
 

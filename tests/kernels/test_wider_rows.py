@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +10,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: there are no kernels that read them")
 
-from triton.runtime import driver
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from dilabench.kernels import tuning
-from dilabench.kernels.compiled_forms import CompiledForms
 from dilabench.kernels.fused import forward, wider_rows
 from dilabench.kernels.fused.forward import fused_forward
 from dilabench.kernels.fused.residue_plan import residue_plan
-from dilabench.kernels.launches import Launch, launches
+from dilabench.kernels.launch_cache import Launch, LaunchCache
 
 
 @pytest.mark.parametrize(
@@ -62,26 +62,32 @@ def test_what_longer_sequences_ask_for_is_compiled_with_the_first(monkeypatch: p
     monkeypatch.setattr(tuning, "_MANY_PAIRS", 256 * 1024)
     assert forward._columns_to_add(k, plan) == 16
     assert log == [], "compiled with what needs it"
-    assert wider_rows.with_columns(k, 16).shape == (1, 512, 2, 64)
+    assert wider_rows.with_columns(k, 16, LaunchCache(), "k").shape == (1, 512, 2, 64)
     assert log == ["run 64"]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: nothing is compiled")
 def test_what_is_compiled_for_longer_sequences_is_what_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal forms for tensors of one token and for views of a packed one."""
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_device=lambda: 0))
+    """Triton specialises alike on tensors of one token and on views of a packed one."""
     made: list[Launch] = []
     monkeypatch.setattr(wider_rows, "compile_ahead", made.extend)
-    monkeypatch.setattr(wider_rows, "launch", made.extend)
+    cache = LaunchCache(made)
     packed = torch.zeros(2, 300, 12, 48, dtype=torch.float16)
     wider_rows.make_ready(48, 16, torch.float16, packed.device)
     for x in (packed, packed[:, :, 8:], packed[:1, :299, 3:4], packed.transpose(1, 2), packed[..., 1:41]):
-        wider_rows.with_columns(x, 64 - x.shape[3])
+        wider_rows.with_columns(x, 64 - x.shape[3], cache, "x")
     first, *others, narrower = made
-    forms = CompiledForms(wider_rows._widen_kernel)
     assert all(one.of == first.of for one in others)
-    assert all(forms.form(one.arguments(False)[1]) == forms.form(first.arguments(True)[1]) for one in others)
-    assert forms.form(narrower.arguments(False)[1]) != forms.form(first.arguments(False)[1])
+    assert all(specialised(one, False) == specialised(first, True) for one in others)
+    assert specialised(narrower, False) != specialised(first, False)
+
+
+def specialised(launch: Launch, ragged: bool) -> str:
+    """What Triton compiles a launch for."""
+    kernel, (_, arguments) = launch.kernel, launch.arguments(ragged)
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    _, specialization, options = binder(**arguments)
+    return repr((specialization, options))
 
 
 @pytest.mark.gpu
@@ -104,9 +110,9 @@ def test_whole_lines_change_no_bit(monkeypatch: pytest.MonkeyPatch, dim: int, dt
             monkeypatch.setattr(tuning, "_MANY_QUERIES", least)
             monkeypatch.setattr(tuning, "_MANY_PAIRS", least)
             # Launches that repeat know of no change.
-            launches.cache_clear()
+            LaunchCache.of.cache_clear()
             found.append([fused_forward(*operands, plan) for _ in range(3)])
-        launches.cache_clear()
+        LaunchCache.of.cache_clear()
         for repeated in found:
             for out, lse in repeated:
                 assert torch.equal(out, found[0][0][0])

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.listed_on_cpu import listed_backward, listed_forward
-from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward
+from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward, listed_backward, listed_forward
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward, BlockUnion, block_union
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import flash
 from dilabench.workload.spec import Workload
-
-# Head dims that the kernels are made for; others are padded with zeros, which changes neither scores nor out.
-# Bulk copies step over rows in units of so many bytes.
-COPY_BYTES = 16
 
 
 def build(workload: Workload, context: BuildContext) -> BlockUnion:
@@ -53,10 +48,7 @@ def tiles_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) 
     # Triton is not installed everywhere, and only CUDA needs it.
     from dilabench.kernels.block_sparse.forward import block_sparse_forward
 
-    dim = q.shape[-1]
-    q, k, v = (_padded(x) for x in (q, k, v))
-    out, lse = block_sparse_forward(q, k, v, plan, scale=scale)
-    return _cut(out, dim), lse
+    return block_sparse_forward(q, k, v, plan, scale=scale)
 
 
 def tiles_backward(
@@ -65,16 +57,4 @@ def tiles_backward(
     """`BlockBackward` by the Triton kernels, for any head dim up to 256."""
     from dilabench.kernels.block_sparse.backward import block_sparse_backward
 
-    dim = q.shape[-1]
-    dout, q, k, v, out = (_padded(x) for x in (dout, q, k, v, out))
-    dq, dk, dv = block_sparse_backward(dout, q, k, v, out, lse, plan, scale=scale)
-    return _cut(dq, dim), _cut(dk, dim), _cut(dv, dim)
-
-
-def _padded(x: Tensor) -> Tensor:
-    missing = -x.shape[-1] % (COPY_BYTES // x.element_size())
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
-
-
-def _cut(x: Tensor, dim: int) -> Tensor:
-    return x if x.shape[-1] == dim else x[..., :dim].contiguous()
+    return block_sparse_backward(dout, q, k, v, out, lse, plan, scale=scale)

@@ -1,22 +1,26 @@
-"""Block-sparse attention on CPUs where our own kernel cannot run: torch's flash kernel, once per block of queries, over
-the key blocks that it sees.
+"""Block-sparse attention on CPUs: by our own flash kernel over lists of seen keys, or where that cannot run by torch's,
+once per block of queries over the key blocks that it sees.
 
-Any dtype, block size and head dim. Time and memory follow the mask: nothing of an unseen block is touched.
+The latter takes any dtype, block size and head dim. Time and memory follow the mask: nothing of an unseen block is
+touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dilabench.impls.union.union import last_dim_contiguous
 from dilabench.kernels.block_sparse.lists import visible_tiles
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.cpu import aten_flash
+from dilabench.kernels.cpu import aten_flash, flash
+from dilabench.kernels.cpu.flash import Blocks, Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]
         heads = slice(mask_head * heads_per_mask, (mask_head + 1) * heads_per_mask)
         kv_heads = slice(heads.start // group, -(-heads.stop // group))
         for index in range(-(-plan.rows // size)):
-            some, whole = visible_tiles(seen_by, np.array([index]), size, size, plan.hidden_tiles(size))
+            tiles = visible_tiles(seen_by, torch.tensor([index]), size, size, plan.hidden_tiles(size))
+            some, whole = (x.numpy() for x in tiles)
             seen = plan.seen_blocks(mask_head, index)
             seen = seen[some[0, seen]]
             if len(seen):
@@ -156,3 +161,52 @@ def _add_keys(total: Tensor, block: QueryBlock, part: Tensor) -> None:
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def listed_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
+    """As `blocked_forward`, for the types that `flash.serves`."""
+    plan.check(q, k, v)
+    q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
+    out, lse = flash.attend(q, k, v, Mask(plan.left, plan.right, scale), blocks=_blocks_of(plan))
+    return out.to(q.dtype), lse
+
+
+def listed_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `blocked_backward`, for the types that `flash.serves`."""
+    plan.check(q, k, v)
+    dout, q, k, v, out = (last_dim_contiguous(x) for x in (dout, q, k, v, out))
+    mask = Mask(plan.left, plan.right, scale)
+    dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, blocks=_blocks_of(plan))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _blocks_of(plan: Plan) -> Blocks:
+    return plan.keep("ranges of keys", lambda: _blocks(plan))
+
+
+def _blocks(plan: Plan) -> Blocks:
+    size, count = plan.block_size, -(-plan.rows // plan.block_size)
+    seen_by, hidden = plan.visibility, plan.hidden_tiles(size)
+    lists: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(plan.mask_heads)]
+    pairs = 0
+    for index in range(count):
+        some = visible_tiles(seen_by, torch.tensor([index]), size, size, hidden)[0].numpy()
+        for mask_head, of_head in enumerate(lists):
+            seen = plan.seen_blocks(mask_head, index)
+            ranges = _ranges(seen[some[0, seen]], size, plan.keys)
+            of_head.append(ranges)
+            pairs += min(size, plan.rows - index * size) * int((ranges[:, 1] - ranges[:, 0]).sum())
+    found = [*chain.from_iterable(lists)]
+    spans = torch.tensor([0, *accumulate(map(len, found))])
+    return Blocks(
+        size, plan.mask_heads, spans, torch.from_numpy(np.concatenate(found)), plan.bounds(torch.device("cpu")), pairs
+    )
+
+
+def _ranges(blocks: npt.NDArray[np.int64], size: int, keys: int) -> npt.NDArray[np.int64]:
+    """[R, 2] of rising blocks: neighbours are one range of keys."""
+    begins = np.flatnonzero(np.diff(blocks, prepend=-2) > 1)
+    ends = np.append(begins[1:], len(blocks))[: len(begins)] - 1
+    return np.stack((blocks[begins] * size, np.minimum((blocks[ends] + 1) * size, keys)), axis=1)

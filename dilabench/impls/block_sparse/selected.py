@@ -27,8 +27,7 @@ from dilabench.impls.block_sparse.union import (
     require_whole_plan,
 )
 from dilabench.impls.one_operator import outside_compilers
-from dilabench.kernels.block_sparse.bounded import BoundedPlan
-from dilabench.kernels.block_sparse.plan import Plan
+from dilabench.kernels.block_sparse.plan import BoundedPlan, Plan
 from dilabench.kernels.block_sparse.selected import SelectedPlan, select_blocks
 from dilabench.patterns.selectors import SELECTORS, STAND_IN_DIM, stand_ins
 from dilabench.patterns.topk_blocks import TopKBlocksPattern

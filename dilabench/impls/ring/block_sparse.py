@@ -106,7 +106,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
             f"window {workload.window} on a block mask over ranks: gathered blocks have no distance in rows; use a "
             "local_window mask, or block-sparse on one device"
         )
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     assignment = BlockAssignment.of(workload, world.size)
     shards = shards_of(assignment.positions)
     algorithm = _exchange(workload, context.device, world, assignment) if shards.rows[world.rank] else NoRows()

@@ -87,13 +87,13 @@ class Gathered(Calls):
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """`zigzag-allgather`: dense patterns, padded or packed; each sequence on zigzag shards."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     return _built(workload, context, world, RowAssignment.zigzag(workload, world.size))
 
 
 def build_balanced(workload: Workload, context: BuildContext) -> ShardedAttention:
     """`balanced-allgather`: dense patterns with causal masks and windows, padded or packed."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     return _built(workload, context, world, RowAssignment.of(workload, world.size))
 
 

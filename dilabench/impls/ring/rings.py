@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Cut, contiguous, zigzag
-from dilabench.distributed.world import Pending
+from dilabench.distributed.world import Work
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.row_exchange import Transfer
 from dilabench.impls.ring.schedule.share import Share, share_of
@@ -62,7 +62,7 @@ class Ring:
         share, (dq, dk, dv) = self.share, (Sum.like(x) for x in (q, k, v))
         returns: list[Transfer] = []
         # What the forward pass kept is from the rank after this one, round the ring.
-        coming = Transfer((share.world.rank + 1) % self._size, Pending(()), list(kept)) if self.overlap else None
+        coming = Transfer((share.world.rank + 1) % self._size, Work(()), list(kept)) if self.overlap else None
         for distance, following in pairwise((*self._backward_order, 0)):
             arrived, coming = self._take(distance, following, coming, k, v)
             if distance == 0:

@@ -19,7 +19,7 @@ from dilabench.distributed.world import World
 from dilabench.impls.one_operator import Computation
 from dilabench.impls.packed import in_one_launch
 from dilabench.impls.ring.schedule.calls import Calls
-from dilabench.impls.ring.schedule.function import Algorithm, Apart, ShardedAttention
+from dilabench.impls.ring.schedule.function import Local, ShardedAttention
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.ring.schedule.sums import Softmax, Sum, wide
@@ -45,30 +45,33 @@ class HeadAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """`function.Algorithm` by two all-to-alls per pass; between them `attention` has all rows of some heads."""
+    """`function.Algorithm` by two all-to-alls per pass; between them `attention` has all rows of some heads.
+
+    What it keeps for the backward pass: this rank's heads of q, k, v, out and lse over the whole sequence.
+    """
 
     world: World
     shards: Shards
     assignment: HeadAssignment
-    attention: Algorithm
+    attention: Local
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """out, lse, this rank's heads of q, k, v, out and lse over the whole sequence, and what attention keeps."""
+        """out, lse, and what is kept."""
         assignment = self.assignment
         whole_q, whole_k, whole_v = self._to_heads((q, k, v), (assignment.queries, assignment.keys, assignment.keys))
-        whole_out, whole_lse, kept = self.attention.forward(whole_q, whole_k, whole_v)
+        whole_out, whole_lse, *_ = self.attention.forward(whole_q, whole_k, whole_v)
         (out,) = self._to_tokens((whole_out,), (assignment.queries,), q.shape[0])
         (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (assignment.queries,), q.shape[0])
         lse_by_head = lse.squeeze(-1).transpose(1, 2).contiguous()
-        return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse, *kept)
+        return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse)
 
     def backward(
         self, dout: Tensor, q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
-        assignment, (whole_q, whole_k, whole_v, whole_out, whole_lse, *rest) = self.assignment, kept
+        assignment, (whole_q, whole_k, whole_v, whole_out, whole_lse) = self.assignment, kept
         (whole_dout,) = self._to_heads((dout,), (assignment.queries,))
-        parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse, tuple(rest))
+        parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
         dq, dk, dv = self._to_tokens(parts, (assignment.queries, assignment.keys, assignment.keys), q.shape[0])
         return dq, dk, dv
 
@@ -116,14 +119,14 @@ class Ulysses:
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """Rank r holds the r-th part of every sequence. Dense and dilated patterns, padded and packed."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     shards = contiguous(workload.sequences, world.size)
     assignment = HeadAssignment.of(workload.num_heads, workload.num_kv_heads, world.size)
     heads, kv_heads = assignment.queries[world.rank], assignment.keys[world.rank]
     attention = _in_one_launch(workload, context, heads, kv_heads)
     if attention is None:
         attention = _ByPieces(Calls(workload, context.require_backend()), _pieces(workload, heads, kv_heads))
-    return ShardedAttention(workload, shards, world, Ulysses(world, shards, assignment, Apart(attention)))
+    return ShardedAttention(workload, shards, world, Ulysses(world, shards, assignment, attention))
 
 
 def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:

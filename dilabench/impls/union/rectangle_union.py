@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.one_operator import nothing_looks_on
+from dilabench.impls.one_operator import is_plain_eager_call
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
 from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
@@ -164,7 +164,7 @@ def _at_once(call: Callable[[ShareT], ResultT], shares: Sequence[ShareT], *tenso
     A profiler, which sees one thread, is among that: memory is measured by it.
     """
     threads = torch.get_num_threads()
-    seen = torch._C._autograd._profiler_enabled() or not nothing_looks_on(*tensors)
+    seen = torch._C._autograd._profiler_enabled() or not is_plain_eager_call(*tensors)
     if len(shares) == 1 or threads == 1 or seen:
         return [call(share) for share in shares]
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -54,7 +55,7 @@ class StridedRows(Rows):
 
     def queries(self, x: Tensor) -> Tensor:
         """Rows [S·G, L, A, D] of x [B, N, H, D]."""
-        return self._query_axes(x).flatten(0, 1)
+        return self._axes(x, QUERY_HEADS, self.start, self.length, self.rate, self.heads).flatten(0, 1)
 
     def keys(self, x: Tensor) -> Tensor:
         """Rows [S·G, L, A', D] of x [B, N, K, D]."""
@@ -84,12 +85,13 @@ class StridedRows(Rows):
     def query_views(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
         """Rows [S·G, L, A, D] of x and [S, G, A, L] of lse; None where S and G are no one axis of x."""
         rows = self.queries(x)
-        return (rows, self._lse_axes(lse)) if _share_memory(rows, x) else None
+        shared = rows.untyped_storage()._cdata == x.untyped_storage()._cdata
+        return (rows, self._lse_axes(lse)) if shared else None
 
     def key_view(self, x: Tensor) -> Tensor | None:
         """Rows of x [B, N, K, D]; None as for `query_views`."""
         rows = self.keys(x)
-        return rows if _share_memory(rows, x) else None
+        return rows if rows.untyped_storage()._cdata == x.untyped_storage()._cdata else None
 
     def _split(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self.batches, self.stack.count))
@@ -102,34 +104,36 @@ class StridedRows(Rows):
 
     def _lse_axes(self, lse: Tensor) -> Tensor:
         """Rows [S, G, A, L]."""
-        return self._query_axes(lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(-1, -2)
+        as_tokens = lse.transpose(1, 2).unsqueeze(-1)
+        rows = self._axes(as_tokens, QUERY_HEADS, self.start, self.length, self.rate, self.heads)
+        return rows.squeeze(-1).transpose(-1, -2)
 
     def _axes(self, x: Tensor, which: int, start: Place, length: int, rate: int, heads: Progression) -> Tensor:
         """The view [S, G, length, heads, D] of x, which has query heads or key/value heads."""
         batch, token, head, dim = x.stride()
-
-        def elements(place: Place) -> int:
-            return place.position * token + place[which] * head
-
+        from_segment, from_head = self.stack.step, heads.step
         return x.as_strided(
             (self.batches, self.stack.count, length, heads.count, x.shape[-1]),
-            (batch, elements(self.stack.step), rate * token, elements(heads.step), dim),
-            x.storage_offset() + self.first_batch * batch + elements(start),
+            (
+                batch,
+                from_segment.position * token + from_segment[which] * head,
+                rate * token,
+                from_head.position * token + from_head[which] * head,
+                dim,
+            ),
+            x.storage_offset() + self.first_batch * batch + start.position * token + start[which] * head,
         )
 
 
 StridedRowsT = TypeVar("StridedRowsT", bound=StridedRows)
 
 
-def _share_memory(x: Tensor, other: Tensor) -> bool:
-    return x.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.device], tuple[StridedRows, ...]]:
     """What gives the rows of a workload's calls on a device, where small copies may spare some; kept with patterns."""
+    copied_on = lru_cache(maxsize=2)(partial(copied_rows, workload))
 
     def rows(device: torch.device) -> tuple[StridedRows, ...]:
-        copied = copied_rows(workload, device)
+        copied = copied_on(device)
         return patterns.get(("strided rows", workload, copied), lambda: strided_rows(workload, copied))
 
     return rows

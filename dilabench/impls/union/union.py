@@ -140,21 +140,22 @@ class Union:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out, lse, and what a detached backward needs besides: every call's own out."""
-        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = map(last_dim_contiguous, (q, k, v))
         output: tuple[Tensor, Tensor] | None = None
         kept: list[Tensor] = []
         # Into sums of another type rows that are no views would have to be merged, too.
         merging = None if self.detached else self._merging(q, q.dtype)
         for rows in self.rows(q.device):
             becomes_output = output is None and rows.whole and not self.detached
-            if merging and not becomes_output:
+            if merging:
                 output = output or self._empty_output(q)
                 if self._merge(merging, rows, q, k, v, *output, fresh=rows.first):
                     continue
             result = self._attend(rows, q, k, v)
             if self.detached:
                 kept.append(self._with_own_zero_keys(rows, len(q), *result))
-            if becomes_output:
+            if becomes_output and output is None:
                 output = _as_output(q, *result)
             else:
                 output = output or self._empty_output(q)
@@ -190,9 +191,8 @@ class Union:
         places = rows.query_views(out, lse)
         if places is None:
             return False
-        taken = rows.queries(q), rows.keys(k), rows.keys(v)
-        kernel.merge(*taken, *places, **self._mask(rows), fresh=fresh, count=rows.count)
-        rows.release(*taken)
+        mask = self._mask(rows)
+        kernel.merge(rows.queries(q), rows.keys(k), rows.keys(v), *places, **mask, fresh=fresh, count=rows.count)
         return True
 
     def _attend(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,8 +312,9 @@ class Union:
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         """Causal and scale as they are; a window of positions as one of rows."""
-        left, right = (side if side < 0 else side // rows.rate for side in self.window)
-        return {"causal": self.causal, "window": (left, right), "scale": self.scale}
+        left, right = self.window
+        window = left if left < 0 else left // rows.rate, right if right < 0 else right // rows.rate
+        return {"causal": self.causal, "window": window, "scale": self.scale}
 
     def _empty_output(self, q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         B, N, H, _ = q.shape

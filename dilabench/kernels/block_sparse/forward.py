@@ -1,205 +1,195 @@
-# Triton types kernel arguments itself and reads annotations as its own.
-# mypy: disable-error-code="no-untyped-def"
-"""Forward of block-sparse attention: one program per query tile walks the list of its key tiles."""
+"""Forward of block-sparse attention through the kernels of dilated attention: `fused.forward`, `fused.sm90.forward`.
+
+To them a block mask is a group of branches with one class (rate 1), in which every tile pair counts once and every mask
+head is a kind of its own; only the work lists differ.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dilabench.kernels.block_sparse.forward_sm90 import block_sparse_forward_sm90, can_run
 from dilabench.kernels.block_sparse.plan import Plan
-from dilabench.kernels.fused.row_layout import PER_LENGTH, check_head_dim, product_precision
-from dilabench.kernels.launches import COPY_BYTES, run
-from dilabench.kernels.tuning import TileConfig, padded_dim
+from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
+from dilabench.kernels.fused.forward import _forward_kernel
+from dilabench.kernels.fused.row_layout import (
+    check_head_dim,
+    is_row_addressable,
+    launch_arguments,
+    on_hopper,
+    segment_arguments,
+)
+from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
+from dilabench.kernels.tuning import Selected, TileConfig, is_persistent, select_kernel
 
 _LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def key_bounds(bounds_ptr, key_row, key_rows, RANGES: tl.constexpr):
-    """(start, stop) of each range of rows that these keys are hidden from, one after the other."""
-    bounds = ()
-    for index in tl.static_range(RANGES):
-        at = bounds_ptr + 2 * index * key_rows + key_row
-        # Triton has no unpacking.
-        bounds = bounds + (tl.load(at, key_row < key_rows, 0), tl.load(at + key_rows, key_row < key_rows, 0))  # type: ignore[assignment]  # noqa: RUF005
-    return bounds
-
-
-@triton.jit
-def visible_pairs(
-    query_row, key_row, left, right, bounds, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr
-):
-    """Which pairs of a partly visible tile lie inside (left, right) and in no range of rows that hides the key."""
-    seen = query_row == query_row
-    if LEFT:
-        seen = seen & (key_row >= query_row - left)
-    if RIGHT:
-        seen = seen & (key_row <= query_row + right)
-    for index in tl.static_range(RANGES):
-        seen = seen & ((query_row < bounds[2 * index]) | (query_row >= bounds[2 * index + 1]))
-    return seen
-
-
-@triton.jit(do_not_specialize=PER_LENGTH)
-def _block_forward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_desc,
-    lse_ptr,
-    spans_ptr,
-    entries_ptr,
-    order_ptr,
-    bounds_ptr,
-    scale_log2,
-    n_heads,
-    heads_per_kv,
-    heads_per_mask,
-    n_tiles,
-    rows,
-    key_rows,
-    left,
-    right,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    RANGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    # Head by head, so that one head's keys stay in the L2 cache; inside a head the longest lists first.
-    pid = tl.program_id(0)
-    batch = pid // n_tiles // n_heads
-    head = pid // n_tiles % n_heads
-    mask_head = head // heads_per_mask
-    tile = tl.load(order_ptr + mask_head * n_tiles + pid % n_tiles)
-    span_ptr = spans_ptr + (mask_head * n_tiles + tile) * 3
-    entry_ptr = entries_ptr + tl.load(span_ptr)
-    n_full = tl.load(span_ptr + 1)
-    n_partly = tl.load(span_ptr + 2)
-    kv_head = head // heads_per_kv
-
-    q = q_desc.load([batch, head, tile * BLOCK_M, 0]).reshape([BLOCK_M, DIM])
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    for _ in tl.range(0, n_full, num_stages=STAGES):
-        key = tl.load(entry_ptr) * BLOCK_N
-        entry_ptr += 1
-        k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
-        logits = tl.dot(q, k.T, input_precision=PRECISION)
-        new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
-        p = tl.math.exp2(logits * scale_log2 - new_top[:, None])
-        decay = tl.math.exp2(top - new_top)
-        total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None]
-        v = v_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
-
-    query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    for _ in tl.range(0, n_partly, num_stages=STAGES):
-        key = tl.load(entry_ptr) * BLOCK_N
-        entry_ptr += 1
-        k = k_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
-        logits = tl.dot(q, k.T, input_precision=PRECISION)
-        key_row = (key + tl.arange(0, BLOCK_N))[None, :]
-        bounds = key_bounds(bounds_ptr, key_row, key_rows, RANGES)
-        seen = (key_row < key_rows) & visible_pairs(
-            query_row[:, None], key_row, left, right, bounds, LEFT, RIGHT, RANGES
-        )
-        logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
-        # A row may see nothing yet; -inf - (-inf) must not reach exp2.
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.math.exp2(logits * scale_log2 - safe_top[:, None])
-        decay = tl.math.exp2(top - safe_top)
-        total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None]
-        v = v_desc.load([batch, kv_head, key, 0]).reshape([BLOCK_N, DIM])
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
-
-    # A row that sees no key has total 0: its out is 0 and its lse -inf.
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    lse = (top + tl.log2(total)) * 0.6931471805599453
-    lse = tl.where(total == 0.0, float("-inf"), lse)
-    out_desc.store([batch, head, tile * BLOCK_M, 0], acc.to(out_desc.dtype).reshape([1, 1, BLOCK_M, DIM]))
-    tl.store(lse_ptr + (batch * n_heads + head).to(tl.int64) * rows + query_row, lse, query_row < rows)
 
 
 def block_sparse_forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, config: TileConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``.
+    """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``; D up to 256.
 
     q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. ``config`` asks for
-    this kernel with that tile shape; without it the Hopper kernel runs where it can. Raises ValueError on shapes that
-    do not fit the plan.
+    the Triton kernel with that tile shape; without it the Hopper kernel runs where it can. Raises ValueError on shapes
+    that do not fit the plan.
     """
-    known = plan.launches("forward", q, k, v, scale, config)
-    known.once("checked", lambda: check(q, k, v, plan))
-    if config is None and known.once("hopper", lambda: can_run(q, k, v, plan)):
-        return block_sparse_forward_sm90(q, k, v, plan, scale=scale, known=known)
-    batch, rows, num_heads, dim = q.shape
-    out = torch.empty((batch, rows, num_heads, dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, num_heads, rows), dtype=torch.float32, device=q.device)
+    dim = q.shape[-1]
+    q, k, v = (padded(x) for x in (q, k, v))
+    cache = plan.launch_cache("forward", q, k, v, scale, config)
+    cache.once("checked", lambda: check(q, k, v, plan))
+    hopper = config is None and cache.once("hopper", lambda: can_run(q, k, v, plan))
+    # The Hopper kernel does not write rows without work.
+    whole = not hopper or cache.once("whole", lambda: plan.every_row_has_work)
+    out = (torch.empty if whole else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    if hopper:
+        lse.fill_(float("-inf"))
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if known.repeat("forward", tensors):
-        return out, lse
-    config = plan.config(padded_dim(dim), "forward", q.element_size(), config)
-    tiles = -(-rows // config.block_m)
-    arguments = launch_arguments(q, plan, config, by_key=False) | {
-        "q_desc": head_rows(q, config.block_m),
-        "k_desc": head_rows(k, config.block_n),
-        "v_desc": head_rows(v, config.block_n),
-        "out_desc": head_rows(out, config.block_m),
-        "lse_ptr": lse,
-        "scale_log2": scale * _LOG2E,
-        "heads_per_kv": num_heads // k.shape[2],
-        "n_tiles": tiles,
-        "rows": rows,
-    }
-    launched = run(_block_forward_kernel, (batch * num_heads * tiles,), arguments)
-    if all(map(is_read_in_place, (q, k, v))):
-        known.keep("forward", launched, tensors)
-    return out, lse
+
+    def prepare() -> list[Launch]:
+        return [_hopper_launch(tensors, plan, scale) if hopper else _launch(tensors, plan, scale, config)]
+
+    cache.launch("forward", [tensors], prepare)
+    return cut(out, dim), lse
 
 
-def launch_arguments(q: Tensor, plan: Plan, config: TileConfig, by_key: bool) -> dict[str, Any]:
-    """What every kernel over the tiles of a plan is given, but for its tensors; one by key has no order."""
-    spans, entries, order = plan.tables(config, by_key, q.device)
-    bounds = plan.bounds(q.device)
-    return {
-        **({} if by_key else {"order_ptr": order}),
-        "spans_ptr": spans,
+def _launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float, config: TileConfig | None) -> Launch:
+    q = tensors["q"]
+    config = plan.config(q.shape[3], "forward", q.element_size(), config)
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
+    grid, shared = query_arguments(tensors, rows, plan, scale, config)
+    own = {"out_ptr": tensors["out"], "lse_ptr": tensors["lse"], "mass_ptr": None, "MERGE": False, "COMPACT": False}
+    return Launch(_forward_kernel, lambda _: (grid, shared | own))
+
+
+def query_arguments(
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, int],
+    plan: Plan,
+    scale: float,
+    config: TileConfig,
+) -> Arguments:
+    """What both Triton kernels by query are given. ``rows``: how many each operand has in a tile."""
+    heads, kv_heads = tensors["q"].shape[2], tensors["k"].shape[2]
+    items, entries = plan.query_lists(config, tensors["q"].device)
+    group = plan.group(heads, kv_heads)
+    grid, shared = kernel_arguments(tensors, rows, items.shape[1], group, heads, plan, scale, config)
+    own = {
+        "items_ptr": items,
         "entries_ptr": entries,
-        "bounds_ptr": bounds,
-        "n_heads": q.shape[2],
-        "heads_per_mask": q.shape[2] // plan.mask_heads,
-        "key_rows": plan.keys,
-        "left": plan.left,
-        "right": plan.right,
-        "DIM": padded_dim(q.shape[3]),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "LEFT": plan.left >= 0,
-        "RIGHT": plan.right >= 0,
-        "RANGES": len(bounds),
-        "PRECISION": product_precision(q),
-        "STAGES": config.num_stages,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "heads_per_kv": group.heads_per_kv,
+        # Causal queries see nothing beyond the end anyway.
+        "RAGGED": not plan.causal,
     }
+    return grid, shared | own
+
+
+def kernel_arguments(
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, int],
+    n_items: int,
+    group: BranchGroup,
+    heads_per_batch: int,
+    plan: Plan,
+    scale: float,
+    config: TileConfig,
+) -> Arguments:
+    """What all Triton kernels are given, as `fused.row_layout.launch_arguments` has it."""
+    operands = {name: tensors[name] for name in rows}
+    tiles = {name: (x if is_read_in_place(x) else x.contiguous(), rows[name]) for name, x in operands.items()}
+    grid, shared = launch_arguments(tiles, n_items, group, heads_per_batch, plan.causal, scale, config)
+    bounds = plan.bounds(tensors["q"].device)
+    own = {
+        "heads_ptr": None,
+        "bounds_ptr": bounds if len(bounds) else None,
+        # Head by head, so that one head's keys stay in the L2 cache.
+        "item_major": 0,
+        "key_rows": plan.keys,
+        "RANGES": len(bounds),
+        "ONE_CLASS": True,
+    }
+    return grid, shared | own
+
+
+def can_run(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> bool:
+    """Whether the Hopper kernel serves it and is faster for its head dim."""
+    kernel, tiles = _selected(q, plan)
+    return kernel == "specialized" and serves((q, k, v), plan, tiles, plan.keys // tiles.block_n)
+
+
+def _selected(q: Tensor, plan: Plan) -> Selected:
+    tile = plan.block_size
+    return select_kernel("forward", q.shape[-1], causal=plan.causal, largest_tile=tile, hopper=True, blocks=True)
+
+
+def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: int) -> bool:
+    """Whether the Hopper kernels serve q, k, v and what lies like q: half precision, whole tiles, no window, regular
+    strides, on sm_90, lists of so many tiles. Batch items follow each other at one distance, so that of several the
+    keys must be the queries' rows.
+    """
+    q = operands[0]
+    whole = all(rows % tiles.longest == 0 for rows in (plan.block_size, plan.rows, plan.keys))
+    fits = whole and listed <= 1 << TILE_BITS and (q.shape[0] == 1 or plan.keys == plan.rows)
+    unmasked = plan.left < 0 and plan.right == (0 if plan.causal else -1)
+    regular = all(is_row_addressable(x) for x in operands)
+    return q.element_size() == 2 and fits and unmasked and regular and on_hopper(q.device)
+
+
+def _hopper_launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float) -> Launch:
+    """For what `can_run` admits."""
+    # The kernel module needs a Triton with Gluon's Hopper instructions.
+    from dilabench.kernels.fused.sm90.forward import _forward_kernel, tile_arguments
+
+    q, k, v = (tensors[name] for name in "qkv")
+    batch, _, num_heads, dim = q.shape
+    tiles = _selected(q, plan).tiles
+    items, entries = plan.query_lists(tiles, q.device)
+    group = plan.group(num_heads, k.shape[2])
+    bounds = plan.bounds(q.device)
+    n_items = items.shape[1]
+    n_work = n_items * batch * num_heads
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    persistent = is_persistent(dim, plan.causal, len(bounds) > 0)
+    strides = {
+        f"{name}_{axis}": tensors[name].stride(place) for name in "qkv" for place, axis in ((1, "token"), (2, "head"))
+    }
+    arguments = {
+        **tile_arguments(q, k, v, 1, tiles),
+        "out_ptr": tensors["out"],
+        "lse_ptr": tensors["lse"],
+        "mass_ptr": None,
+        "items_ptr": items,
+        "entries_ptr": entries,
+        "heads_ptr": plan.head_kinds(num_heads, q.device),
+        "bounds_ptr": bounds if len(bounds) else None,
+        "scale_log2": scale * _LOG2E,
+        "n_supers": 1,
+        "full_supers": 1,
+        "n_kinds": plan.mask_heads,
+        "n_items": n_items,
+        "n_heads": num_heads,
+        **segment_arguments(group),
+        "n_work": n_work,
+        "heads_per_kv": group.heads_per_kv,
+        "key_rows": plan.keys,
+        **strides,
+        "R": 1,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "CAUSAL": plan.causal,
+        "RAGGED": False,
+        "RANGES": len(bounds),
+        "MERGE": False,
+        "COMPACT": False,
+        "STAGES": tiles.num_stages,
+        "PERSISTENT": persistent,
+        "num_warps": tiles.num_warps,
+    }
+    grid = (min(processors, n_work) if persistent else n_work,)
+    return Launch(_forward_kernel, lambda _: (grid, arguments))
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
@@ -214,10 +204,12 @@ def is_read_in_place(x: Tensor) -> bool:
     return x.stride(3) == 1 and steps and x.data_ptr() % COPY_BYTES == 0
 
 
-def head_rows(x: Tensor, rows: int) -> TensorDescriptor:
-    """``x [B, N, H, D]`` as [B, H, N, D] in tiles of [1, 1, rows, `padded_dim`].
+def padded(x: Tensor) -> Tensor:
+    """x with zeros behind its head dim where bulk copies could not step over its rows, which changes no result."""
+    missing = -x.shape[-1] % (COPY_BYTES // x.element_size())
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
-    Reads past an end give 0, writes go nowhere.
-    """
-    view = (x if is_read_in_place(x) else x.contiguous()).transpose(1, 2)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, padded_dim(x.shape[3])])
+
+def cut(x: Tensor, dim: int) -> Tensor:
+    """The first columns of x, contiguous."""
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()

@@ -1,31 +1,72 @@
-"""Block masks as lists of tiles: which key tiles a query tile visits, and the other way round."""
+"""Lists of tiles as the fused kernels read them: which key tiles a query tile visits, and the other way round.
+
+Blocks, windows, documents and selections are one class of rows (rate 1) to those kernels, in which every tile counts
+once. Each kind of plan makes its lists here or on the device of what it is made of.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
 from dilabench.patterns.hidden_rows import HiddenRows
 
 SMALLEST_TILE = 16
+# A list entry whose tile counts once; of one class, so that tiles may use the bits of classes, too.
+COUNTED_ONCE = 1 << (TILE_BITS + CLASS_BITS)
 
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class TileLists:
-    """For each (head, own tile): its partner tiles, those that are wholly visible first.
+class TileLists(NamedTuple):
+    """For each (mask head, own tile) its partner tiles, those that are wholly visible first; int32 on one device.
 
-    ``spans`` int32 [heads, own tiles, 3]: first entry, wholly visible entries, partly visible entries.
-    ``entries`` int32: partner tile indices. ``order`` int32 [heads, own tiles]: own tiles, the longest list first.
+    ``spans`` [mask heads, own tiles, 3]: first entry, full entries, masked entries. ``entries``: partner tiles, packed
+    as in `fused.tile_tables.TileTables`. ``order`` [mask heads, own tiles]: own tiles, the longest list first.
     """
 
-    spans: Int32Array
-    entries: Int32Array
-    order: Int32Array
+    spans: Tensor
+    entries: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, partners: Tensor, first: Tensor, n_full: Tensor, n_masked: Tensor) -> TileLists:
+        """From partner tiles, and for each (mask head, own tile) where its list begins and how many it has."""
+        order = (n_full + n_masked).argsort(dim=1, descending=True, stable=True)
+        entries = partners | COUNTED_ONCE if len(partners) else partners.new_zeros(1)
+        return cls(torch.stack((first, n_full, n_masked), -1).int(), entries.int(), order.int())
+
+    @property
+    def lengths(self) -> Tensor:
+        """[mask heads, own tiles]."""
+        return self.spans[..., 1:].sum(-1)
+
+    def partners(self, mask_head: int, own: int) -> tuple[Tensor, Tensor]:
+        """The full and the masked partner tiles of one tile."""
+        first, n_full, n_masked = self.spans[mask_head, own].tolist()
+        full, masked = (self.entries[first : first + n_full + n_masked] & (COUNTED_ONCE - 1)).split([n_full, n_masked])
+        return full, masked
+
+
+class QueryLists(NamedTuple):
+    """What programs by query read: ``items`` int32 [mask heads, tiles, 5], ``entries``, as in `TileTables`."""
+
+    items: Tensor
+    entries: Tensor
+
+    @classmethod
+    def of(cls, lists: TileLists) -> QueryLists:
+        """Items in the order of the lists."""
+        order = lists.order.long()[..., None]
+        spans = lists.spans.gather(1, order.expand_as(lists.spans))
+        return cls(torch.cat((torch.zeros_like(order), order, spans), -1).int(), lists.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +95,66 @@ class Visibility:
         return 0 if self.causal else self.right
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenTiles:
-    """Bounds over the keys of each tile, of each range of rows; int64 [ranges, key tiles].
+class Selection(NamedTuple):
+    """``indices`` int [heads, n, k] of key blocks for each of n blocks of ``block_size`` queries, and what is visible.
+
+    In any order; an index that is repeated counts once, and one outside of 0..n-1 stands for none.
+    """
+
+    indices: Tensor
+    block_size: int
+    visibility: Visibility
+
+
+class HiddenTiles(NamedTuple):
+    """Bounds over the keys of each tile, of each range of rows; [ranges, key tiles].
 
     A range hides all keys of a tile from the rows ``all_from`` <= i < ``all_to``, and none from rows outside of
-    ``some_from`` <= i < ``some_to``. Rows outside of ``first`` <= i < ``end``, int64 [key tiles], see none of its keys,
+    ``some_from`` <= i < ``some_to``. Rows outside of ``first`` <= i < ``end``, [key tiles], see none of its keys,
     whichever of a key's ranges it is that hides it: the one range of a first document's key is the second of another's.
     """
 
-    all_from: npt.NDArray[np.int64]
-    all_to: npt.NDArray[np.int64]
-    some_from: npt.NDArray[np.int64]
-    some_to: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
-    end: npt.NDArray[np.int64]
+    all_from: Tensor
+    all_to: Tensor
+    some_from: Tensor
+    some_to: Tensor
+    first: Tensor
+    end: Tensor
 
     @classmethod
-    def of(cls, hidden: HiddenRows, rows: int, block_n: int) -> HiddenTiles:
-        """Over key tiles of ``block_n`` keys."""
-        tiles = np.arange(0, hidden.keys, block_n)
-        some = hidden.starts < hidden.stops
-        first, end = np.zeros(hidden.keys, np.int64), np.full(hidden.keys, rows)
-        for starts, stops in zip(hidden.starts, hidden.stops, strict=True):
-            first = np.where(starts <= first, np.maximum(first, stops), first)
-        for starts, stops in zip(hidden.starts[::-1], hidden.stops[::-1], strict=True):
-            end = np.where(stops >= end, np.minimum(end, starts), end)
+    def of(cls, limits: Tensor, rows: int, block_n: int) -> HiddenTiles:
+        """Over key tiles of ``block_n`` keys, from limits [ranges, 2, keys] (`limits_of`)."""
+        starts, stops = limits.unbind(1)
+        first, end = torch.zeros_like(starts[0]), torch.full_like(starts[0], rows)
+        for start, stop in limits:
+            first = torch.where(start <= first, torch.maximum(first, stop), first)
+        for start, stop in limits.flip(0):
+            end = torch.where(stop >= end, torch.minimum(end, start), end)
+        some = starts < stops
         return cls(
-            np.maximum.reduceat(hidden.starts, tiles, axis=1),
-            np.minimum.reduceat(hidden.stops, tiles, axis=1),
-            np.minimum.reduceat(np.where(some, hidden.starts, rows), tiles, axis=1),
-            np.maximum.reduceat(np.where(some, hidden.stops, 0), tiles, axis=1),
-            np.minimum.reduceat(first, tiles),
-            np.maximum.reduceat(end, tiles),
+            _most(starts, block_n),
+            _least(stops, block_n, rows),
+            _least(torch.where(some, starts, rows), block_n, rows),
+            _most(torch.where(some, stops, 0), block_n),
+            _least(first, block_n, rows),
+            _most(end, block_n),
         )
+
+
+def limits_of(hidden: HiddenRows) -> Tensor:
+    """int32 [ranges, 2, keys]: key j is hidden from the rows limits[r, 0, j] <= i < limits[r, 1, j]."""
+    return torch.from_numpy(np.stack((hidden.starts, hidden.stops), axis=1).astype(np.int32))
+
+
+def _least(x: Tensor, tile: int, largest: int) -> Tensor:
+    """[..., tiles]: the least of each tile of x [..., keys], whose numbers are at most ``largest``."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % tile), value=largest)
+    return padded.unflatten(-1, (-1, tile)).amin(-1)
+
+
+def _most(x: Tensor, tile: int) -> Tensor:
+    """[..., tiles]: the greatest of each tile of x [..., keys], whose numbers are at least 0."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % tile)).unflatten(-1, (-1, tile)).amax(-1)
 
 
 def largest_tile(block_size: int) -> int:
@@ -96,8 +163,36 @@ def largest_tile(block_size: int) -> int:
     return tile if tile >= SMALLEST_TILE else 0
 
 
-def tile_lists(
-    mask: BoolArray, block_size: int, visibility: Visibility, block_m: int, block_n: int, by_key: bool
+def visible_tiles(
+    seen: Visibility, queries: Tensor, block_m: int, block_n: int, hidden: HiddenTiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """bool [Q, key tiles], of some query tiles, on their device: whether some pair of the tile may be visible, and
+    whether all are (but for rows past the end).
+
+    ``hidden``: what `Visibility.hidden` hides of whole tiles. With ranges of rows, a tile of which each pair is hidden
+    by another range counts as visible in part.
+    """
+    q_low = (queries * block_m)[:, None]
+    k_low = torch.arange(0, seen.keys, block_n, device=queries.device)[None]
+    q_high, k_high = ((q_low + block_m).clamp_max(seen.rows) - 1, (k_low + block_n).clamp_max(seen.keys) - 1)
+    some = torch.ones(len(q_low), k_low.shape[1], dtype=torch.bool, device=queries.device)
+    whole = (k_low + block_n <= seen.keys).expand_as(some)
+    if seen.ahead >= 0:
+        some = some & (k_low <= q_high + seen.ahead)
+        whole = whole & (k_high <= q_low + seen.ahead)
+    if seen.left >= 0:
+        some = some & (k_high >= q_low - seen.left)
+        whole = whole & (k_low >= q_high - seen.left)
+    if hidden is not None:
+        some = some & (q_high >= hidden.first) & (q_low < hidden.end)
+        for all_from, all_to, some_from, some_to in zip(*hidden[:4], strict=True):
+            some = some & ((q_low < all_from) | (q_high >= all_to))
+            whole = whole & ((q_high < some_from) | (q_low >= some_to))
+    return some, some & whole
+
+
+def block_lists(
+    mask: BoolArray, block_size: int, seen: Visibility, block_m: int, block_n: int, by_key: bool
 ) -> TileLists:
     """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists for key tiles.
 
@@ -106,55 +201,36 @@ def tile_lists(
     """
     if block_size % block_m or block_size % block_n:
         raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
-    queries, keys = -(-visibility.rows // block_m), -(-visibility.keys // block_n)
-    tiles = mask.repeat(block_size // block_m, axis=1).repeat(block_size // block_n, axis=2)[:, :queries, :keys]
-    some, whole = visible_tiles(visibility, np.arange(queries), block_m, block_n)
+    queries, keys = -(-seen.rows // block_m), -(-seen.keys // block_n)
+    in_tiles = mask.repeat(block_size // block_m, axis=1).repeat(block_size // block_n, axis=2)
+    tiles = torch.from_numpy(in_tiles)[:, :queries, :keys]
+    hidden = None if seen.hidden is None else HiddenTiles.of(limits_of(seen.hidden), seen.rows, block_n)
+    some, whole = visible_tiles(seen, torch.arange(queries), block_m, block_n, hidden)
     listed, full = tiles & some, tiles & whole
     if by_key:
-        listed, full = listed.transpose(0, 2, 1), full.transpose(0, 2, 1)
-    heads, own, _ = listed.shape
-    n_listed, n_full = listed.sum(-1), full.sum(-1)
-    first = np.concatenate(([0], np.cumsum(n_listed.ravel())[:-1])).reshape(heads, own)
-    # Sorting by (head, own tile, partly visible) puts the wholly visible partners of a tile first, in order.
-    head, tile, partner = np.nonzero(listed)
-    entries = partner[np.lexsort((partner, ~full[head, tile, partner], tile, head))]
-    return TileLists(
-        spans=np.stack((first, n_full, n_listed - n_full), axis=-1).astype(np.int32),
-        entries=entries.astype(np.int32) if len(entries) else np.zeros(1, np.int32),
-        order=(-n_listed).argsort(axis=1, kind="stable").astype(np.int32),
-    )
+        listed, full = listed.mT, full.mT
+    # Full partners first, in order, and nothing between lists.
+    partners = torch.cat((full, listed & ~full), -1).flatten(0, 1).nonzero()[:, 1] % listed.shape[-1]
+    n_full, n_listed = full.sum(-1), listed.sum(-1)
+    first = n_listed.flatten().cumsum(0).view_as(n_listed) - n_listed
+    return TileLists.of(partners, first, n_full, n_listed - n_full)
 
 
-def visible_tiles(
-    seen: Visibility, queries: npt.NDArray[np.int64], block_m: int, block_n: int, hidden: HiddenTiles | None = None
-) -> tuple[BoolArray, BoolArray]:
-    """[Q, key tiles], of some query tiles: whether some pair of the tile may be visible, and whether all are (but for
-    rows past the end).
+def lists_with_room(listed: Tensor, full: Tensor) -> TileLists:
+    """The same of bool [own tiles, partner tiles], which may be on any device: the host waits for nothing.
 
-    ``hidden``: that of the visibility where it is known already. With ranges of rows, a tile of which each pair is
-    hidden by another range counts as visible in part.
+    Each list has room for all partners and one more.
     """
-    q_low = (queries * block_m)[:, None]
-    q_high = np.minimum(q_low + block_m, seen.rows) - 1
-    k_low = np.arange(0, seen.keys, block_n)[None, :]
-    k_high = np.minimum(k_low + block_n, seen.keys) - 1
-    some = np.ones((len(queries), k_low.shape[1]), bool)
-    whole = np.broadcast_to(k_low + block_n <= seen.keys, some.shape).copy()
-    if seen.ahead >= 0:
-        some &= k_low <= q_high + seen.ahead
-        whole &= k_high <= q_low + seen.ahead
-    if seen.left >= 0:
-        some &= k_high >= q_low - seen.left
-        whole &= k_low >= q_high - seen.left
-    if seen.hidden is not None:
-        tiles = hidden or HiddenTiles.of(seen.hidden, seen.rows, block_n)
-        some &= (q_high >= tiles.first) & (q_low < tiles.end)
-        for all_from, all_to, some_from, some_to in zip(
-            tiles.all_from, tiles.all_to, tiles.some_from, tiles.some_to, strict=True
-        ):
-            some &= (q_low < all_from) | (q_high >= all_to)
-            whole &= (q_high < some_from) | (q_low >= some_to)
-    return some, whole
+    own, partners = listed.shape
+    n_full, n_listed = full.sum(1, dtype=torch.int32), listed.sum(1, dtype=torch.int32)
+    masked = listed & ~full
+    place = torch.where(full, full.cumsum(1, dtype=torch.int32), masked.cumsum(1, dtype=torch.int32) + n_full[:, None])
+    # What is not listed goes to the room behind all lists.
+    place = torch.where(listed, place - 1, partners)
+    numbers = torch.arange(partners, dtype=torch.int32, device=listed.device).expand(own, partners)
+    entries = numbers.new_empty(own, partners + 1).scatter_(1, place.long(), numbers)
+    first = torch.arange(own, dtype=torch.int32, device=listed.device) * (partners + 1)
+    return TileLists.of(entries.flatten(), *(x[None] for x in (first, n_full, n_listed - n_full)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +248,15 @@ class PaddedLists:
 
 
 def padded_lists(lists: TileLists, length: int | None = None) -> PaddedLists:
-    """Lists of equal length (None: that of the longest), with a leading batch axis of one."""
-    first, n_full, n_partly = (np.ascontiguousarray(column) for column in np.moveaxis(lists.spans, -1, 0))
-    full = _rectangle(lists.entries, first, n_full, length)
-    partly = _rectangle(lists.entries, first + n_full, n_partly, length)
+    """Lists of equal length (None: that of the longest), with a leading batch axis of one; from lists on the host."""
+    first, n_full, n_partly = (np.ascontiguousarray(column) for column in np.moveaxis(lists.spans.numpy(), -1, 0))
+    tiles = (lists.entries & (COUNTED_ONCE - 1)).numpy()
+    full = _rectangle(tiles, first, n_full, length)
+    partly = _rectangle(tiles, first + n_full, n_partly, length)
     return PaddedLists(n_full[None], full[None], n_partly[None], partly[None])
 
 
-def _rectangle(entries: Int32Array, first: Int32Array, count: Int32Array, length: int | None) -> Int32Array:
+def _rectangle(tiles: Int32Array, first: Int32Array, count: Int32Array, length: int | None) -> Int32Array:
     place = np.arange(length or max(1, int(count.max(initial=0))))
-    index = np.minimum(first[..., None] + place, len(entries) - 1)
-    return np.where(place < count[..., None], entries[index], 0).astype(np.int32)
+    index = np.minimum(first[..., None] + place, len(tiles) - 1)
+    return np.where(place < count[..., None], tiles[index], 0).astype(np.int32)

@@ -12,31 +12,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.lists import BoolArray, HiddenTiles, TileLists, Visibility, largest_tile, tile_lists
+from dilabench.kernels.block_sparse.lists import (
+    BoolArray,
+    HiddenTiles,
+    QueryLists,
+    TileLists,
+    Visibility,
+    block_lists,
+    largest_tile,
+    limits_of,
+    lists_with_room,
+    visible_tiles,
+)
+from dilabench.kernels.fused.branch_group import MAX_WINDOW, BranchGroup
 from dilabench.kernels.tuning import Direction, TileConfig, select_kernel
 from dilabench.patterns.hidden_rows import HiddenRows
 
 if TYPE_CHECKING:
-    from dilabench.kernels.block_sparse.key_items import KeyItems
-    from dilabench.kernels.launches import Launches
+    from dilabench.kernels.block_sparse.key_lists import KeyLists
+    from dilabench.kernels.launch_cache import LaunchCache
 
 KeptT = TypeVar("KeptT")
-
-# (head_dim, direction), bf16 and fp16 on sm_90: the shapes that won in the fused kernels (tuning.py), whose loops are
-# the same.
-_SM90: dict[tuple[int, Direction], TileConfig] = {
-    (64, "forward"): TileConfig(64, 128, 4, 2),
-    (128, "forward"): TileConfig(64, 64, 4, 2),
-    (64, "backward_query"): TileConfig(64, 64, 4, 2),
-    (128, "backward_query"): TileConfig(64, 64, 4, 2),
-    (64, "backward_key"): TileConfig(64, 64, 4, 3),
-    (128, "backward_key"): TileConfig(64, 64, 4, 2),
-}
-
-
-def shipped() -> tuple[tuple[int, Direction, TileConfig], ...]:
-    """Every (head_dim, direction, configuration) of the table."""
-    return tuple((*key, config) for key, config in _SM90.items())
 
 
 class Plan(ABC):
@@ -64,21 +60,63 @@ class Plan(ABC):
         """The key blocks of a query block, rising, on the host."""
 
     @abstractmethod
-    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(spans, entries, order) of `TileLists` on the device."""
+    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """The lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows, on the device of what the plan is
+        made of.
+        """
 
-    def key_items(self, config: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyItems:  # noqa: ARG002
-        """The lists by key as work of programs, each of which walks over those of the heads that share keys.
+    def query_lists(self, tiles: TileConfig, device: torch.device) -> QueryLists:
+        """What programs by query read, on a device."""
+
+        def make() -> QueryLists:
+            lists = QueryLists.of(self.lists(tiles.block_m, tiles.block_n, by_key=False))
+            return QueryLists(*(x.to(device) for x in lists))
+
+        return self.keep(("by query", tiles.block_m, tiles.block_n, device), make)
+
+    def key_lists(self, tiles: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyLists:
+        """What programs by key read, on a device: each walks over the lists of the heads that share keys.
 
         Here whole lists: how long they are is not known on the host.
         """
         # Triton is not installed everywhere, and only lists of tiles need it.
-        from dilabench.kernels.block_sparse.key_items import whole_lists
+        from dilabench.kernels.block_sparse.key_lists import whole_lists
 
-        return self.keep(
-            ("whole lists", config.block_m, config.block_n, kv_heads),
-            lambda: whole_lists(_of_kv_heads(self.tables(config, True, device)[2], kv_heads)),
+        def make() -> KeyLists:
+            return whole_lists(self.lists(tiles.block_m, tiles.block_n, by_key=True), kv_heads)
+
+        return self.keep(("by key", tiles.block_m, tiles.block_n, num_heads, kv_heads, device), make)
+
+    def group(self, num_heads: int, kv_heads: int, by_key: bool = False) -> BranchGroup:
+        """The plan as the fused kernels see it: one branch of rate 1 over all rows of queries, or of keys, in which
+        every mask head is a kind.
+        """
+        rows = self.keys if by_key else self.rows
+        window_left, window_right = (
+            MAX_WINDOW if side < 0 else side for side in (self.left, 0 if self.causal else self.right)
         )
+        return BranchGroup(
+            branches=(0,),
+            modulus=1,
+            rates=(1,),
+            segment_rows=(rows,),
+            super_tokens=rows,
+            length=rows,
+            kinds=((0,),) * self.mask_heads,
+            head_kind=tuple(head * self.mask_heads // num_heads for head in range(num_heads)),
+            head_shift=(0,) * num_heads,
+            heads_per_kv=num_heads // kv_heads,
+            window=None if self.left < 0 and (self.causal or self.right < 0) else (window_left, window_right),
+        )
+
+    def head_kinds(self, num_heads: int, device: torch.device) -> Tensor:
+        """int32 [H, 2]: mask head and class shift of each head."""
+
+        def make() -> Tensor:
+            heads = torch.arange(num_heads, dtype=torch.int32, device=device) * self.mask_heads // num_heads
+            return torch.stack((heads, torch.zeros_like(heads)), 1)
+
+        return self.keep(("head kinds", num_heads, device), make)
 
     @property
     def every_row_has_work(self) -> bool:
@@ -125,12 +163,10 @@ class Plan(ABC):
         tile = largest_tile(self.block_size)
         if not tile:
             raise ValueError(f"block size {self.block_size} is not a multiple of 16: use the blocked path")
-        if given is None:
-            default = TileConfig(64, 64, 8 if dim > 128 else 4, 2)
-            given = _SM90.get((dim, direction), default)
-            if itemsize > 2:
-                given = select_kernel(direction, dim, causal=self.causal, largest_tile=tile, itemsize=itemsize).tiles
-        return given.fitted(tile)
+        if given is not None:
+            return given.fitted(tile)
+        kernel = select_kernel(direction, dim, causal=self.causal, largest_tile=tile, itemsize=itemsize, blocks=True)
+        return kernel.tiles
 
     def keep(self, key: Hashable, make: Callable[[], KeptT]) -> KeptT:
         """The result of `make`, called once per key and kept with the plan."""
@@ -139,86 +175,66 @@ class Plan(ABC):
         kept: KeptT = self._kept[key]
         return kept
 
-    def launches(self, name: str, *given: Any) -> Launches:
-        """The launches of a pass for tensors of one layout and these options, which are kept with the plan."""
+    def launch_cache(self, name: str, *given: Any) -> LaunchCache:
+        """That of a pass for tensors of one layout and these options, which is kept with the plan."""
         # Triton is not installed everywhere, and only its kernels are launched so.
-        from dilabench.kernels.launches import Launches, layout
+        from dilabench.kernels.launch_cache import LaunchCache, layout
 
         key = tuple(layout(one) if isinstance(one, Tensor) else one for one in given)
-        return self.keep(("launches", name, *key), Launches)
+        return self.keep(("launches", name, *key), LaunchCache)
 
     def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
-        """What is hidden of whole key tiles of ``block_n`` rows; None where nothing is."""
-        hidden = self.hidden
-        if hidden is None:
+        """What is hidden of whole key tiles of ``block_n`` rows, on the device of the plan; None where nothing is."""
+        if self.hidden is None:
             return None
-        return self.keep(("hidden tiles", block_n), lambda: HiddenTiles.of(hidden, self.rows, block_n))
+        return self.keep(
+            ("hidden tiles", block_n),
+            lambda: HiddenTiles.of(self.bounds(torch.device("cpu")), self.rows, block_n),
+        )
 
     def bounds(self, device: torch.device) -> Tensor:
         """int32 [ranges, 2, keys]: starts and stops of the rows that keys are hidden from; ranges may be 0."""
 
         def make() -> Tensor:
-            if self.hidden is None:
-                return torch.zeros(0, 2, self.keys, dtype=torch.int32, device=device)
-            both = np.stack((self.hidden.starts, self.hidden.stops), axis=1).astype(np.int32)
-            return torch.from_numpy(both).to(device)
+            hidden = self.hidden
+            limits = torch.zeros(0, 2, self.keys, dtype=torch.int32) if hidden is None else limits_of(hidden)
+            return limits.to(device)
 
         return self.keep(("bounds", device), make)
 
 
 class ListedPlan(Plan):
-    """A plan whose lists are made on the host, once per tile shape, and kept with their tables on the device."""
+    """A plan whose lists are made on the host, once per tile shape, and kept with their copies on the device."""
 
     @abstractmethod
     def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
-        """The tile lists for query tiles of ``block_m`` and key tiles of ``block_n`` rows."""
+        """As `lists`, made anew."""
+
+    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """Those of `make_lists`, made once."""
+        return self.keep(("lists", block_m, block_n, by_key), lambda: self.make_lists(block_m, block_n, by_key))
 
     @property
     def every_row_has_work(self) -> bool:
         """By the lists of the largest tiles that fit."""
         tile = largest_tile(self.block_size)
-
-        def found() -> bool:
-            return bool((self.lists(tile, tile, by_key=False).spans[..., 1:].sum(-1) > 0).all())
-
-        return self.keep("every row has work", found)
+        return self.keep("every row has work", lambda: bool((self.lists(tile, tile, by_key=False).lengths > 0).all()))
 
     def pairs(self, num_heads: int) -> int | None:
         """By the lists of the largest tiles that fit."""
         tile = largest_tile(self.block_size)
+        pairs = self.keep("pairs", lambda: int(self.lists(tile, tile, by_key=False).lengths.sum()) * tile * tile)
+        return pairs * (num_heads // self.mask_heads)
 
-        def found() -> int:
-            return int(self.lists(tile, tile, by_key=False).spans[..., 1:].sum()) * tile * tile
+    def key_lists(self, tiles: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyLists:
+        """Those of tiles with long lists in several items."""
+        from dilabench.kernels.block_sparse.key_lists import balanced_lists
 
-        return self.keep("pairs", found) * (num_heads // self.mask_heads)
+        def make() -> KeyLists:
+            lists = self.lists(tiles.block_m, tiles.block_n, by_key=True)
+            return balanced_lists(lists, num_heads, kv_heads, device)
 
-    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
-        """The same, made once."""
-        return self.keep(("lists", block_m, block_n, by_key), lambda: self.make_lists(block_m, block_n, by_key))
-
-    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(spans, entries, order) of `TileLists` on the device."""
-
-        def make() -> tuple[Tensor, Tensor, Tensor]:
-            lists = self.lists(config.block_m, config.block_n, by_key)
-            spans, entries, order = (torch.from_numpy(x).to(device) for x in (lists.spans, lists.entries, lists.order))
-            return spans, entries, order
-
-        return self.keep(("tables", config.block_m, config.block_n, by_key, device), make)
-
-    def key_items(self, config: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyItems:
-        """Tiles with long lists in several items."""
-        from dilabench.kernels.block_sparse.key_items import balanced_items
-
-        def make() -> KeyItems:
-            counts = self.lists(config.block_m, config.block_n, by_key=True).spans[..., 1:].sum(-1)
-            if self.mask_heads > 1:
-                # Of heads that share keys and have masks of their own, the longest list.
-                counts = counts.repeat(num_heads // self.mask_heads, 0)
-                counts = counts.reshape(kv_heads, num_heads // kv_heads, -1).max(1)
-            return balanced_items(counts, num_heads // kv_heads, kv_heads, device)
-
-        return self.keep(("items", config.block_m, config.block_n, num_heads, kv_heads, device), make)
+        return self.keep(("by key", tiles.block_m, tiles.block_n, num_heads, kv_heads, device), make)
 
 
 @dataclass(frozen=True)
@@ -258,12 +274,52 @@ class BlockPlan(ListedPlan):
 
     def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
         """Of the blocks in the mask."""
-        return tile_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key)
+        return block_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key)
 
 
-def _of_kv_heads(order: Tensor, kv_heads: int) -> Tensor:
-    """[key/value heads or 1, tiles]: the order of the first mask head of each, or that of all."""
-    masks = len(order)
-    if masks < kv_heads:
-        return order if masks == 1 else order.repeat_interleave(kv_heads // masks, 0)
-    return order.unflatten(0, (kv_heads, masks // kv_heads))[:, 0]
+@dataclass(frozen=True, eq=False)
+class BoundedPlan(Plan):
+    """Bounds of columns on a device, where its lists are made: nothing is copied to the host, and nobody waits.
+
+    For documents that are other ones in each batch. ``limits`` int32 [ranges, 2, rows]: key j is hidden from the rows
+    limits[r, 0, j] <= i < limits[r, 1, j]; of one key the ranges rise and do not overlap (`HiddenRows`, whose form for
+    the host is ``hidden``). ``block_size`` rows at most in a tile. Memory: about 30 bytes for each pair of tiles while
+    lists are made, 6 for what stays.
+    """
+
+    limits: Tensor
+    block_size: int
+    rows: int
+    causal: bool
+    hidden: HiddenRows
+    window: tuple[int, int] = (-1, -1)
+    key_rows: None = field(default=None, init=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def mask_heads(self) -> int:
+        """All heads are alike."""
+        return 1
+
+    def seen_blocks(self, mask_head: int, block: int) -> npt.NDArray[np.int64]:  # noqa: ARG002
+        """All: bounds hide inside blocks."""
+        return np.arange(-(-self.rows // self.block_size))
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """As given."""
+        assert device.type == self.limits.device.type
+        return self.limits
+
+    def hidden_tiles(self, block_n: int) -> HiddenTiles:
+        """Of the limits, on their device."""
+        return self.keep(("hidden tiles", block_n), lambda: HiddenTiles.of(self.limits, self.rows, block_n))
+
+    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """Of the tiles that may be visible."""
+
+        def find() -> tuple[Tensor, Tensor]:
+            queries = torch.arange(-(-self.rows // block_m), device=self.limits.device)
+            return visible_tiles(self.visibility, queries, block_m, block_n, self.hidden_tiles(block_n))
+
+        listed, full = self.keep(("visible tiles", block_m, block_n), find)
+        return lists_with_room(listed.T, full.T) if by_key else lists_with_room(listed, full)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dilabench.kernels.block_sparse.lists import QueryLists, Selection, TileLists
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.tuning import TileConfig
 from dilabench.patterns.hidden_rows import HiddenRows
@@ -47,16 +48,24 @@ class SelectedPlan(Plan):
         rows = self.keep("on the host", lambda: self._distinct().cpu().numpy())[mask_head, block]
         return np.asarray(rows[rows < self.indices.shape[1]], dtype=np.int64)
 
-    def tables(self, config: TileConfig, by_key: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(spans, entries, order) of `TileLists` on the device, which has to be that of the indices."""
+    def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
+        """By key; `query_lists` has the others."""
+        from dilabench.kernels.block_sparse.selected_lists import lists_by_key
+
+        assert by_key
+        return lists_by_key(self._selection(), block_m, block_n)
+
+    def query_lists(self, tiles: TileConfig, device: torch.device) -> QueryLists:
+        """In one launch, on the device of the indices."""
         # Triton is not installed everywhere, and only lists of tiles need it.
-        from dilabench.kernels.block_sparse.selected_lists import Selection, lists_by_key, lists_by_query
+        from dilabench.kernels.block_sparse.selected_lists import lists_by_query
 
         assert device.type == self.indices.device.type
-        selection = Selection(self.indices, self.block_size, self.visibility)
-        make = lists_by_key if by_key else lists_by_query
-        key = ("tables", config.block_m, config.block_n, by_key)
-        return self.keep(key, lambda: make(selection, config.block_m, config.block_n))
+        key = ("by query", tiles.block_m, tiles.block_n)
+        return self.keep(key, lambda: lists_by_query(self._selection(), tiles.block_m, tiles.block_n))
+
+    def _selection(self) -> Selection:
+        return Selection(self.indices, self.block_size, self.visibility)
 
     def _distinct(self) -> Tensor:
         """int64 [heads, n, k]: each index once, rising, and then n."""

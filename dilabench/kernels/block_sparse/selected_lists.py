@@ -8,31 +8,18 @@ takes longer than a tenth of the attention itself.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from dilabench.kernels.block_sparse.lists import Visibility
+from dilabench.kernels.block_sparse.lists import COUNTED_ONCE, QueryLists, Selection, TileLists
 
 # Words of 32 query blocks that a program of the lists by key looks at together: with more, or with more than a warp,
 # its sums over them take longer (0.16 against 0.20 to 0.28 ms for 7 x 1713 lists of 64, H200).
 _WORDS = 4
 # As PER_LENGTH of the other kernels: what changes with a sequence or a selection compiles nothing.
 _PER_LENGTH = ("blocks", "width", "words", "tiles", "rows", "left", "right")
-
-
-class Selection(NamedTuple):
-    """``indices`` int [heads, n, k] of key blocks for each of n blocks of ``block_size`` queries, and what is visible.
-
-    In any order; an index that is repeated counts once, and one outside of 0..n-1 stands for none.
-    """
-
-    indices: Tensor
-    block_size: int
-    visibility: Visibility
+_ONCE = tl.constexpr(COUNTED_ONCE)
 
 
 @triton.jit
@@ -52,9 +39,8 @@ def _seen(query, key, listed, rows, left, right, BLOCK_M: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def _store_span(spans_ptr, first, n_whole, n_partly):
-    """Where the list of this program begins, and how many of it are wholly and partly visible."""
-    span_ptr = spans_ptr + 3 * tl.program_id(0)
+def _store_span(span_ptr, first, n_whole, n_partly):
+    """Where a list begins, and how many of it are wholly and partly visible."""
     tl.store(span_ptr, first)
     tl.store(span_ptr + 1, n_whole)
     tl.store(span_ptr + 2, n_partly)
@@ -63,9 +49,8 @@ def _store_span(spans_ptr, first, n_whole, n_partly):
 @triton.jit(do_not_specialize=_PER_LENGTH)
 def _by_query_kernel(
     indices_ptr,
-    spans_ptr,
+    items_ptr,
     entries_ptr,
-    order_ptr,
     blocks,
     width,
     tiles,
@@ -92,10 +77,13 @@ def _by_query_kernel(
     n_whole, n_partly = tl.sum(whole.to(tl.int32), 0), tl.sum(partly.to(tl.int32), 0)
     at = tl.where(whole, tl.cumsum(whole.to(tl.int32), 0), n_whole + tl.cumsum(partly.to(tl.int32), 0)) - 1
     first = tl.program_id(0) * width * KEY_TILES
-    tl.store(entries_ptr + first + at, key, whole | partly)
-    _store_span(spans_ptr, first, n_whole, n_partly)
+    tl.store(entries_ptr + first + at, key | _ONCE, whole | partly)
     # Behind a causal edge later rows can see more blocks.
-    tl.store(order_ptr + tl.program_id(0), tl.where(right >= 0, tiles - 1 - tile, tile))
+    place = tl.where(right >= 0, tiles - 1 - tile, tile)
+    item_ptr = items_ptr + 5 * (head * tiles + place)
+    tl.store(item_ptr, 0)
+    tl.store(item_ptr + 1, tile)
+    _store_span(item_ptr + 2, first, n_whole, n_partly)
 
 
 @triton.jit(do_not_specialize=_PER_LENGTH)
@@ -155,27 +143,25 @@ def _by_key_kernel(
         partly, whole = _seen(query, tile, listed, rows, left, right, BLOCK_M, BLOCK_N)
         own, other = whole.to(tl.int32), partly.to(tl.int32)
         at = tl.where(whole, at_whole + tl.cumsum(own, 0), at_partly + tl.cumsum(other, 0))
-        tl.store(entries_ptr + at, query, whole | partly)
+        tl.store(entries_ptr + at, query | _ONCE, whole | partly)
         at_whole += tl.sum(own, 0)
         at_partly += tl.sum(other, 0)
-    _store_span(spans_ptr, first, n_whole, n_partly)
+    _store_span(spans_ptr + 3 * tl.program_id(0), first, n_whole, n_partly)
     tl.store(counts_ptr + tl.program_id(0), n_whole + n_partly)
 
 
-def lists_by_query(selection: Selection, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(spans, entries, order) of `TileLists` on the indices' device, later rows first behind a causal edge."""
+def lists_by_query(selection: Selection, block_m: int, block_n: int) -> QueryLists:
+    """On the indices' device, later rows first behind a causal edge."""
     indices, block_size, seen = selection
     heads, blocks, width = indices.shape
     tiles = -(-seen.rows // block_m)
     key_tiles = block_size // block_n
-    spans = indices.new_empty((heads, tiles, 3), dtype=torch.int32)
+    items = indices.new_empty((heads, tiles, 5), dtype=torch.int32)
     entries = indices.new_empty(heads * tiles * width * key_tiles, dtype=torch.int32)
-    order = indices.new_empty((heads, tiles), dtype=torch.int32)
     _by_query_kernel[(heads * tiles,)](
         indices.contiguous(),
-        spans,
+        items,
         entries,
-        order,
         blocks,
         width,
         tiles,
@@ -190,11 +176,11 @@ def lists_by_query(selection: Selection, block_m: int, block_n: int) -> tuple[Te
         BLOCK_N=block_n,
         num_warps=4 if width > 128 else 1,
     )
-    return spans, entries, order
+    return QueryLists(items, entries)
 
 
-def lists_by_key(selection: Selection, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(spans, entries, order) of `TileLists` on the indices' device, the longest list first."""
+def lists_by_key(selection: Selection, block_m: int, block_n: int) -> TileLists:
+    """On the indices' device, the longest list first."""
     indices, block_size, seen = selection
     heads, blocks, width = indices.shape
     tiles = -(-seen.rows // block_n)
@@ -227,4 +213,4 @@ def lists_by_key(selection: Selection, block_m: int, block_n: int) -> tuple[Tens
         BLOCK_N=block_n,
         num_warps=1,
     )
-    return spans, entries, counts.argsort(dim=1, descending=True, stable=True).int()
+    return TileLists(spans, entries, counts.argsort(dim=1, descending=True, stable=True).int())

@@ -26,18 +26,22 @@ from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
-    all_whole,
     checked_scale,
     common_modulus,
+    is_whole,
     launch_arguments,
     on_hopper,
+    whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
     end_of,
+    frame_of,
+    hiding_ranges,
     load_tile,
+    outside,
     place_of,
     query_item,
     scores,
@@ -52,7 +56,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.fused.wider_rows import with_columns
-from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
+from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache, layout
 from dilabench.kernels.tuning import TileConfig, columns_to_add, select_kernel
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
@@ -73,6 +77,7 @@ def _query_kernel(
     items_ptr,
     entries_ptr,
     heads_ptr,
+    bounds_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -92,6 +97,7 @@ def _query_kernel(
     window_right,
     n_blocks,
     item_major,
+    key_rows,
     R,
     HEAD_DIM: tl.constexpr,
     HEAD: tl.constexpr,
@@ -102,6 +108,8 @@ def _query_kernel(
     SHIFTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     RAGGED: tl.constexpr,
+    RANGES: tl.constexpr,
+    ONE_CLASS: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -111,7 +119,9 @@ def _query_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
-    item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
+    item_ptr, shift = query_item(
+        item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS
+    )
     u = tl.load(item_ptr)
     if u < 0:
         return
@@ -141,7 +151,7 @@ def _query_kernel(
     for _ in tl.range(0, n_full, num_stages=STAGES):
         entry = tl.load(entry_ptr)
         entry_ptr += 1
-        key_tile, partner, bias = unpack(entry, shift, R)
+        key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
         k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
@@ -156,7 +166,7 @@ def _query_kernel(
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
-            key_tile, partner, bias = unpack(entry, shift, R)
+            key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             key_row = base_row + key_tile * BLOCK_N
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
@@ -165,9 +175,11 @@ def _query_kernel(
             v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
-            end = end_of(partner, rows_left, longer_classes, super_rows)
+            end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
             window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
+            ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
+            seen = outside(seen, query_row[:, None], ranges, RANGES)
             logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
@@ -190,11 +202,13 @@ def _key_kernel(
     dout_tail_desc,
     dk_ptr,
     dv_ptr,
+    slots_ptr,
     stats_ptr,
     lookup_ptr,
     order_ptr,
     entries_ptr,
     heads_ptr,
+    bounds_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -215,6 +229,8 @@ def _key_kernel(
     window_right,
     n_blocks,
     item_major,
+    n_slots,
+    key_rows,
     R,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -226,6 +242,10 @@ def _key_kernel(
     SHIFTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CUT: tl.constexpr,
+    RANGES: tl.constexpr,
+    ONE_CLASS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    SLOT_DIM: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -235,13 +255,21 @@ def _key_kernel(
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, kv_head, batch = split_block(block, n_supers, n_kv_heads)
     variant = (super_index >= full_supers).to(tl.int32)
-    # `order` lists (class, tile) in the frame of the first head of the group, heaviest first.
-    order_at = order_ptr + (variant * n_items + item) * 2
+    # `order` lists (class, tile) in the frame of the first head of the group, heaviest first; of ONE_CLASS shares of
+    # lists, as `block_sparse.key_lists.KeyLists.items`.
+    if ONE_CLASS:
+        order_at = order_ptr + ((kv_head if PER_HEAD else 0) * n_items + item) * 4
+    else:
+        order_at = order_ptr + (variant * n_items + item) * 2
     u = tl.load(order_at)
     if u < 0:
         return
-    tile = tl.load(order_at + 1)
-    residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
+    if ONE_CLASS:
+        tile, residue = u, turned(0, 0, R)
+        low, high = tl.load(order_at + 1), tl.load(order_at + 2)
+    else:
+        tile = tl.load(order_at + 1)
+        residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row, first_place, rows_left, longer_classes = segment_of(
         super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
@@ -252,6 +280,7 @@ def _key_kernel(
     k, k_tail = load_tile(k_desc, k_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     v, v_tail = load_tile(v_desc, v_tail_desc, batch, box_row, place, kv_head, HEAD, TAIL)
     key_row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    ranges = hiding_ranges(bounds_ptr, key_row[:, None], key_rows, RANGES)
     dk = tl.zeros([BLOCK_N, HEAD], tl.float32)
     dk_tail = zero_tail(BLOCK_N, TAIL)
     dv = tl.zeros([BLOCK_N, HEAD], tl.float32)
@@ -259,22 +288,27 @@ def _key_kernel(
 
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        kind = tl.load(heads_ptr + head * 2)
-        shift = tl.load(heads_ptr + head * 2 + 1)
+        kind, shift = frame_of(head, heads_ptr, n_heads, n_kinds, ONE_CLASS)
         own = turned(residue, R - shift, R)
         list_at = lookup_ptr + (((variant * n_kinds + kind) * R + own) * n_tiles + tile) * 3
         entry_ptr = entries_ptr + tl.load(list_at)
         # Queries beyond the end of a segment have weight 0 by their statistics: they need no mask.
         n_full = tl.load(list_at + 1)
         n_masked = tl.load(list_at + 2)
-        if not (CAUSAL or WINDOWED):
+        if not (CAUSAL or WINDOWED or RANGES > 0):
             n_full += n_masked
+        begin, masked_begin = 0, 0
+        if ONE_CLASS:
+            entry_ptr += low
+            begin, masked_begin = low, tl.maximum(low - n_full, 0)
+            n_masked = tl.minimum(high - n_full, n_masked)
+            n_full = tl.minimum(high, n_full)
         stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64)
         stats_at = stats_ptr + stats_at * (stats_blocks * (2 * _STATS_BLOCK)) + stats_places(tl.arange(0, BLOCK_M))
-        for _ in tl.range(0, n_full, num_stages=STAGES):
+        for _ in tl.range(begin, n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
-            query_tile, partner, bias = unpack(entry, shift, R)
+            query_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             query_tile *= BLOCK_M
             # Of causal lists these tiles end before the last row, of the sequence where nothing is shifted.
             cut: tl.constexpr = CUT and (SHIFTED or not CAUSAL)
@@ -292,12 +326,14 @@ def _key_kernel(
             dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
             ds = p * (dp - delta[None, :])
             dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
-        if CAUSAL or WINDOWED:
+        if CAUSAL or WINDOWED or RANGES > 0:
             # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
-            for _ in tl.range(0, n_masked, num_stages=1):
+            # But windows and bounds of columns make most of a list of them.
+            stages: tl.constexpr = STAGES if ONE_CLASS and (WINDOWED or RANGES > 0) else 1
+            for _ in tl.range(masked_begin, n_masked, num_stages=stages):
                 entry = tl.load(entry_ptr)
                 entry_ptr += 1
-                query_tile, partner, bias = unpack(entry, shift, R)
+                query_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
                 query_tile *= BLOCK_M
                 place, box_row = box_place(
                     partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, CUT, SHIFTED
@@ -311,6 +347,7 @@ def _key_kernel(
                 seen = seen_queries(
                     query_row, partner, key_row, residue, (window_left, window_right), R, CAUSAL, WINDOWED
                 )
+                seen = outside(seen, query_row[None, :], ranges, RANGES)
                 logits = tl.where(seen, logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
@@ -321,6 +358,15 @@ def _key_kernel(
 
     place = place_of(row, residue + first_place, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
+    if slots_ptr is not None:
+        # Where a tile has several shares, `add_slots` makes the result of all.
+        slot = tl.load(order_at + 3)
+        rows = tl.where(slot < 0, rows, 0)
+        if slot >= 0:
+            slot_at = ((batch * n_kv_heads + kv_head).to(tl.int64) * n_slots + slot) * (2 * BLOCK_N * SLOT_DIM)
+            store_tile(dk, dk_tail, slots_ptr + slot_at, BLOCK_N, 1.0, 1, 1, False, BLOCK_N, SLOT_DIM, HEAD, TAIL)
+            slot_at += BLOCK_N * SLOT_DIM
+            store_tile(dv, dv_tail, slots_ptr + slot_at, BLOCK_N, 1.0, 1, 1, False, BLOCK_N, SLOT_DIM, HEAD, TAIL)
     store_tile(
         dk * scale, dk_tail * scale, dk_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL
     )
@@ -343,36 +389,40 @@ def fused_backward(
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
     partials: Partials | None = None,
+    cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
     with ``partials`` from the own results of each group and the merged lse: those with detached merge weights.
 
     The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
-    Raises ValueError as `fused_forward` does.
+    ``cache``: another than that of these tensors. Raises ValueError as `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
-    known = launches("backward", plan, scale, tiles, partials is None, *map(layout, (q, k, v, dout, out, lse)))
-    given = {"q": q, "k": k, "v": v, "dout": dout}
-    scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
+    if cache is None:
+        layouts = layout(q), layout(k), layout(v), layout(dout), layout(out), layout(lse)
+        cache = LaunchCache.of("backward", plan, scale, tiles, partials is None, *layouts)
+    operands = {"q": q, "k": k, "v": v, "dout": dout}
+    scale = cache.once("scale", lambda: checked_scale(q, k, v, plan, scale))
     if more := columns_to_add(dim, q.element_size(), on_hopper(q.device)):
-        given = {name: with_columns(x, more) for name, x in given.items()}
-    q, k, v, _ = given.values()
-    operands = all_whole(given, plan.groups, known)
+        operands = {name: with_columns(x, more, cache, f"columns of {name}") for name, x in operands.items()}
+    q, k, v, _ = operands.values()
+    if not cache.once("whole", lambda: all(is_whole(x, plan.groups) for x in operands.values())):
+        operands = {name: whole_classes(x, plan.groups) for name, x in operands.items()}
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     at_once, sums = [], None
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
-        at_once = known.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
+        at_once = cache.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
         sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
     if sums is None:
         at_once = []
-    passes = known.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
+    passes = cache.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
     if not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
-    stats_of = _Preprocess(out, dout, lse, plan, partials, known)
+    stats_of = _Preprocess(out, dout, lse, plan, partials, cache)
     if sums is not None:
         of_steps = [stats_of(step, ("at once", index)) for index, step in enumerate(at_once)]
-        run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, known)
+        run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, cache)
     for index, step in enumerate(passes):
         name, add = (len(at_once), index), sums is not None or index > 0
         stats = stats_of(step, name)
@@ -382,7 +432,7 @@ def fused_backward(
             yield _query_launch(operands, dq, stats, step.group, plan.causal, scale, step.query_tiles, add)
             yield _key_launch(operands, dk, dv, stats, step.group, plan.causal, scale, step.key_tiles, add)
 
-        known.make([("dq", *name), ("dk, dv", *name)], [tensors] * 2, prepare)
+        cache.launch(name, [tensors] * 2, prepare)
     if more:
         dq, dk, dv = (x[..., :dim].contiguous() for x in (dq, dk, dv))
     return dq, dk, dv
@@ -394,9 +444,9 @@ class _Preprocess:
     """
 
     def __init__(
-        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, partials: Partials | None, known: Launches
+        self, out: Tensor, dout: Tensor, lse: Tensor, plan: ResiduePlan, partials: Partials | None, cache: LaunchCache
     ) -> None:
-        self._out, self._dout, self._lse, self._known = out, dout, lse, known
+        self._out, self._dout, self._lse, self._cache = out, dout, lse, cache
         self._delta = torch.empty_like(lse) if len(plan.groups) > 1 and partials is None else None
         self._found = False
         self._own: dict[int, tuple[Tensor, OneClass]] = {}
@@ -406,7 +456,7 @@ class _Preprocess:
                 self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
-        given = (self._dout, self._lse, step.stats_layout, self._known, ("row sums", name))
+        given = (self._dout, self._lse, step.stats_layout, self._cache, ("row sums", name))
         if self._own:
             out, one_class = self._own[id(step.group)]
             return bwd_preprocess(out, *given, one_class=one_class)
@@ -472,7 +522,11 @@ def _query_launch(
         "items_ptr": tables.items,
         "entries_ptr": tables.entries,
         "heads_ptr": tables.heads,
+        "bounds_ptr": None,
         "heads_per_kv": group.heads_per_kv,
+        "key_rows": group.length,
+        "RANGES": 0,
+        "ONE_CLASS": False,
         "scale": scale,
         "ADD": add,
     }
@@ -509,7 +563,15 @@ def _key_launch(
         "order_ptr": tables.order,
         "entries_ptr": tables.entries,
         "heads_ptr": tables.heads,
+        "slots_ptr": None,
+        "bounds_ptr": None,
         "n_kv_heads": n_kv_heads,
+        "n_slots": 0,
+        "key_rows": group.length,
+        "RANGES": 0,
+        "ONE_CLASS": False,
+        "PER_HEAD": False,
+        "SLOT_DIM": 0,
         "scale": scale,
         "GROUP": group.heads_per_kv,
         "ADD": add,

@@ -15,7 +15,7 @@ from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launch, Launches
+from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache
 from dilabench.kernels.tuning import L2_RESIDENT_BYTES, KeyLists, TileConfig, at_once_is_faster, select_kernel
 
 _LOG2E = 1.4426950408889634
@@ -78,7 +78,7 @@ def run_at_once(
     sums: Tensor,
     causal: bool,
     scale: float,
-    known: Launches,
+    cache: LaunchCache,
 ) -> None:
     """Write the gradients of these groups. stats: of their rows. sums: from `dq_accumulator`, for some heads after the
     other.
@@ -89,13 +89,12 @@ def run_at_once(
     for first in range(0, heads, some):
         if first:
             sums.zero_()
-        names = [("at once", index, first) for index in range(len(steps))]
 
         def prepare(first: int = first) -> Iterator[Launch]:
             for index, (step, own) in enumerate(zip(steps, tensors, strict=True)):
                 yield _launch(step, own, first * kv_heads // heads, causal, scale, index > 0)
 
-        known.make(names, tensors, prepare)
+        cache.launch(("at once", first), tensors, prepare)
         convert_dq(sums, scale, dq[:, :, first : first + some])
 
 

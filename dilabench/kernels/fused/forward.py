@@ -18,17 +18,20 @@ from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
     PER_LENGTH,
     Results,
-    all_whole,
     checked_scale,
+    is_whole,
     launch_arguments,
     on_hopper,
+    whole_classes,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
     end_of,
+    hiding_ranges,
     load_tile,
+    outside,
     place_of,
     query_item,
     scaled,
@@ -44,7 +47,7 @@ from dilabench.kernels.fused.tile_walk import (
     zero_tail,
 )
 from dilabench.kernels.fused.wider_rows import make_ready, with_columns
-from dilabench.kernels.launches import Arguments, Launch, Launches, launches, layout
+from dilabench.kernels.launch_cache import Arguments, Beside, Launch, LaunchCache, layout
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.kernels.softmax import finite, weights_of_two
 from dilabench.kernels.tuning import Selected, TileConfig, columns_to_add, select_kernel
@@ -64,6 +67,7 @@ def _forward_kernel(
     items_ptr,
     entries_ptr,
     heads_ptr,
+    bounds_ptr,
     scale_log2,
     n_supers,
     full_supers,
@@ -81,6 +85,7 @@ def _forward_kernel(
     window_right,
     n_blocks,
     item_major,
+    key_rows,
     R,
     HEAD_DIM: tl.constexpr,
     HEAD: tl.constexpr,
@@ -91,15 +96,20 @@ def _forward_kernel(
     SHIFTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     RAGGED: tl.constexpr,
+    RANGES: tl.constexpr,
+    ONE_CLASS: tl.constexpr,
     MERGE: tl.constexpr,
     COMPACT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # One program: one query tile of one class.
+    # One program: one query tile of one class. ONE_CLASS: that of block masks, to which only some tiles are visible, of
+    # keys that may be other rows, hidden from RANGES of rows.
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
-    item_ptr, shift = query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items)
+    item_ptr, shift = query_item(
+        item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS
+    )
     u = tl.load(item_ptr)
     if u < 0:
         return
@@ -126,7 +136,7 @@ def _forward_kernel(
     for _ in tl.range(0, n_full, num_stages=STAGES):
         entry = tl.load(entry_ptr)
         entry_ptr += 1
-        key_tile, partner, bias = unpack(entry, shift, R)
+        key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
         key_row = base_row + key_tile * BLOCK_N
         place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
         k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
@@ -145,16 +155,18 @@ def _forward_kernel(
         for _ in tl.range(0, n_masked, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
-            key_tile, partner, bias = unpack(entry, shift, R)
+            key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             key_row = base_row + key_tile * BLOCK_N
             place, key_row = box_place(
                 partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
             )
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
-            end = end_of(partner, rows_left, longer_classes, super_rows)
+            end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
             window = (window_left, window_right)
             seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
+            ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
+            seen = outside(seen, query_row[:, None], ranges, RANGES)
             logits = tl.where(seen, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
             # A row may see nothing yet.
@@ -179,6 +191,9 @@ def _forward_kernel(
         total = total * mine + tl.math.exp2(mass - higher)
         top = higher
     mine = mine / total
+    if ONE_CLASS:
+        # A row that sees nothing has out 0 and lse -inf.
+        mine = tl.where(total == 0.0, 0.0, mine)
     theirs = mine
     lse = (top + tl.log2(total)) * 0.6931471805599453
     # Rows are stored at their tokens, or those that the class has one after another.
@@ -212,16 +227,18 @@ def fused_forward(
     scale: float | None = None,
     log_mass: Tensor | None = None,
     config: TileConfig | None = None,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
     Rows that no branch covers get out 0 and lse -inf.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
-    (packed qkv included). Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
+    (packed qkv included). ``beside``: launches that are compiled with these where they are new.
+    Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
     """
-    known = launches("forward", plan, scale, config, log_mass is None, *map(layout, (q, k, v)))
-    scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
+    cache = LaunchCache.of("forward", plan, scale, config, log_mass is None, layout(q), layout(k), layout(v))
+    scale, more, as_they_are = cache.once("operands", lambda: _operands(q, k, v, plan, scale))
     batch, length, num_heads, _ = q.shape
     covered = plan.groups[0].covers_every_row
     if covered:
@@ -230,7 +247,9 @@ def fused_forward(
     else:
         out = q.new_zeros(q.shape)
         lse = torch.full((batch, num_heads, length), float("-inf"), dtype=torch.float32, device=q.device)
-    tensors = {"out": out, "lse": lse, **_as_read(q, k, v, plan, known)}
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if more or not as_they_are:
+        tensors |= _as_read(q, k, v, plan, more, cache)
     if covered and log_mass is not None:
         tensors["mass"] = log_mass
 
@@ -240,7 +259,7 @@ def fused_forward(
             results = Results(out, lse, mass, merge=index > 0, follows=index > 0)
             yield _launch_of(tensors, results, group, plan.causal, scale, config)
 
-    known.make(range(len(plan.groups)), [tensors] * len(plan.groups), prepare)
+    cache.launch("groups", [tensors] * len(plan.groups), prepare, beside)
     if log_mass is not None and not covered:
         add_null_mass_(out, lse, log_mass)
     return out, lse
@@ -255,13 +274,21 @@ def fused_forward_partials(
     scale: float | None = None,
     log_masses: Sequence[Tensor] = (),
     config: TileConfig | None = None,
+    beside: Beside | None = None,
+    cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Partials]:
     """As `fused_forward` for a plan of single branches, with the result of each by itself. ``log_masses``: a null mass
     of each branch, [H, N] float32 as above, by its index; -inf also where the branch does not cover a row.
+    ``cache``: another than that of these tensors.
     """
-    known = launches("forward partials", plan, scale, config, bool(log_masses), *map(layout, (q, k, v)))
-    scale = known.once("scale", lambda: checked_scale(q, k, v, plan, scale))
-    operands = _as_read(q, k, v, plan, known)
+    if cache is None:
+        cache = LaunchCache.of(
+            "forward partials", plan, scale, config, bool(log_masses), layout(q), layout(k), layout(v)
+        )
+    scale, more, as_they_are = cache.once("operands", lambda: _operands(q, k, v, plan, scale))
+    operands = {"q": q, "k": k, "v": v}
+    if more or not as_they_are:
+        operands = _as_read(q, k, v, plan, more, cache)
     places = partial_places(plan, q.shape, q.device, type(q))
     partials = places.empty(q)
     tensors = []
@@ -279,17 +306,23 @@ def fused_forward_partials(
             yield _launch_of(own, results, group, plan.causal, scale, config)
         yield places.merge(merged)
 
-    known.make([*range(len(plan.groups)), "merged"], [*tensors, merged], prepare)
+    cache.launch("groups", [*tensors, merged], prepare, beside)
     return out, lse, partials
 
 
-def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, known: Launches) -> dict[str, Tensor]:
-    """q, k and v as kernels read them."""
-    given = all_whole({"q": q, "k": k, "v": v}, plan.groups, known)
-    if more := known.once("columns", lambda: _columns_to_add(k, plan)):
+def _operands(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | None) -> tuple[float, int, bool]:
+    """The scale, how many columns keys and values are given, and whether kernels read all three as they are."""
+    scale = checked_scale(q, k, v, plan, scale)
+    return scale, _columns_to_add(k, plan), all(is_whole(x, plan.groups) for x in (q, k, v))
+
+
+def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, more: int, cache: LaunchCache) -> dict[str, Tensor]:
+    """q, k and v as kernels read them, with so many more columns."""
+    read = {name: whole_classes(x, plan.groups) for name, x in (("q", q), ("k", k), ("v", v))}
+    if more:
         # A program copies its queries once.
-        given |= {name: with_columns(given[name], more) for name in "kv"}
-    return given
+        read |= {name: with_columns(read[name], more, cache, f"columns of {name}") for name in "kv"}
+    return read
 
 
 def _columns_to_add(k: Tensor, plan: ResiduePlan) -> int:
@@ -363,10 +396,14 @@ def _group_launch(
             "out_ptr": results.out,
             "lse_ptr": results.lse,
             "mass_ptr": results.mass,
+            "bounds_ptr": None,
             "entries_ptr": tables.entries,
             "heads_ptr": tables.heads,
             "items_ptr": tables.items,
             "heads_per_kv": group.heads_per_kv,
+            "key_rows": group.length,
+            "RANGES": 0,
+            "ONE_CLASS": False,
             "MERGE": results.merge,
             "COMPACT": results.compact,
             "RAGGED": ragged,

@@ -23,7 +23,7 @@ from torch import Tensor
 from dilabench.kernels import tuning
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.launches import COPY_BYTES, Arguments, Launch
+from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 from dilabench.kernels.softmax import weights_of_two
 
 # What each branch has begins at a multiple of so many numbers, and so of 16 bytes, whatever the shape: kernels are

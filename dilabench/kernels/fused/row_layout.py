@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.launches import COPY_BYTES, Arguments, Launches
+from dilabench.kernels.launch_cache import COPY_BYTES, Arguments
 from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, tile_columns
 
 LARGEST_HEAD_DIM = 256
@@ -68,13 +68,6 @@ def whole_classes(x: Tensor, groups: Sequence[BranchGroup]) -> Tensor:
     if not all(_fits_a_box(x, group) for group in groups):
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % common_modulus(groups)))
     return x if is_row_addressable(x) else x.contiguous()
-
-
-def all_whole(given: dict[str, Tensor], groups: Sequence[BranchGroup], known: Launches) -> dict[str, Tensor]:
-    """All of these by `whole_classes`, each by its name. known: launches of the pass."""
-    if known.once("whole", lambda: all(is_whole(x, groups) for x in given.values())):
-        return given
-    return {name: whole_classes(x, groups) for name, x in given.items()}
 
 
 def common_modulus(groups: Iterable[BranchGroup]) -> int:
@@ -141,7 +134,8 @@ def residue_box(x: Tensor, modulus: int) -> tuple[list[int], list[int]]:
     batch, length, heads, dim = x.shape
     token, head = x.stride(1), x.stride(2)
     shape = [batch, modulus + length % modulus, heads, length // modulus, dim]
-    return shape, [length * token, token, head, modulus * token, 1]
+    item = x.stride(0) if batch > 1 else length * token
+    return shape, [item, token, head, modulus * token, 1]
 
 
 def residue_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDescriptor:

@@ -13,6 +13,7 @@ _TILE_BITS = tl.constexpr(TILE_BITS)
 _TILE_MASK = tl.constexpr((1 << TILE_BITS) - 1)
 _CLASS_MASK = tl.constexpr((1 << CLASS_BITS) - 1)
 _COUNT_SHIFT = tl.constexpr(TILE_BITS + CLASS_BITS)
+_ONLY_TILE_MASK = tl.constexpr((1 << (TILE_BITS + CLASS_BITS)) - 1)
 
 
 @triton.jit
@@ -37,10 +38,21 @@ def split_block(block, n_supers, n_heads):
 
 
 @triton.jit
-def query_item(item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items):
+def frame_of(head, heads_ptr, n_heads, n_kinds, ONE_CLASS: tl.constexpr):
+    """(kind, class shift) of a head; of ONE_CLASS successive heads share a kind."""
+    if ONE_CLASS:
+        kind, shift = head // (n_heads // n_kinds), 0
+    else:
+        kind, shift = tl.load(heads_ptr + head * 2), tl.load(heads_ptr + head * 2 + 1)
+    return kind, shift
+
+
+@triton.jit
+def query_item(
+    item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS: tl.constexpr
+):
     """(address of the item's header, class shift of the head)."""
-    kind = tl.load(heads_ptr + head * 2)
-    shift = tl.load(heads_ptr + head * 2 + 1)
+    kind, shift = frame_of(head, heads_ptr, n_heads, n_kinds, ONE_CLASS)
     variant = (super_index >= full_supers).to(tl.int32)
     return items_ptr + ((variant * n_kinds + kind) * n_items + item) * 5, shift
 
@@ -205,10 +217,14 @@ def turned(u, shift, R):
 
 
 @triton.jit
-def unpack(entry, shift, R):
-    """(tile, token class, log2 of the multiplicity) of a list entry."""
-    partner = turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
-    return entry & _TILE_MASK, partner, tl.log2((entry >> _COUNT_SHIFT).to(tl.float32))
+def unpack(entry, shift, R, ONE_CLASS: tl.constexpr):
+    """(tile, token class, log2 of the multiplicity) of a list entry; of ONE_CLASS it has the tile alone."""
+    if ONE_CLASS:
+        tile, partner, bias = entry & _ONLY_TILE_MASK, 0, 0.0
+    else:
+        partner = turned((entry >> _TILE_BITS) & _CLASS_MASK, shift, R)
+        tile, bias = entry & _TILE_MASK, tl.log2((entry >> _COUNT_SHIFT).to(tl.float32))
+    return tile, partner, bias
 
 
 @triton.jit
@@ -254,11 +270,32 @@ def seen_keys(
 @triton.jit
 def seen_queries(query_row, partner, key_row, residue, window, R, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
     """[keys, queries]: which queries of class ``partner`` see keys of class ``residue``, by `seen_keys`."""
+    seen = (key_row >= 0)[:, None]
     if WINDOWED:
         first_row, last_row = window_rows(query_row, partner - residue, window, R)
     if CAUSAL:
         last_row = query_row - (residue > partner).to(tl.int32)
-    seen = key_row[:, None] <= last_row[None, :]
+    if CAUSAL or WINDOWED:
+        seen = key_row[:, None] <= last_row[None, :]
     if WINDOWED:
         seen = seen & (key_row[:, None] >= first_row[None, :])
+    return seen
+
+
+@triton.jit
+def hiding_ranges(bounds_ptr, key_row, key_rows, RANGES: tl.constexpr):
+    """(start, stop) of each range of rows that these keys are hidden from, one after the other."""
+    ranges = ()
+    for index in tl.static_range(RANGES):
+        at = bounds_ptr + 2 * index * key_rows + key_row
+        # Triton has no unpacking.
+        ranges = ranges + (tl.load(at, key_row < key_rows, 0), tl.load(at + key_rows, key_row < key_rows, 0))  # type: ignore[assignment]  # noqa: RUF005
+    return ranges
+
+
+@triton.jit
+def outside(seen, query_row, ranges, RANGES: tl.constexpr):
+    """Those of the pairs that are ``seen`` in which no range of rows (`hiding_ranges`) hides the key."""
+    for index in tl.static_range(RANGES):
+        seen = seen & ((query_row < ranges[2 * index]) | (query_row >= ranges[2 * index + 1]))
     return seen

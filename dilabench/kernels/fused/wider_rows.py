@@ -9,19 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launches import Launch, compile_ahead, launch
+from dilabench.kernels.launch_cache import Launch, LaunchCache, compile_ahead
 
 _ROWS = 64
 # Strides are counted in so many elements, so that the compiler knows that 16 bytes can be read at a time.
 _UNIT = 8
 
 
-def with_columns(x: Tensor, more: int) -> Tensor:
-    """``x [B, N, H, D]`` with columns of zeros behind, contiguous: read and written once."""
+def with_columns(x: Tensor, more: int, cache: LaunchCache, name: str) -> Tensor:
+    """``x [B, N, H, D]`` with columns of zeros behind, contiguous: read and written once.
+
+    cache: that of the pass, in which this launch has a name.
+    """
     if x.stride(3) != 1 or any(stride % _UNIT for stride in (*x.stride()[:3], x.shape[3])):
         x = x.contiguous()
     wider = x.new_empty((*x.shape[:3], x.shape[3] + more))
-    launch([_widening(x, wider)])
+    cache.launch(name, [{"x": x, "wider": wider}], lambda: [_widening(x, wider)])
     return wider
 
 

@@ -29,13 +29,14 @@ CPU = frozenset({"cpu"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 BOTH_LAYOUTS = frozenset({"padded", "packed"})
 LONGEST_MASKED = 2**15
-FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
+LONGEST_COUNTED = 2**17
 
 
-def _no_flex_head_dim(workload: Workload) -> str | None:
-    """The reason against a head dim that FlexAttention has no tiles for."""
-    known = ", ".join(map(str, FLEX_HEAD_DIMS))
-    return None if workload.head_dim in FLEX_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
+def _too_long_to_count(workload: Workload) -> str | None:
+    """The reason against lengths whose blocks take minutes to count on the host."""
+    if workload.seq_len > LONGEST_COUNTED:
+        return f"the blocks of {workload.seq_len} positions are too many to count; it takes at most {LONGEST_COUNTED}"
+    return None
 
 
 def _no_fused_head_dim(workload: Workload) -> str | None:
@@ -114,7 +115,14 @@ FUSED = Capabilities(
     check=_not_for_fused,
 )
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
-FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_flex_head_dim)
+FLEX_ON_CUDA = Capabilities(
+    patterns=ANY_PATTERN | DILATED | SPARSE,
+    devices=CUDA,
+    dtypes=HALF | {"float32"},
+    head_dim_multiple=16,
+    max_head_dim=256,
+    check=_too_long_to_count,
+)
 
 
 def no_block_tiles(workload: Workload) -> str | None:
@@ -236,19 +244,13 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "flex",
-        "FlexAttention with the pattern as mask and log C as score: what plain masking costs",
+        "torch's FlexAttention over any pattern: its counts as block mask, and as score where keys count twice",
         "dilabench.impls.flex.flex:build",
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
-    ),
-    Implementation(
-        "flex-permuted",
-        "the same with tokens ordered by residue class, so that blocks are full or empty",
-        "dilabench.impls.flex.flex:build_permuted",
-        supports=FLEX_ON_CUDA,
-        requires=("cuda>=sm80", "triton"),
-        compiles=True,
+        quirks=("`dilabench run tiles -i flex` tries its FlashAttention 4 back end (BACKEND=FLASH) and other options",),
+        tiles="dilabench.impls.flex.flex:candidates",
     ),
     Implementation(
         "gather-multihead",
@@ -327,37 +329,6 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         priority=10,
-    ),
-    Implementation(
-        "block-sparse-flex",
-        "FlexAttention over a BlockMask of the same blocks",
-        "dilabench.impls.block_sparse.flex:build",
-        supports=Capabilities(
-            patterns=SPARSE,
-            devices=CUDA,
-            dtypes=HALF | {"float32"},
-            head_dim_multiple=16,
-            max_head_dim=256,
-            check=_only_whole_128_blocks,
-        ),
-        requires=("cuda>=sm80", "triton"),
-        compiles=True,
-    ),
-    Implementation(
-        "block-sparse-flex-planned",
-        "FlexAttention that makes the BlockMask of bounds of columns in every call, by create_block_mask",
-        "dilabench.impls.block_sparse.flex:build_planned",
-        supports=Capabilities(
-            patterns=COLUMNS,
-            devices=CUDA,
-            dtypes=HALF | {"float32"},
-            head_dim_multiple=16,
-            max_head_dim=256,
-        ),
-        requires=("cuda>=sm80", "triton"),
-        compiles=True,
-        every_call=("plan", "attend"),
-        steps_of="block-sparse-flex",
     ),
     Implementation(
         "block-sparse-flash4",

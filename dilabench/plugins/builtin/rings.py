@@ -82,7 +82,7 @@ RINGS = (
     Implementation(
         "fused-sharded",
         "whole segments on every rank, fused on each: nothing is sent",
-        "dilabench.impls.ring.apart:build",
+        "dilabench.impls.ring.fused_sharded:build",
         supports=replace(
             FUSED,
             layouts=frozenset({"padded"}),

@@ -80,7 +80,7 @@ class InOneLaunch:
 
 def in_one_launch(workload: Workload, context: BuildContext, assignment: RowAssignment) -> Algorithm | None:
     """For packed sequences, where the backend's kernel takes what the mask makes of a piece; None elsewhere."""
-    kernel, world = context.require_backend().packed, context.world or World.alone(context.device)
+    kernel, world = context.require_backend().packed, context.world or World.single(context.device)
     left, right = assignment.reach
     masked = (left, right) != (None, None)
     if kernel is None or context.device.type not in kernel.devices or workload.layout != "packed":

@@ -87,7 +87,7 @@ class Share(Calls):
 
 def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
     """This rank's share under a sharding; a context without a world is one rank that holds everything."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     shards = sharding(workload.sequences, world.size)
     rank, backend = world.rank, context.require_backend()
     branches = branches_of(workload)

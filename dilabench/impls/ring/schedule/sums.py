@@ -150,7 +150,7 @@ class Sum:
             self.put(part, first)
 
     def add_keys(self, piece: Piece, part: Tensor, first_row: int = 0) -> None:
-        """Add a piece's [B·G, L, A', D] to the rows of its keys; row 0 is the holder's `first_row`."""
+        """Add a piece's [B·G, L, A', D] to the rows of its keys; row 0 is the owner's `first_row`."""
         first = piece.key_rows(self._shape[2], first_row)
         if first is None:
             piece.add_keys(self.total(), part, first_row)

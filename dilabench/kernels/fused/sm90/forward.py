@@ -38,7 +38,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     view_place,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launch
+from dilabench.kernels.launch_cache import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, is_persistent, is_softmax_bound, tile_columns
 
 _LOG2E = 1.4426950408889634

@@ -33,7 +33,7 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     turned,
 )
 from dilabench.kernels.fused.tile_tables import tile_tables
-from dilabench.kernels.launches import Arguments, Launch
+from dilabench.kernels.launch_cache import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
 # What this kernel has no choice of.

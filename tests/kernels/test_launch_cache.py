@@ -1,10 +1,10 @@
-"""Launches that repeat: the tensors are exchanged, all else stays."""
+"""Launches that repeat exchange their tensors and nothing else; what is new is compiled ahead."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,22 +13,15 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.attention import dilated_attention
-from dilabench.kernels import direct_launch
-from dilabench.kernels import launches as module
-from dilabench.kernels.launches import Launch, Launched, Launches, followed_by, launch, layout, run, stride_unit
+from dilabench.kernels import launch_cache as module
+from dilabench.kernels.launch_cache import Launch, LaunchCache, compile_ahead, layout, stride_unit
 
 
 class Compiled:
-    """What a kernel becomes; keeps what it was run with. Not by any launcher of Triton's."""
-
-    run = None
+    """What a kernel becomes; keeps what it was run with."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -52,34 +45,68 @@ class Descriptor:
         self.base, self.shape = base, shape
 
 
+def preparing(
+    kernel: Any, tensors: dict[str, Tensor], table: Tensor, log: list[str] | None = None
+) -> Callable[[], Iterator[Launch]]:
+    """The launch of `Kernel` on these tensors."""
+
+    def prepare() -> Iterator[Launch]:
+        if log is not None:
+            log.append("prepare")
+        descriptor = Descriptor(tensors["q"], [2, 2])
+        arguments = {"q_desc": descriptor, "out_ptr": tensors["out"], "table_ptr": table, "scale": 0.5}
+        yield Launch(kernel, lambda _: ((7,), arguments))
+
+    return prepare
+
+
 def test_a_launch_repeats_for_other_tensors_and_holds_on_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CompiledKernel", Compiled)
-    kernel, known, table = Kernel(), Launches(), torch.zeros(3)
+    kernel, cache, table = Kernel(), LaunchCache(), torch.zeros(3)
+    log: list[str] = []
     # One tensor may be two operands of a call and not of the next.
     both = torch.zeros(2, 2)
-    tensors = {"q": both, "out": both}
-    assert not known.repeat("forward", tensors)
-    arguments = {"q_desc": Descriptor(both, [2, 2]), "out_ptr": both, "table_ptr": table, "scale": 0.5}
-    known.keep("forward", run(kernel, (7,), arguments), tensors)
-    assert not known.repeat("forward", tensors), "most layouts of changing lengths never come again"
-    known.keep("forward", run(kernel, (7,), arguments), tensors)
+    for _ in range(2):
+        cache.launch("forward", [{"q": both, "out": both}], preparing(kernel, {"q": both, "out": both}, table, log))
+    assert log == ["prepare"] * 2, "most layouts of changing lengths never come again"
     q, out = torch.ones(2, 2), torch.ones(2, 2)
-    assert known.repeat("forward", {"q": q, "out": out})
+    cache.launch("forward", [{"q": q, "out": out}], preparing(kernel, {"q": both, "out": both}, table, log))
+    assert log == ["prepare"] * 2
     ((grid, descriptor, result, kept, scale),) = kernel.compiled.calls
     assert (grid, scale) == ((7, 1, 1), 0.5)
     assert descriptor.base is q
     assert descriptor.shape == [2, 2]
     assert result is out
     assert kept is table
-    assert known._known["forward"]._values[:2] == [None, None]
+    assert cache._known["forward"][0].values[:2] == [None, None]
+
+
+@pytest.mark.parametrize("copied", ["q", "out"])
+def test_a_launch_that_reads_copies_is_not_repeated(copied: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CompiledKernel", Compiled)
+    kernel, cache, table = Kernel(), LaunchCache(), torch.zeros(3)
+    log: list[str] = []
+    tensors = {"q": torch.zeros(2, 2), "out": torch.zeros(2, 2)}
+    for _ in range(4):
+        read = tensors | {copied: tensors[copied].clone()}
+        cache.launch("forward", [tensors], preparing(kernel, read, table, log))
+    assert log == ["prepare"] * 4
 
 
 def test_a_launch_that_ran_nothing_is_not_repeated() -> None:
     """Under the interpreter, and where memory is traced."""
-    known = Launches()
-    for _ in range(2):
-        known.keep("forward", run(Kernel(), (1,), {}), {})
-    assert not known.repeat("forward", {})
+    log: list[str] = []
+    cache, tensors = LaunchCache(), {"q": torch.zeros(2, 2), "out": torch.zeros(2, 2)}
+    for _ in range(3):
+        cache.launch("forward", [tensors], preparing(Kernel(), tensors, torch.zeros(3), log))
+    assert log == ["prepare"] * 3
+
+
+def test_what_depends_on_the_layout_alone_is_found_once() -> None:
+    cache = LaunchCache.of("a pass", 1)
+    assert cache is LaunchCache.of("a pass", 1)
+    assert cache is not LaunchCache.of("a pass", 2)
+    assert [cache.once("scale", lambda value=value: value) for value in (0.5, 0.25)] == [0.5, 0.5]
 
 
 class Logged:
@@ -96,18 +123,29 @@ class Logged:
         self.log.append(f"compile {form}")
 
 
+def launch(
+    prepare: Callable[[], Iterator[Launch]] | list[Launch], beside: Callable[[], list[Launch]] | None = None
+) -> None:
+    """Launches of a layout that is new."""
+    launches = prepare if callable(prepare) else prepare.copy
+    LaunchCache().launch("some", [], launches, beside)
+
+
 def test_what_is_new_is_compiled_in_both_forms_with_all_that_follow_and_nothing_twice() -> None:
     log: list[str] = []
     kernel = Logged(log)
 
-    def prepare(*kinds: str) -> Iterator[Launch]:
-        for kind in kinds:
-            log.append(f"prepare {kind}")
-            yield Launch(
-                kernel, lambda ragged, kind=kind: ((1,), {"form": kind + " cut" * ragged}), kind > "a", (kind,)
-            )
+    def prepare(*kinds: str) -> Callable[[], Iterator[Launch]]:
+        def launches() -> Iterator[Launch]:
+            for kind in kinds:
+                log.append(f"prepare {kind}")
+                yield Launch(
+                    kernel, lambda ragged, kind=kind: ((1,), {"form": kind + " cut" * ragged}), kind > "a", (kind,)
+                )
 
-    assert [one.arguments for one in launch(prepare("a"))] == [{"form": "a"}]
+        return launches
+
+    launch(prepare("a"))
     assert log == ["prepare a", "compile a", "compile a cut", "run a"]
     log.clear()
     launch(prepare("a", "b", "b", "c"))
@@ -118,46 +156,48 @@ def test_what_is_new_is_compiled_in_both_forms_with_all_that_follow_and_nothing_
     assert log == ["prepare a", "run a", "prepare c", "run c cut"], "a GPU works while the next one is prepared"
 
 
-def test_a_pass_that_follows_is_compiled_beside_what_is_new_and_not_made() -> None:
+def test_what_has_no_kind_is_compiled_when_it_runs() -> None:
+    log: list[str] = []
+    launch([Launch(Logged(log), lambda _: ((1,), {"form": "a"}))] * 2)
+    assert log == ["run a"] * 2
+
+
+def test_launches_beside_those_that_are_new_are_compiled_with_them_and_not_made() -> None:
     log: list[str] = []
     kernel = Logged(log)
 
     def one(form: str) -> Launch:
         return Launch(kernel, lambda ragged: ((1,), {"form": form + " cut" * ragged}), False, (form,))
 
-    def behind() -> None:
-        log.append("behind")
-        assert launch([one("c")])[0].arguments == {"form": "c"}
+    def beside() -> list[Launch]:
+        log.append("beside")
+        noted: list[Launch] = []
+        LaunchCache(noted).launch("backward", [{}], lambda: [one("c")])
+        return noted
 
-    with followed_by(behind):
-        launch([one("a"), one("b")])
+    launch([one("a"), one("b")], beside)
     compiled = [f"compile {form}{cut}" for form in "abc" for cut in ("", " cut")]
-    assert log == ["behind", *compiled, "run a", "run b"]
+    assert log == ["beside", *compiled, "run a", "run b"]
     log.clear()
-    with followed_by(behind):
-        launch([one("b"), one("a")])
+    launch([one("b"), one("a")], beside)
     launch([one("c")])
     assert log == ["run b", "run a", "run c"], "there was nothing to compile"
-    log.clear()
-    launch([one("d")])
-    assert log == ["compile d", "compile d cut", "run d"], "nothing follows any more"
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_pass_that_follows_and_fails_does_not_keep_the_first_from_running(compiles: bool) -> None:
+def test_what_fails_beside_does_not_keep_a_launch_from_running(compiles: bool) -> None:
     log: list[str] = []
     kernel = Logged(log)
 
     def fails(**_: Any) -> None:
         raise NotImplementedError("no such instruction")
 
-    def behind() -> None:
+    def beside() -> list[Launch]:
         if not compiles:
             raise torch.OutOfMemoryError("no room")
-        launch([Launch(SimpleNamespace(warmup=fails), lambda _: ((1,), {}), False, ())])
+        return [Launch(SimpleNamespace(warmup=fails), lambda _: ((1,), {}), False, ())]
 
-    with followed_by(behind):
-        launch([Launch(kernel, lambda _: ((1,), {"form": "a"}), False, ("a",))])
+    launch([Launch(kernel, lambda _: ((1,), {"form": "a"}), False, ("a",))], beside)
     assert log[-1] == "run a"
 
 
@@ -178,54 +218,23 @@ def test_a_kernel_that_cannot_be_compiled_says_so_each_time_and_leaves_triton_as
     kernel = SimpleNamespace(warmup=lambda grid, form: warmup(form.__name__, form))
     for form, error in ((fails, NotImplementedError), (fails, NotImplementedError), (interrupted, KeyboardInterrupt)):
         with pytest.raises(error):
-            launch([Launch(kernel, lambda _, form=form: ((1,), {"form": form}), False, (form.__name__,))])
+            compile_ahead([Launch(kernel, lambda _, form=form: ((1,), {"form": form}), False, (form.__name__,))])
         assert _async_compile.active_mode.get() is None
 
 
-# How the launcher of a kernel is told to encode a descriptor: for the copy engine of a Hopper, or not at all.
-ENCODED = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
+def test_a_kernel_that_is_compiled_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
 
+    class Loaded(CompiledKernel):
+        def __init__(self) -> None:
+            pass
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("encoding", [ENCODED, None])
-def test_a_direct_launch_gives_the_function_in_c_what_triton_gives_it(
-    encoding: dict[str, Any] | None, hooked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != direct_launch._TAKES:
-        pytest.skip("this Triton launches in another way, and so do we through it")
-    utils = SimpleNamespace(fill_tma_descriptor=lambda *given: given)
-    active = SimpleNamespace(utils=utils, get_current_device=lambda: 1, get_current_stream=lambda device: 70 + device)
-    monkeypatch.setattr(driver, "_active", active)
-    calls: list[tuple[Any, ...]] = []
-    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        monkeypatch.setattr(hook, "calls", [print] if hooked else [])
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            loaded.append(grid)
 
-    names = ("q_desc", "scale", "k_desc", "out_ptr", "table_ptr")
-    signature = dict(enumerate(("tensordesc<bf16[1,64]>", "fp32", "tensordesc<bf16[1,64]>", "*bf16", "*i32")))
-    launcher = object.__new__(nvidia.CudaLauncher)
-    function = nvidia.wrap_handle_tensordesc(lambda *given: calls.append(given), signature, [encoding] * 2)
-    none = dict.fromkeys((f"{kind}_scratch_{what}" for kind in ("global", "profile") for what in ("size", "align")), 0)
-    vars(launcher).update(none, launch=function, launch_cooperative_grid=False, launch_pdl=True)
-    compiled = object.__new__(CompiledKernel)
-    vars(compiled).update(module=5, function=6, packed_metadata=(4, 1, 0), _run=launcher, src=None, name="kernel")
-
-    q, k, out, table = (torch.zeros(8, 64) for _ in range(4))
-    descriptors = (TensorDescriptor(x, [8, 64], [64, 1], [1, 64]) for x in (q, k))
-    values = (next(descriptors), 0.5, next(descriptors), out, table)
-    known, tensors = Launches(), {"q": q, "k": k, "out": out}
-    kernel = SimpleNamespace(arg_names=names)
-    for _ in range(2):
-        known.keep("forward", Launched(kernel, compiled, (7,), dict(zip(names, values, strict=True))), tensors)
-    assert known.repeat("forward", tensors)
-    compiled[7, 1, 1](*values)
-
-    ours, theirs = calls
-    facts = direct_launch._FACTS
-    assert len(ours) == len(theirs)
-    assert [a for a, b in zip(ours, theirs, strict=True) if isinstance(b, Tensor) and a is not b] == []
-    different = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a is not b and a != b]
-    assert different == ([facts] if hooked else [facts, facts + 1, facts + 2])
-    assert not hooked or ours[facts].get() == theirs[facts].get()
+    kernel = SimpleNamespace(warmup=lambda grid: Loaded())
+    compile_ahead([Launch(kernel, lambda _: ((1,), {}), False, ("a",))])
+    assert loaded == [(1, 1, 1)] * 2
 
 
 def test_layouts_differ_by_what_kernels_are_compiled_for() -> None:

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.kernels.block_sparse.sequences import SequencePlan, sequence_plan
-from dilabench.kernels.packed_reach import keys_seen
+from dilabench.kernels.varlen import SequencePlan, keys_seen, sequence_plan
 
 LENGTH = st.integers(1, 70)
 
@@ -41,12 +40,12 @@ def test_lists_hold_every_visible_tile_once(case: tuple[SequencePlan, np.ndarray
     tiles = padded.reshape(len(padded) // block_m, block_m, -1, block_n).sum((1, 3))
     for by_key, visible in ((False, tiles), (True, tiles.T)):
         lists = plan.lists(block_m, block_n, by_key)
-        assert sorted(lists.order[0]) == list(range(len(visible)))
-        for own, (first, n_full, n_partly) in enumerate(lists.spans[0]):
-            listed = lists.entries[first : first + n_full + n_partly]
-            assert len(np.unique(listed)) == len(listed)
-            assert set(np.flatnonzero(visible[own])) <= set(listed)
-            for other in listed[:n_full]:
+        assert sorted(lists.order[0].tolist()) == list(range(len(visible)))
+        for own in range(len(visible)):
+            full, masked = (part.tolist() for part in lists.partners(0, own))
+            assert len({*full, *masked}) == len(full) + len(masked)
+            assert set(np.flatnonzero(visible[own])) <= {*full, *masked}
+            for other in full:
                 query, key = (other, own) if by_key else (own, other)
                 assert by_key or (key + 1) * block_n <= plan.keys
                 assert pairs[query * block_m : (query + 1) * block_m, key * block_n : (key + 1) * block_n].all()

@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.block_sparse.lists import Int32Array
+from dilabench.kernels.block_sparse.lists import TileLists
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 
 # Programs that run at once on a GPU of 132 multiprocessors, twice over, so that the last ones to end are short.
@@ -27,29 +28,56 @@ _LEAST_STEPS = 64
 _ALL = np.iinfo(np.int32).max
 
 
-class KeyItems(NamedTuple):
-    """``items`` int32 [sets, items, 4]: key tile (-1: none), first and end place in its list, slot (-1: its only item).
+class KeyLists(NamedTuple):
+    """What programs by key read, int32 on a device.
 
-    ``shared`` int32 [sets, tiles in several items, 3]: key tile (-1: none), first slot, slots. A set is of one
-    key/value head, or of all. ``slots``: how many there are for each head.
+    ``items`` [sets, items, 4]: key tile (-1: none), first and end place in its list, slot (-1: its only item).
+    ``shared`` [sets, tiles in several items, 3]: key tile (-1: none), first slot, slots. A set is of one key/value
+    head, or of all. ``slots``: how many there are for each head. ``lookup`` [mask heads, key tiles, 3], ``entries``: as
+    in `fused.tile_tables.TileTables`.
     """
 
     items: Tensor
     shared: Tensor
     slots: int
+    lookup: Tensor
+    entries: Tensor
 
 
-def whole_lists(order: Tensor) -> KeyItems:
-    """Each tile one item, in this order int [sets, tiles]; the host waits for nothing."""
+def whole_lists(lists: TileLists, kv_heads: int) -> KeyLists:
+    """Each tile one item, in the order of the first mask head of each key/value head; the host waits for nothing."""
+    order = lists.order
+    if len(order) > kv_heads:
+        order = order.unflatten(0, (kv_heads, -1))[:, 0]
+    elif len(order) > 1:
+        order = order.repeat_interleave(kv_heads // len(order), 0)
     items = torch.empty((*order.shape, 4), dtype=torch.int32, device=order.device)
     items[..., 0] = order
     for column, value in enumerate((0, _ALL, -1), start=1):
         items[..., column] = value
-    return KeyItems(items, items.new_empty((len(order), 0, 3)), 0)
+    return KeyLists(items, items.new_empty((len(order), 0, 3)), 0, lists.spans, lists.entries)
 
 
-def balanced_items(counts: Int32Array, group: int, kv_heads: int, device: torch.device) -> KeyItems:
-    """Of lists of so many entries [sets, tiles], which ``group`` heads walk over; the longest items first."""
+def balanced_lists(lists: TileLists, num_heads: int, kv_heads: int, device: torch.device) -> KeyLists:
+    """Those of lists on the host, tiles with long ones in several items; the longest items first."""
+    counts, group = lists.lengths.numpy(), num_heads // kv_heads
+    if len(counts) > 1:
+        # Of heads that share keys and have masks of their own, the longest list.
+        counts = counts.repeat(num_heads // len(counts), 0).reshape(kv_heads, group, -1).max(1)
+    items, shared, slots = balanced_items(counts, group, kv_heads)
+    return KeyLists(
+        torch.from_numpy(items).to(device),
+        torch.from_numpy(shared).to(device),
+        slots,
+        lists.spans.to(device),
+        lists.entries.to(device),
+    )
+
+
+def balanced_items(
+    counts: npt.NDArray[np.int64], group: int, kv_heads: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+    """(items, shared, slots) of lists of so many entries [sets, tiles], which ``group`` heads walk over."""
     steps = int(counts.sum()) * group * (kv_heads // len(counts))
     most = -(-max(_LEAST_STEPS, steps // _PROGRAMS) // group)
     shares = np.where(counts > 2 * most, -(-counts // most), 1)
@@ -65,22 +93,15 @@ def balanced_items(counts: Int32Array, group: int, kv_heads: int, device: torch.
         rows = (tile, low, low + length[tile], np.where(is_shared[tile], slot[tile] + number, -1))
         items.append(np.stack(rows, 1)[np.minimum(length[tile], count[tile] - low).argsort(kind="stable")[::-1]])
         shared.append(np.stack((np.arange(len(share)), slot, share), 1)[is_shared])
-    return KeyItems(_padded(items, device), _padded(shared, device), slots)
+    return _padded(items), _padded(shared), slots
 
 
-def _padded(sets: list[np.ndarray], device: torch.device) -> Tensor:
-    """int32 [sets, most of a set, columns] on the device; -1 where a set has fewer."""
+def _padded(sets: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int32]:
+    """int32 [sets, most of a set, columns]; -1 where a set has fewer."""
     padded = np.full((len(sets), max(map(len, sets)), sets[0].shape[1]), -1, np.int32)
     for place, rows in enumerate(sets):
         padded[place, : len(rows)] = rows
-    return torch.from_numpy(padded).to(device)
-
-
-@triton.jit
-def slot_places(slots_ptr, head, slot, n_slots, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Where the first of the two sums of a slot of a head stands; the other follows it."""
-    tile = tl.arange(0, ROWS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    return slots_ptr + (head.to(tl.int64) * n_slots + slot) * (2 * ROWS * DIM) + tile
+    return padded
 
 
 @triton.jit(do_not_specialize=PER_LENGTH)
@@ -105,7 +126,8 @@ def _add_slots_kernel(
     tile = tl.load(shared_ptr)
     if tile >= 0:
         slot, count = tl.load(shared_ptr + 1), tl.load(shared_ptr + 2)
-        at = slot_places(slots_ptr, head, slot, n_slots, ROWS, DIM)
+        at = slots_ptr + (head.to(tl.int64) * n_slots + slot) * (2 * ROWS * DIM)
+        at += tl.arange(0, ROWS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
         dk, dv = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
         for _ in range(count):
             dk += tl.load(at)
@@ -118,21 +140,21 @@ def _add_slots_kernel(
         tl.store(dv_ptr + result, dv.to(dv_ptr.dtype.element_ty), inside)
 
 
-def add_slots(slots: Tensor, work: KeyItems, dk: Tensor, dv: Tensor, scale: float) -> None:
+def add_slots(slots: Tensor, lists: KeyLists, dk: Tensor, dv: Tensor, scale: float) -> None:
     """Write the tiles of dk and dv [B, N, K, D] that were computed in several items: the sums of their slots.
 
-    ``slots`` float32 [B * K, slots, 2, rows, columns]; scale is that of dk.
+    ``slots`` float32 [B * K, slots, 2, rows, columns], dk / scale before dv.
     """
-    sets, n_shared, _ = work.shared.shape
+    sets, n_shared, _ = lists.shared.shape
     if n_shared:
         _, _, _, rows, columns = slots.shape
         _add_slots_kernel[(len(slots) * n_shared,)](
             slots,
-            work.shared,
+            lists.shared,
             dk,
             dv,
             scale,
-            work.slots,
+            lists.slots,
             n_shared,
             dk.shape[2],
             dk.shape[1],

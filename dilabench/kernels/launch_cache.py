@@ -1,0 +1,254 @@
+"""Launches of Triton kernels: compiled ahead side by side, and repeated for tensors of one layout.
+
+Triton binds the arguments of a launch, looks at each for what to specialise on and looks the compiled kernel up, and we
+make tables and descriptors for it: more than a small problem takes on a GPU. For tensors of equal shapes, strides,
+dtypes and alignment all of that comes out alike; what differs are the addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
+from triton.runtime.errors import OutOfResources
+
+# Bulk copies step in units of so many bytes, and Triton specialises on addresses that are a multiple of them.
+COPY_BYTES = 16
+
+Arguments = tuple[tuple[int], dict[str, Any]]
+"""Grid and keyword arguments of a launch."""
+
+Tensors = Mapping[str, Tensor]
+"""Tensors of a launch that differ from call to call: of x its arguments x_ptr, x_desc or x_tail_desc."""
+
+
+class Launch(NamedTuple):
+    """A kernel on its ``arguments(ragged)``, where tiles are cut or not.
+
+    kind: all else that it is compiled for, so that both forms can be compiled ahead; None where Triton compiles it when
+    it runs.
+    """
+
+    kernel: Any
+    arguments: Callable[[bool], Arguments]
+    ragged: bool = False
+    kind: tuple[Hashable, ...] | None = None
+
+    @property
+    def of(self) -> tuple[Hashable, ...]:
+        """What is compiled for it, both forms. By identity: to hash a kernel, Triton would name it."""
+        return id(self.kernel), *(self.kind or ())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is to be compiled ahead, and was not yet."""
+        return self.kind is not None and self.of not in _compiled
+
+
+Beside = Callable[[], Iterable[Launch]]
+"""Launches that are not to be made, for what is compiled beside others."""
+
+
+class LaunchCache:
+    """What the launches of a pass need besides the addresses of its tensors, for tensors of one layout.
+
+    Names tell launches and facts of a pass apart. A launch is remembered when it is made the second time: most layouts
+    of data whose length changes never come again, and would pay for what they do not use. noted: takes the launches, of
+    which none is made, for `compile_ahead`.
+    """
+
+    def __init__(self, noted: list[Launch] | None = None) -> None:
+        self._noted = noted
+        self._facts: dict[str, Any] = {}
+        self._known: dict[Hashable, list[_Repeated]] = {}
+
+    @classmethod
+    # Each holds the tables of a length on the device for as long as it is here: few, for lengths change.
+    @lru_cache(maxsize=32)
+    def of(cls, *_key: Hashable) -> LaunchCache:
+        """That of this key: everything that the launches depend on, `layout` of each tensor included."""
+        return cls()
+
+    def once(self, name: str, find: Callable[[], Any]) -> Any:
+        """What `find` gives, which depends on the layout alone: found at the first call."""
+        if name not in self._facts:
+            self._facts[name] = find()
+        return self._facts[name]
+
+    def launch(
+        self,
+        name: Hashable,
+        tensors: Sequence[Tensors],
+        prepare: Callable[[], Iterable[Launch]],
+        beside: Beside | None = None,
+    ) -> None:
+        """Make the launches that `prepare` gives, one for each of ``tensors``; it is not asked for those that repeat.
+
+        Where the first of a kind has to be compiled, those of ``beside`` are compiled with it and not made. What fails
+        of them, for want of memory or of a compiler that takes them, is left to when it is launched.
+        """
+        known = self._known.get(name)
+        if known:
+            for (run, values, exchanged), own in zip(known, tensors, strict=True):
+                values = values.copy()
+                for place, operand, descriptor in exchanged:
+                    values[place] = x = own[operand]
+                    if descriptor:
+                        # The same view of another tensor, without the checks that the first one passed.
+                        kind, facts = descriptor
+                        view: Any = object.__new__(kind)
+                        view.__dict__ = {**facts, "base": x}
+                        values[place] = view
+                run(*values)
+            return
+        if self._noted is not None:
+            self._noted += prepare()
+            return
+        launched = _launched(prepare(), beside)
+        if known is None:
+            self._known[name] = []
+        else:
+            repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
+            self._known[name] = [each for each in repeated if each] if all(repeated) else []
+
+
+class _Repeated(NamedTuple):
+    """A launch whose tensors are exchanged. It holds on to none of them, only to what else it was given (tables).
+
+    exchanged: the place of a tensor among the values, its name, and the type and fields of its descriptor, if any.
+    """
+
+    run: Callable[..., object]
+    values: list[Any]
+    exchanged: list[tuple[int, str, tuple[type, dict[str, Any]] | None]]
+
+
+def _repeated(
+    launch: Launch, grid: tuple[int], arguments: dict[str, Any], compiled: Any, own: Tensors
+) -> _Repeated | None:
+    """None under the interpreter, where memory is traced, and where the launch reads copies of its tensors."""
+    if not isinstance(compiled, CompiledKernel):
+        return None
+    values: list[Any] = []
+    exchanged: list[tuple[int, str, tuple[type, dict[str, Any]] | None]] = []
+    for place, argument in enumerate(launch.kernel.arg_names):
+        value = arguments[argument]
+        name, _, form = argument.rpartition("_")
+        name = name.removesuffix("_tail")
+        if value is not None and (form == "desc" or (form == "ptr" and name in own)):
+            read = value.base if form == "desc" else value
+            if read.data_ptr() != own[name].data_ptr():
+                return None
+            exchanged.append((place, name, (type(value), vars(value) | {"base": None}) if form == "desc" else None))
+            value = None
+        values.append(value)
+    return _Repeated(compiled[(*grid, 1, 1)[:3]], values, exchanged)
+
+
+_Launched = tuple[Launch, tuple[int], dict[str, Any], Any]
+
+
+def _launched(launches: Iterable[Launch], beside: Beside | None) -> list[_Launched]:
+    """Make launches one after another, each before the next one is asked for; with the first that is new all that
+    follow are compiled, both forms of each, so that no later length compiles anything.
+    """
+    made: list[_Launched] = []
+    remaining = iter(launches)
+    for launch in remaining:
+        following = [launch]
+        if launch.is_new:
+            following += remaining
+            _compile(following, beside)
+        for each in following:
+            settle_key(each.kernel)
+            grid, arguments = each.arguments(each.ragged)
+            made.append((each, grid, arguments, each.kernel[grid](**arguments)))
+    return made
+
+
+def _compile(launches: Sequence[Launch], beside: Beside | None) -> None:
+    if beside is not None:
+        # What fails of that says so when it is called; out of memory and failed passes are RuntimeErrors, too.
+        with suppress(RuntimeError, triton.TritonError):
+            compile_ahead([*launches, *beside()])
+            return
+    compile_ahead(launches)
+
+
+_compiled: set[tuple[Hashable, ...]] = set()
+
+
+def compile_ahead(launches: Iterable[Launch]) -> None:
+    """Compile both forms of those of a kind that is new, side by side, and load them, which takes milliseconds."""
+    new = {launch.of: launch for launch in launches if launch.is_new}
+    if not new:
+        return
+    # In a context of its own, so that an interrupt leaves none of Triton's switches on.
+    for compiled in copy_context().run(_warmed, [*new.values()]):
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        if isinstance(compiled, CompiledKernel):
+            # Whoever runs this form is told so.
+            with suppress(OutOfResources):
+                compiled[1, 1, 1]
+    _compiled.update(new)
+
+
+def _warmed(launches: Sequence[Launch]) -> list[Any]:
+    """Kernels, or futures of kernels that are done: compiled in threads where Triton can do so (seen with 3.6)."""
+    with ExitStack() as stack:
+        if hasattr(triton, "AsyncCompileMode"):
+            threads = stack.enter_context(ThreadPoolExecutor())
+            # A caller may do the same around this call: Triton raises, and threads of theirs compile.
+            with suppress(RuntimeError):
+                stack.enter_context(triton.AsyncCompileMode(threads, ignore_errors=True))
+        warmed = []
+        for launch in launches:
+            settle_key(launch.kernel)
+            for ragged in (False, True):
+                grid, arguments = launch.arguments(ragged)
+                warmed.append(launch.kernel.warmup(grid=grid, **arguments))
+        return warmed
+
+
+# What it holds on to leaves its identity to nobody else.
+_settled: dict[int, Any] = {}
+
+
+def settle_key(function: Any) -> None:
+    """Have Triton name a function in its cache on disk as it does in every other process.
+
+    Triton 3.6 puts the constants of a function that this one calls into the name of this one only if it named that one
+    before, for the sake of another: what ran earlier decided whether a kernel was found on disk or compiled again. So
+    those that are called are named first. Nothing to do under the interpreter.
+    """
+    if id(function) in _settled or not isinstance(function, JITFunction):
+        return
+    _settled[id(function)] = function
+    for name in function.fn.__code__.co_names:
+        settle_key(function.fn.__globals__.get(name))
+    # Found once and kept.
+    _ = function.cache_key
+
+
+def stride_unit(*tensors: Tensor) -> int:
+    """The most elements, 16 bytes at most, that divide every step of the tensors but that of the last dimension.
+
+    Strides are given to kernels in such units: the compiler knows what it can read at a time, and compiles nothing anew
+    for others.
+    """
+    steps = (x.stride(axis) for x in tensors for axis in range(x.dim() - 1) if x.shape[axis] > 1)
+    return math.gcd(COPY_BYTES // max(x.element_size() for x in tensors), *steps)
+
+
+def layout(x: Tensor) -> tuple[Hashable, ...]:
+    """What a launch depends on of a tensor, but for its address and contents."""
+    return x.shape, x.stride(), x.dtype, x.device, type(x), x.data_ptr() % COPY_BYTES
