@@ -51,7 +51,7 @@ BLOCKS_OVER_RANKS = Capabilities(
 RINGS = (
     Implementation(
         "ring",
-        "K and V go from rank to rank, hop by hop",
+        "K and V go from rank to rank, step by step",
         "dilabench.impls.ring.rings:build",
         supports=OVER_RANKS,
         aliases=("ring_v2",),
@@ -61,7 +61,7 @@ RINGS = (
     ),
     Implementation(
         "ring-overlap",
-        "the ring with double buffers: the next hop is under way while this one is computed",
+        "the ring with double buffers: the next step is under way while this one is computed",
         "dilabench.impls.ring.rings:build_overlap",
         supports=OVER_RANKS,
         aliases=("ring_v3",),
@@ -119,7 +119,7 @@ RINGS = (
     ),
     Implementation(
         "balanced-allgather",
-        "chunks of packed documents dealt to ranks by their work; keys go once to the ranks that see them",
+        "chunks of packed documents assigned to ranks by their work; keys go once to the ranks that see them",
         "dilabench.impls.ring.gathered:build_balanced",
         supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         uses_backend=True,

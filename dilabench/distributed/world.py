@@ -131,6 +131,11 @@ class World:
         """The world of a process without peers."""
         return cls(0, 1, torch.device(device))
 
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, in ascending order."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
     @classmethod
     def join(
         cls, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -216,7 +221,7 @@ class World:
         sent, received = self.counts.add(sends, receives)
         self.traffic.add(kind, sent=sent, received=received)
         if self.copies is not None:
-            return Work([self.copies.swap(sends, receives)], [x for several in receives.values() for x in several])
+            return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
         kept = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
         works = dist.batch_isend_irecv([*self._operations(dist.irecv, receives), *self._operations(dist.isend, kept)])
         return Work(works, [tensor for tensors in kept.values() for tensor in tensors])
@@ -234,13 +239,12 @@ class World:
             received.copy_(flat)
             return received, Work(())
         given, taken = flat.split(list(input_split_sizes)), received.split(list(output_split_sizes))
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends, receives = {peer: [given[peer]] for peer in others}, {peer: [taken[peer]] for peer in others}
+        sends, receives = {peer: [given[peer]] for peer in self.peers}, {peer: [taken[peer]] for peer in self.peers}
         bytes_sent, bytes_received = self.counts.add(sends, receives)
         self.traffic.add(kind, sent=bytes_sent, received=bytes_received)
         if self.copies is not None:
             taken[self.rank].copy_(given[self.rank])
-            return received, Work([self.copies.swap(sends, receives)], taken)
+            return received, Work([self.copies.send_recv(sends, receives)], taken)
         aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
         into, from_ = aliases or (received, flat)
         work = dist.all_to_all_single(

@@ -1,7 +1,7 @@
 """`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place.
 
 `dense` is the same on one segment with every row: one kernel call, whose own out and lse are the result; nothing is
-copied or merged. On a CPU, large workloads go by rectangles of such views where that saves pairs.
+copied or merged. On a CPU, large workloads go by rectangles of such views where branches share pairs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.rectangle_union import in_rectangles
 from dilabench.impls.union.strided_rows import kept_rows
-from dilabench.impls.union.union import Union, union_of
+from dilabench.impls.union.union import Union
 from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
@@ -31,9 +30,4 @@ def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTi
 
 def padded(workload: Workload, context: BuildContext) -> Union:
     """Of sequences of one length."""
-    cut = in_rectangles(workload, context)
-    if cut is not None:
-        return cut
-
-    rows, covered = kept_rows(workload, context.patterns), covers_every_row(branches_of(workload))
-    return union_of(workload, context.require_backend(), rows, covered, context.device)
+    return in_rectangles(workload, context) or Union.of(workload, context, kept_rows(workload, context.patterns))

@@ -31,7 +31,7 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         "must rise from 0",
         "must rise from 0",
         "'striped' is none of zigzag, contiguous, balanced",
-        "another order than balanced: those were dealt for causal attention",
+        "another order than balanced: those were assigned for causal attention",
         "a DeviceMesh of 2 dimensions",
     )
     for text, reason in zip(said, reasons, strict=True):

@@ -52,12 +52,9 @@ class AllGather:
         gradients: list[Tensor] = []
         for owner, packed in exchange.of_owners(kept[0], k):
             gradients += share.attend_remote_backward(owner, dq, dout, q, packed, out, lse)
-        returned, pending = exchange.give_all_back(gradients, k, share.gradient_dtype)
+        returned = exchange.give_all_back(gradients, k, share.gradient_dtype)
         share.attend_own_backward((dq, dk, dv), dout, q, k, v, out, lse)
-        pending.wait()
-        for reader, parts in exchange.of_readers(returned, k):
-            for total, part in zip((dk, dv), parts, strict=True):
-                exchange.gives[reader].add(total, part)
+        returned.add(dk, dv)
         return dq.finish(), dk.finish(), dv.finish()
 
 

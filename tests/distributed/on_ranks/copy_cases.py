@@ -69,7 +69,7 @@ def miscounted(world):
     world.confirm_counts()
     answers = []
     if world.rank == 0:
-        world.copies._memory[: world.copies._mailboxes.counters_bytes].zero_()
+        world.copies._memory[: world.copies._buffers.counters_bytes].zero_()
         torch.cuda.synchronize()
         for use in (world.confirm_counts, world.check, world.barrier):
             try:

@@ -17,6 +17,7 @@ from dilabench.impls import reference
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums
+from dilabench.impls.ring.schedule.row_exchange import Returned
 from dilabench.workload.spec import Workload
 
 BUILDS = {
@@ -140,7 +141,7 @@ def by_the_formula(world, cases):
 
 def without_returned_gradients(world):
     """What `exact` finds when the ring forgets the dK and dV that other ranks have made."""
-    rings.Ring._add = lambda self, returns, dk, dv: [returned.work.wait() for returned in returns]
+    Returned.add = lambda self, _dk, _dv: self.work.wait()
     return exact(world, ["ring"], {"causal": PADDED["causal"]})
 
 

@@ -93,10 +93,9 @@ def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
     branches = branches_of(workload)
     inside = [branch for branch in branches if _lies_inside(workload, branch, shards, rank)]
     crossing = [branch for branch in branches if branch not in inside]
-    others = [other for other in range(world.size) if other != rank]
-    reads = {other: pieces_between(workload, shards, rank, other, branches) for other in others}
+    reads = {other: pieces_between(workload, shards, rank, other, branches) for other in world.peers}
     needs, gives = {}, {}
-    for other in others:
+    for other in world.peers:
         needed = select_rows(reads[other], shards.rows[other], workload.num_kv_heads, context.device)
         if needed:
             needs[other] = needed
