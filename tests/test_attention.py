@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from dilabench.attention import dilated as library
 from dilabench.contracts import BuildContext
-from dilabench.impls import reference
+from dilabench.impls import one_operator, reference
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.union.union import Rows, Union
 from dilabench.impls.visible_keys import multiplicity
@@ -175,7 +175,7 @@ def test_a_detached_backward_computes_no_branch_again(monkeypatch: pytest.Monkey
     assert branches
     assert len(calls) == branches
     # Nothing but speed hangs on it: the operator, which the compiler takes, computes branches again.
-    monkeypatch.setattr(library, "nothing_looks_on", lambda *_: False)
+    monkeypatch.setattr(library, "is_plain_eager_call", lambda *_: False)
     again = torch.autograd.grad(dilated_attention(*inputs, **DETACHED).square().sum(), inputs)
     assert len(calls) == 3 * branches
     for gradient, value in zip(gradients, again, strict=True):
@@ -267,14 +267,14 @@ def test_gradcheck(causal: bool) -> None:
 
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
-    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], True, "math")
+    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], True, "", "math")
     inputs = tensors()
     for sink in (None, torch.randn(5, requires_grad=True)):
-        torch.library.opcheck(library._attention_op, (*inputs, sink, *options))
-    detached, asked = [x.detach() for x in inputs], library._written(options)
-    torch.library.opcheck(library._forward_op, (*detached, None, asked))
-    out, lse = library._forward_op(*detached, None, asked)
-    torch.library.opcheck(library._backward_op, (torch.ones_like(out), *detached, out, lse, asked))
+        torch.library.opcheck(one_operator._attention_op, (*inputs, sink, one_operator.DILATED, *options))
+    detached, asked = [x.detach() for x in inputs], (one_operator.DILATED, one_operator._written(options))
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, *asked))
+    results = one_operator._forward_op(*detached, None, *asked)
+    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(results[0]), *detached, *results, *asked))
 
 
 @pytest.mark.slow

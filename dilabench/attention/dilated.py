@@ -11,43 +11,40 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from dilabench.attention import first_use, operands
-from dilabench.attention.planning import backend_of, planner_of
-from dilabench.backends.load import load_backend
-from dilabench.contracts import BuildContext
+from dilabench.attention import operands
+from dilabench.choice.computation import automatic, backend_of, name_of, over
+from dilabench.choice.ways import AUTO, Way
+from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
-from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.one_operator import (
+    DILATED,
     Computation,
-    differentiable_operator,
-    first_derivatives,
-    forward_before_backward,
-    nothing_looks_on,
-    operator,
+    Options,
+    WithGradient,
+    as_one_operator,
+    is_plain_eager_call,
     refuse_forward_mode,
-    shapes_of_gradients,
-    shapes_of_results,
-    with_gradient,
+    register,
 )
-from dilabench.kernels.lse import add_null_mass_
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.plugins.catalogue import load_target
-from dilabench.record import Case
-from dilabench.request import AUTO
-from dilabench.suites.choice import Choice
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.spec import UNBOUNDED, Window
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+
+
+# Options of the call that are fields of `DilatedPattern`.
+IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -62,7 +59,7 @@ class AttentionOptions(TypedDict, total=False):
     offset_by: Literal["head", "kv_head"]
     padding: Literal["masked", "zero_key"]
     merge_grad: Literal["exact", "detached"]
-    backend: str
+    backend: str | Attend
 
 
 def dilated_attention(
@@ -83,7 +80,7 @@ def dilated_attention(
     merge_grad: Literal["exact", "detached"] = "exact",
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    backend: str = AUTO,
+    backend: str | Attend = AUTO,
 ) -> Tensor:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
@@ -99,10 +96,11 @@ def dilated_attention(
     constants (the authors' code); only the former computes pairs once that branches share, and only the latter keeps
     the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
-    gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way: on a GPU it measures them
-    all at the first call of a configuration, which takes seconds once per machine (`attention.first_use`). The last
-    bits of the query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for
-    deterministic algorithms (`torch.use_deterministic_algorithms`).
+    gradient. `backend` is a name of `dilabench list backends`, or a function `(q, k, v, *, causal, window, scale) ->
+    (out, lse)` of dense attention (`contracts.Attend`); 'auto' takes the fastest way: on a GPU it measures them all at
+    the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
+    query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
+    algorithms (`torch.use_deterministic_algorithms`).
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.
@@ -112,49 +110,74 @@ def dilated_attention(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
+    branches = tuple(segment_lengths), tuple(dilation_rates)
+    if branches == ((), ()):
+        raise ValueError("segment_lengths () and dilation_rates () have no branch; give one, or call attention()")
+    rules = heads, offset, offset_by, padding, merge_grad
+    return attend(query, key, value, sink, cu_seqlens, *branches, causal, window, scale, rules, backend)[0]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    rules: tuple[str, str, str, str, str],
+    backend: str | Attend,
+) -> tuple[Tensor, Tensor]:
+    """`dilated_attention` with lse [B, H, N]; packed: [1, H, T]. Without any branch it is dense attention.
+
+    `rules`: heads, offset, offset_by, padding and merge_grad.
+    """
     if cu_seqlens is not None:
         if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
     bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, query.shape[1])
-    tensors = (query, key, value) if sink is None else (query, key, value, sink)
-    refuse_forward_mode(*tensors)
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
-    # As `_Options`, which takes several times as long to make.
+    *layout, merge_grad = rules
+    # As `Options`, which takes several times as long to make.
     options = (
-        tuple(segment_lengths),
-        tuple(dilation_rates),
+        segment_lengths,
+        dilation_rates,
         causal,
         tuple(window),
         scale,
-        heads,
-        offset,
-        offset_by,
-        padding,
+        *layout,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
         bounds,
         wants_gradient,
+        "",
         backend,
     )
-    if sink is None and nothing_looks_on(query, key, value):
-        computation = _computation(query, key, value, options)
+    if sink is None and is_plain_eager_call(query, key, value):
+        of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
+        computation = _computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
         if wants_gradient:
-            out = with_gradient(computation, query, key, value)[0]
+            out, lse = WithGradient.apply(computation, query, key, value)
         else:
-            out = computation.forward(query, key, value)[0]
-        return out if cu_seqlens is None else out[0]
+            out, lse = computation.forward(query, key, value)[:2]
+        return (out, lse) if cu_seqlens is None else (out[0], lse)
     operands.check_operands(query.shape, key.shape, value.shape)
     if sink is not None:
         operands.check_sink(sink, query, merge_grad)
-    if torch._C._are_functorch_transforms_active():
-        out, _lse = _Differentiable.apply(query, key, value, sink, _written(options))
-    else:
-        out, _lse = _attention_op(query, key, value, sink, *options)
-    return out if cu_seqlens is None else out[0]
+    if not isinstance(backend, str):
+        # Operators take texts.
+        options = (*options[:-1], name_of(backend))
+    out, lse = as_one_operator(DILATED, query, key, value, options, sink)
+    return (out, lse) if cu_seqlens is None else (out[0], lse)
 
 
 class DilatedAttention(nn.Module):
@@ -222,187 +245,36 @@ class MultiheadDilatedAttention(ProjectedAttention):
         )
 
 
-class _Options(NamedTuple):
-    """What determines the computation besides the tensors."""
+class _ByOptions:
+    """What operators ask for the computation for these tensors and options."""
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    causal: bool
-    window: tuple[int, ...]
-    scale: float | None
-    heads: str
-    offset: str
-    offset_by: str
-    padding: str
-    merge_grad: str
-    cu_seqlens: tuple[int, ...]
-    wants_gradient: bool
-    backend: str
+    def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation:
+        of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
+        return _computation((of_query, of_key, (value.shape, value.dtype, value.device)), tuple(options))
 
 
-# One text costs a call less than a dozen options.
-@operator("dilated_attention_forward", shapes_of_results)
-def _forward_op(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, asked: str) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N]."""
-    options, given = _read(asked), (query, key, value)
-    computation = _computation(*given, options)
-    out, lse = (
-        forward_before_backward(computation, *given) if options.wants_gradient else computation.forward(*given)
-    )[:2]
-    if sink is not None:
-        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
-    return out.contiguous(), lse.contiguous()
-
-
-@operator("dilated_attention_backward", shapes_of_gradients)
-def _backward_op(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, asked: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from the results of the forward operator."""
-    dq, dk, dv = _computation(query, key, value, _read(asked)).backward(dout, query, key, value, out, lse)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-def _written(options: Iterable[Any]) -> str:
-    """`_Options` as a text that means the same in every process, for the compiler keeps what it compiles on disk."""
-    # A length that the compiler holds for a variable is a constant from here on.
-    plain = ([*map(int, one)] if isinstance(one, list | tuple) else one for one in options)
-    return json.dumps([*plain])
-
-
-@lru_cache(maxsize=256)
-def _read(asked: str) -> _Options:
-    return _Options._make(tuple(value) if isinstance(value, list) else value for value in json.loads(asked))
-
-
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
-    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
-    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    return -(share * taken).sum((0, 2)).to(sink.dtype)
-
-
-class _Differentiable(torch.autograd.Function):
-    """The operator with its derivative, also for the transforms of torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, asked: str) -> tuple[Tensor, Tensor]:
-        return _forward_op(query, key, value, sink, asked)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, sink, ctx.asked = inputs
-        ctx.save_for_backward(query, key, value, *output, sink)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse, sink = ctx.saved_tensors
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            of_inputs = _backward_op(*tensors[:6], ctx.asked)
-            return of_inputs if sink is None else (*of_inputs, _sink_gradient(tensors[0], *tensors[4:]))
-
-        found = first_derivatives(gradients, dout, *inputs, out, lse, *(() if sink is None else (sink,)))
-        return *found, *(None for _ in range(5 - len(found)))
-
-
-@differentiable_operator("dilated_attention")
-def _attention_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    causal: bool,
-    window: Sequence[int],
-    scale: float | None,
-    heads: str,
-    offset: str,
-    offset_by: str,
-    padding: str,
-    merge_grad: str,
-    cu_seqlens: Sequence[int],
-    wants_gradient: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    branches, rules = (segment_lengths, dilation_rates), (heads, offset, offset_by, padding, merge_grad)
-    options = *branches, causal, window, scale, *rules, cu_seqlens, wants_gradient, backend
-    out, lse = _Differentiable.apply(query, key, value, sink, _written(options))
-    return out, lse
-
-
-def _computation(query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]) -> Computation:
-    """The computation for these tensors and `_Options`, made once per shape; refuses what does not fit together."""
-    of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
-    return _cached_computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
+_by_options = _ByOptions()
+register(DILATED, _by_options)
 
 
 @lru_cache(maxsize=64)
-def _cached_computation(
+def _computation(
     tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], asked: tuple[Any, ...]
 ) -> Computation:
-    """For query, key and value, each by its shape, dtype and device."""
-    options = _Options(*asked)
-    shapes, dtypes, devices = zip(*tensors, strict=True)
-    operands.check_operands(*shapes)
-    operands.check_kinds(zip(dtypes, devices, strict=True))
-    (batch_size, seq_len, num_heads, head_dim), num_kv_heads = shapes[0], shapes[1][2]
-    dtype, device = dtypes[0], devices[0]
-    in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
+    """For query, key and value, each by its shape, dtype and device, and `Options`: made once for all calls; refuses
+    what does not fit together.
+    """
+    options = Options(*asked)
     try:
-        workload = validated(
-            Workload,
-            {
-                "pattern": validated(DilatedPattern, {name: getattr(options, name) for name in in_pattern}),
-                "batch_size": batch_size,
-                "seq_len": seq_len,
-                "num_heads": num_heads,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "dtype": str(dtype).removeprefix("torch."),
-                "causal": options.causal,
-                "window": options.window,
-                "scale": options.scale,
-                "mode": "both" if options.wants_gradient else "forward",
-                **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
-            },
-        )
+        is_dense = not (options.segment_lengths or options.dilation_rates)
+        fields = {name: getattr(options, name) for name in IN_PATTERN}
+        workload = operands.workload_of(DENSE if is_dense else validated(DilatedPattern, fields), tensors, options)
+        device = tensors[0][2]
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
-        case = Case(implementation="dilated_attention", workload=workload.replace(mode="forward"))
-        backend = backend_of(options.backend, case, device.type)
+        implementation = "dense" if is_dense else "strided"
+        backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device.type)
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return strided.build(workload, BuildContext(device=device, backend=backend))
-
-
-def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
-    """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
-
-    A rule may leave the backend open; then it is the best dense kernel below strided views. Raises ConfigError when
-    nothing can compute it on this machine.
-    """
-    planner = planner_of(device.type)
-
-    def build(case: Case) -> Computation | None:
-        implementation = planner.catalogue.implementations.get(case.implementation)
-        if implementation.uses_backend and case.backend is None:
-            return None
-        backend = load_backend(planner.catalogue.backends.get(case.backend)) if case.backend else None
-        found = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
-        return found if isinstance(found, Computation) else None
-
-    # Who asks for a backward pass will call a forward pass before it.
-    asked = workload if workload.mode == "forward" else workload.replace(mode="both")
-    choice = first_use.fastest(planner, asked, device, build)
-    found = build(Case(implementation=choice.implementation, backend=choice.backend, workload=asked))
-    if found is not None:
-        return choice, found
-    case = Case(implementation="dilated_attention", workload=workload.replace(mode="both"))
-    backend = backend_of(AUTO, case, device.type)
-    computation = strided.build(asked, BuildContext(device=device, backend=backend))
-    return Choice("strided", backend.name, choice.source), computation
+    return over(backend, implementation, workload, device)

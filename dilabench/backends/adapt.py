@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,6 @@ from torch import Tensor
 from dilabench.backends.band import Band
 from dilabench.contracts import Attend, AttendBackward, PackedKernel
 from dilabench.workload.spec import UNBOUNDED, Window
-
-KernelForward = Callable[..., tuple[Tensor, Tensor]]
-"""(q, k, v, band, scale) -> out [B, M, H, D], lse [B, H, M]; with out=... where it places results."""
-
-KernelBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""(dout, q, k, v, out, lse, band, scale) -> dq, dk, dv; with dq=... where it places results. lse comes contiguous."""
 
 
 class Sequences(NamedTuple):
@@ -33,12 +28,27 @@ class Sequences(NamedTuple):
     longest_k: int
 
 
-def varlen_arguments(sequences: Sequences | None) -> dict[str, Tensor | int]:
-    """What FlashAttention's functions are told of packed sequences; nothing for a batch."""
-    if sequences is None:
-        return {}
-    names = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k")
-    return dict(zip(names, sequences, strict=True))
+class Call(NamedTuple):
+    """What a kernel computes, besides its tensors. `sequences`: of tokens [T, H, D]; None for a batch [B, M, H, D].
+    `place`: where out, or dq, is written by a kernel that places results; None for a tensor of its own.
+    """
+
+    band: Band
+    scale: float
+    sequences: Sequences | None = None
+    place: Tensor | None = None
+
+    def varlen(self) -> dict[str, Tensor | int]:
+        """The sequences as arguments of FlashAttention's functions; empty for a batch."""
+        names = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k")
+        return dict(zip(names, self.sequences, strict=True)) if self.sequences else {}
+
+
+KernelForward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
+"""(q, k, v, call) -> out [B, M, H, D], lse [B, H, M]."""
+
+KernelBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
+"""(dout, q, k, v, out, lse, call) -> dq, dk, dv. lse comes contiguous."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +109,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
             return _put(nothing, out), lse
         band = _band(q, k, causal, window, plain)
         batch = _batch(plain, plain.forward_span, q, k, v)
-        place = {"out": out} if _placeable(out, batch, plain) else {}
-
-        def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
-            found, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), band, scale, **place)
-            return _cut(found, q), lse
-
-        found, lse = _split(one, batch, q, k, v)
+        call = Call(band, scale, place=out if _placeable(out, batch, plain) else None)
+        found, lse = _split(partial(_run, forward, plain, call), batch, q, k, v)
         return _put(found, out), lse
 
     def attend_backward(
@@ -126,24 +130,15 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
             return _put(torch.zeros_like(q), dq), torch.zeros_like(k), torch.zeros_like(v)
         band = _band(q, k, causal, window, plain)
         batch = _batch(plain, plain.backward_span, dout, q, k, v, out)
-        place = {"dq": dq} if _placeable(dq, batch, plain) else {}
-
-        def one(
-            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
-            k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
-            found, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), band, scale, **place)
-            return _cut(found, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
-
-        found, dk, dv = _split(one, batch, dout, q, k, v, out, lse)
+        call = Call(band, scale, place=dq if _placeable(dq, batch, plain) else None)
+        found, dk, dv = _split(partial(_run_backward, backward, plain, call), batch, dout, q, k, v, out, lse)
         return _put(found, dq), dk, dv
 
     return attend, attend_backward
 
 
 def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plain) -> PackedKernel:
-    """The same for packed sequences, over a kernel that takes `sequences` besides.
+    """The same for packed sequences.
 
     It raises ValueError where a tensor spans more than a launch can reach, and for a mask over different numbers of
     queries and keys where the kernel does not align ends.
@@ -163,12 +158,9 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         _batch(plain, plain.forward_span, *(x[None] for x in (q, k, v)))
-        q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
-        k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
         sequences = _sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
-        band = _packed_band(causal, window, sequences, plain)
-        found, lse = forward(q_in, k_in, v_in, band, scale, sequences=sequences)
-        return _cut(found, q), lse
+        call = Call(_packed_band(causal, window, sequences, plain), scale, sequences)
+        return _run(forward, plain, call, q, k, v)
 
     def attend_backward(
         dout: Tensor,
@@ -187,15 +179,36 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         _batch(plain, plain.backward_span, *(x[None] for x in (dout, q, k, v, out)))
-        dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
-        k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
         sequences = _sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
-        band = _packed_band(causal, window, sequences, plain)
-        tensors = (dout_in, q_in, k_in, v_in, out_in, lse.contiguous())
-        dq, dk, dv = backward(*tensors, band, scale, sequences=sequences)
-        return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
+        call = Call(_packed_band(causal, window, sequences, plain), scale, sequences)
+        return _run_backward(backward, plain, call, dout, q, k, v, out, lse)
 
     return PackedKernel(attend, attend_backward, aligns_ends=plain.aligns_ends)
+
+
+def _run(forward: KernelForward, plain: Plain, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of tensors in any form."""
+    q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
+    out, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), call)
+    return _cut(out, q), lse
+
+
+def _run_backward(
+    backward: KernelBackward,
+    plain: Plain,
+    call: Call,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of tensors in any form."""
+    dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
+    k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
+    dq, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), call)
+    return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
 
 
 def _sequences(cu_seqlens: Tensor, longest: int, cu_seqlens_k: Tensor | None, longest_k: int | None) -> Sequences:

@@ -7,78 +7,45 @@ signature; the kernel itself could not be run where this was written.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed, varlen_arguments
-from dilabench.backends.band import Band
+from dilabench.backends.adapt import CUDA_KERNEL, Call, adapted, adapted_packed
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    band: Band,
-    scale: float,
-    sequences: Sequences | None = None,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     from flash_attn import flash_attn_interface as library
 
-    call = library._flash_attn_forward if sequences is None else library._flash_attn_varlen_forward
-    out, lse, *_ = call(
-        q,
-        k,
-        v,
-        **varlen_arguments(sequences),
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=band.causal,
-        window_size_left=band.left,
-        window_size_right=band.right,
-        softcap=0.0,
-        alibi_slopes=None,
-        return_softmax=False,
-    )
+    function = library._flash_attn_varlen_forward if call.sequences else library._flash_attn_forward
+    out, lse, *_ = function(q, k, v, **_options(call), return_softmax=False)
     return out, lse
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    sequences: Sequences | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn import flash_attn_interface as library
 
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    call = library._flash_attn_backward if sequences is None else library._flash_attn_varlen_backward
-    call(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        **varlen_arguments(sequences),
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=band.causal,
-        window_size_left=band.left,
-        window_size_right=band.right,
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-    )
+    function = library._flash_attn_varlen_backward if call.sequences else library._flash_attn_backward
+    function(dout, q, k, v, out, lse, dq, dk, dv, **_options(call), deterministic=False)
     return dq, dk, dv
+
+
+def _options(call: Call) -> dict[str, Any]:
+    """The arguments that the library's forward and backward have in common."""
+    return {
+        **call.varlen(),
+        "dropout_p": 0.0,
+        "softmax_scale": call.scale,
+        "causal": call.band.causal,
+        "window_size_left": call.band.left,
+        "window_size_right": call.band.right,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
 
 
 attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)

@@ -10,76 +10,43 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed, varlen_arguments
-from dilabench.backends.band import Band
+from dilabench.backends.adapt import CUDA_KERNEL, Call, adapted, adapted_packed
 
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    band: Band,
-    scale: float,
-    out: Tensor | None = None,
-    sequences: Sequences | None = None,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     # The outputs after lse belong to other kernels of the library; their number differs between its versions.
-    out, lse, *_ = _flash_attn_fwd(
-        q,
-        k,
-        v,
-        **varlen_arguments(sequences),
-        softmax_scale=scale,
-        causal=band.causal,
-        window_size_left=_bound(band.left),
-        window_size_right=_bound(band.right),
-        return_lse=True,
-        out=out,
-    )
+    out, lse, *_ = _flash_attn_fwd(q, k, v, **_options(call), return_lse=True, out=call.place)
     return out, lse
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    dq: Tensor | None = None,
-    sequences: Sequences | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    dq, dk, dv, *_ = _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        softmax_scale=scale,
-        causal=band.causal,
-        window_size_left=_bound(band.left),
-        window_size_right=_bound(band.right),
-        **varlen_arguments(sequences),
-        dq=dq,
-    )
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, dout, lse, **_options(call), dq=call.place)
     return dq, dk, dv
 
 
-def _bound(side: int) -> int | None:
-    """A side of the window as the library writes it: None is unbounded."""
-    return side if side >= 0 else None
+def _options(call: Call) -> dict[str, Any]:
+    """The arguments that the library's forward and backward have in common."""
+    # None is an unbounded side of the window.
+    left, right = (side if side >= 0 else None for side in (call.band.left, call.band.right))
+    return {
+        **call.varlen(),
+        "softmax_scale": call.scale,
+        "causal": call.band.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+    }
 
 
 PLAIN = replace(CUDA_KERNEL, forward_span=None, backward_span=None, aligns_ends=True, places_results=True)

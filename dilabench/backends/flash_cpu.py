@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.adapt import Call, Plain, adapted
 from dilabench.backends.band import Band
 from dilabench.contracts import MergingKernel
 from dilabench.kernels.cpu import flash
@@ -13,27 +15,18 @@ from dilabench.kernels.cpu.flash import Mask
 from dilabench.workload.spec import UNBOUNDED, Window
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    found, lse = flash.attend(q, k, v, Mask(band.left, band.right, scale), _as_summed(out))
-    return found.to(q.dtype), lse
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    mask = Mask(call.band.left, call.band.right, call.scale)
+    out, lse = flash.attend(q, k, v, mask, _as_summed(call.place))
+    return out.to(q.dtype), lse
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    dq: Tensor | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = Mask(band.left, band.right, scale)
-    found, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, _as_summed(dq))
-    return found.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    mask = Mask(call.band.left, call.band.right, call.scale)
+    dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, _as_summed(call.place))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _as_summed(place: Tensor | None) -> Tensor | None:
@@ -57,7 +50,8 @@ def _merge(
     fresh: bool,
     count: int,
 ) -> None:
-    flash.attend(q, k, v, _mask(q, k, causal, window, scale, count), out, lse, onto=not fresh)
+    mask = _mask(q.shape[1], k.shape[1], causal, window, scale, count)
+    flash.attend(q, k, v, mask, out, lse, onto=not fresh)
 
 
 def _add_gradients(
@@ -76,12 +70,13 @@ def _add_gradients(
     scale: float,
     count: int,
 ) -> None:
-    mask = _mask(q, k, causal, window, scale, count)
+    mask = _mask(q.shape[1], k.shape[1], causal, window, scale, count)
     flash.attend_backward(dout, q, k, v, out, lse, mask, onto=(dq, dk, dv))
 
 
-def _mask(q: Tensor, k: Tensor, causal: bool, window: Window, scale: float, count: int) -> Mask:
-    band = Band.of(causal, window, q.shape[1], k.shape[1])
+@lru_cache(maxsize=256)
+def _mask(queries: int, keys: int, causal: bool, window: Window, scale: float, count: int) -> Mask:
+    band = Band.of(causal, window, queries, keys)
     return Mask(band.left, band.right, scale, count)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed
+from dilabench.backends.adapt import CUDA_KERNEL, Call, Sequences, adapted, adapted_packed
 from dilabench.backends.band import Band
 from dilabench.kernels.varlen import TileReach, keys_seen, tiles_seen
 
@@ -64,9 +64,9 @@ def _block_mask(band: Band, length: int, device: torch.device) -> flex.BlockMask
     return flex.create_block_mask(visible, None, None, length, length, device=str(device))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    mask = None if band.full else _block_mask(band, q.shape[1], q.device)
-    return _run(q, k, v, mask, scale, band)
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    mask = None if call.band.full else _block_mask(call.band, q.shape[1], q.device)
+    return _run(q, k, v, mask, call.scale, call.band)
 
 
 def _run(
@@ -79,9 +79,9 @@ def _run(
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _differentiated(functools.partial(_forward, band=band, scale=scale), dout, q, k, v, out, lse)
+    return _differentiated(functools.partial(_forward, call=call), dout, q, k, v, out, lse)
 
 
 def _differentiated(
@@ -104,32 +104,27 @@ def _differentiated(
     return dq, dk, dv
 
 
-def _packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, sequences: Sequences
-) -> tuple[Tensor, Tensor]:
-    mask = packed_mask(sequences, band, q.shape[0], k.shape[0])
-    out, lse = _run(q[None], k[None], v[None], mask, scale, "packed")
+def _packed_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    mask = _mask_of_sequences(call, q, k)
+    out, lse = _run(q[None], k[None], v[None], mask, call.scale, "packed")
     return out[0], lse[0]
 
 
 def _packed_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    sequences: Sequences,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = packed_mask(sequences, band, q.shape[0], k.shape[0])
+    mask = _mask_of_sequences(call, q, k)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _run(q, k, v, mask, scale, "packed")
+        return _run(q, k, v, mask, call.scale, "packed")
 
     dq, dk, dv = _differentiated(forward, *(x[None] for x in (dout, q, k, v, out, lse)))
     return dq[0], dk[0], dv[0]
+
+
+def _mask_of_sequences(call: Call, q: Tensor, k: Tensor) -> flex.BlockMask:
+    assert call.sequences is not None
+    return packed_mask(call.sequences, call.band, q.shape[0], k.shape[0])
 
 
 def packed_mask(sequences: Sequences, band: Band, rows: int, keys: int) -> flex.BlockMask:

@@ -10,26 +10,26 @@ from typing import Any
 
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
+from dilabench.backends.adapt import CUDA_KERNEL, Call, adapted
 from dilabench.backends.band import Band
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     from xformers.ops import fmha
 
-    out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, _bias(band, q.shape[1]), scale=scale)
+    bias = _bias(call.band, q.shape[1])
+    out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, bias, scale=call.scale)
     # The cutlass kernel pads lse to a multiple of 32 queries.
     return out, lse[:, :, : q.shape[1]]
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     from xformers.ops import fmha
 
-    dq, dk, dv = fmha.memory_efficient_attention_backward(
-        dout, out.contiguous(), lse, q, k, v, _bias(band, q.shape[1]), scale=scale
-    )
+    bias = _bias(call.band, q.shape[1])
+    dq, dk, dv = fmha.memory_efficient_attention_backward(dout, out.contiguous(), lse, q, k, v, bias, scale=call.scale)
     return dq, dk, dv
 
 

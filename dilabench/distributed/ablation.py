@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
+from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.single_rank import SingleRank
-from dilabench.workload.spec import UNBOUNDED, Window
 
 
 def computation_only(context: BuildContext) -> BuildContext:
@@ -30,21 +29,12 @@ def communication_only(context: BuildContext) -> BuildContext:
 
 
 def idle(backend: LoadedBackend) -> LoadedBackend:
-    """The backend without its kernels: results of the right shapes, never computed."""
+    """The backend without its kernels, that for packed sequences too: results of the right shapes, never computed."""
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        window: Window = UNBOUNDED,
-        scale: float,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        B, M, H, _ = q.shape
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        *lead, rows, heads, _ = q.shape
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return torch.empty_like(q) if out is None else out, q.new_empty((B, H, M), dtype=lse_dtype)
+        return torch.empty_like(q) if out is None else out, q.new_empty((*lead, heads, rows), dtype=lse_dtype)
 
     def attend_backward(
         dout: Tensor,
@@ -54,25 +44,10 @@ def idle(backend: LoadedBackend) -> LoadedBackend:
         out: Tensor,
         lse: Tensor,
         *,
-        causal: bool,
-        window: Window = UNBOUNDED,
-        scale: float,
         dq: Tensor | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(q) if dq is None else dq, torch.empty_like(k), torch.empty_like(v)
 
-    packed = None if backend.packed is None else _idle_packed(backend.packed)
+    packed = backend.packed and backend.packed._replace(attend=attend, attend_backward=attend_backward)
     return replace(backend, attend=attend, attend_backward=attend_backward, packed=packed)
-
-
-def _idle_packed(kernel: PackedKernel) -> PackedKernel:
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
-
-    def attend_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-    return kernel._replace(attend=attend, attend_backward=attend_backward)

@@ -25,7 +25,7 @@ class Sharding(Protocol):
         ...
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
-        """Whether results of several hops are added up at the end, a second pass over the queries. May be missing."""
+        """Whether results of several steps are added up at the end, a second pass over the queries. May be missing."""
         ...
 
 

@@ -36,7 +36,7 @@ class Counted(ABC):
         pairs = self.pairs(workload, ranks)
         if pairs is None:
             return None
-        work = [sum(hops) for hops in pairs]
+        work = [sum(steps) for steps in pairs]
         return sum(work) / ranks / max(work)
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
@@ -49,7 +49,7 @@ class Counted(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Hops(Counted):
+class Steps(Counted):
     """K and V of the others, one after another or at once.
 
     zigzag: how a sequence is cut; None cuts zigzag behind a causal mask. kept: what of the received keys stays for the
@@ -57,14 +57,14 @@ class Hops(Counted):
     """
 
     zigzag: bool | None
-    kept: Literal["nothing", "last hop", "all"]
+    kept: Literal["nothing", "last step", "all"]
 
     def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
         """Of dense and dilated patterns."""
         return step_pairs(workload, ranks, workload.causal if self.zigzag is None else self.zigzag)
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """All but the last hop's work, whose keys must have arrived; a backward pass that begins with this hop has no
+        """All but the last step's work, whose keys must have arrived; a backward pass that begins with this step has no
         gradients to send before. Nothing where all keys come at once: the zigzag cut has no call on own keys alone.
         """
         if self.kept == "all":
@@ -100,26 +100,26 @@ class Hops(Counted):
         for before in range(ranks):
             after = ranks - 1 - before
             keys = earlier * before + later * after
-            # The last hop comes from the next rank, round the ring.
+            # The last step comes from the next rank, round the ring.
             last = later if after else earlier
-            again = {"nothing": keys, "last hop": keys - last, "all": 0}[self.kept]
+            again = {"nothing": keys, "last step": keys - last, "all": 0}[self.kept]
             yield keys, again, earlier * after + later * before
 
 
 @dataclass(frozen=True, slots=True)
-class WholeShards(Hops):
+class WholeShards(Steps):
     """Every shard goes to every rank, also where a mask hides it: torch's context parallelism and ring_flash_attn.
 
     at_once: K and V come in one gather, in the forward and again in the backward pass. Sums of dK and dV are float32
-    and go round in P hops.
+    and go round in P steps.
     """
 
     at_once: bool = False
     kept: Literal["nothing"] = "nothing"
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """All but the last hop's work, or that on own keys where the others come at once."""
-        return slowest[0] if self.at_once else Hops._overlapping(self, slowest)
+        """All but the last step's work, or that on own keys where the others come at once."""
+        return slowest[0] if self.at_once else Steps._overlapping(self, slowest)
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """K and V of the P-1 others in each pass; backward, the sums besides. Read in torch 2.13, ring_flash_attn
@@ -194,7 +194,7 @@ class HeadsInRing:
     """USP: groups of ranks trade tokens for heads, and a ring joins the groups (`usp_degrees`)."""
 
     trade: HeadsForTokens
-    ring: Hops
+    ring: Steps
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """Of the ring: within a group all compute the same pairs of other heads."""
@@ -256,7 +256,7 @@ class Rows(Assigned):
         return 0.0
 
 
-class ZigzagGather(Hops):
+class ZigzagGather(Steps):
     """All keys that zigzag shards see, in one exchange."""
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
@@ -264,10 +264,10 @@ class ZigzagGather(Hops):
         return RowAssignment.zigzag(workload, ranks).received_bytes(workload) if workload.is_dense else None
 
 
-RING = Hops(zigzag=False, kept="nothing")
-RING_OVERLAP = Hops(zigzag=False, kept="last hop")
-ZIGZAG_RING = Hops(zigzag=True, kept="last hop")
-RING_VARLEN = Hops(zigzag=None, kept="last hop")
+RING = Steps(zigzag=False, kept="nothing")
+RING_OVERLAP = Steps(zigzag=False, kept="last step")
+ZIGZAG_RING = Steps(zigzag=True, kept="last step")
+RING_VARLEN = Steps(zigzag=None, kept="last step")
 ZIGZAG_ALLGATHER = ZigzagGather(zigzag=True, kept="all")
 RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()

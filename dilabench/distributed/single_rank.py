@@ -1,6 +1,6 @@
 """A rank that sends nothing: one of several without the others, or a real one whose messages are left out.
 
-The first is for what a rank needs, where there is no room, or no devices, for all of them; the second for what a call
+The first is for what a rank needs, where memory or devices do not suffice for all of them; the second for what a call
 costs without its communication. Receive buffers keep whatever was in memory, so results mean nothing.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilabench.distributed.world import Pending, World
+from dilabench.distributed.world import Work, World
 
 
 class SingleRank(World):
@@ -34,22 +34,24 @@ class SingleRank(World):
         """A real rank; what it would send is not copied either."""
         return cls(world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s)
 
-    def swap(
+    def send_recv(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
-    ) -> Pending:
+    ) -> Work:
         """Send nothing; one without the others keeps what a real one keeps until it is waited for.
 
         Copy engines, which carry messages between GPUs (`meta` in a trace), lay what is sent into memory of their own.
         """
         if self.group:
-            return Pending(())
+            return Work(())
         if self.device.type != "cpu":
-            return Pending((), [tensor for tensors in receives.values() for tensor in tensors])
-        return Pending((), [tensor.contiguous() for tensors in sends.values() for tensor in tensors])
+            return Work((), [tensor for tensors in receives.values() for tensor in tensors])
+        return Work((), [tensor.contiguous() for tensors in sends.values() for tensor in tensors])
 
-    def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
+    def all_to_all(
+        self, flat: Tensor, input_split_sizes: Sequence[int], output_split_sizes: Sequence[int], kind: str
+    ) -> tuple[Tensor, Work]:
         """A buffer of the size that would arrive."""
-        return flat.new_empty(sum(take)), Pending((), [flat])
+        return flat.new_empty(sum(output_split_sizes)), Work((), [flat])
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Leave each rank's tensors as they are."""

@@ -82,7 +82,7 @@ class MessageCounts:
         return total
 
 
-class Pending:
+class Work:
     """Messages on their way. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
 
     aliases: what gloo was given instead of the tensors themselves. Its own thread lets go of them when it gets to it,
@@ -127,9 +127,14 @@ class World:
         object.__setattr__(self, "counts", MessageCounts(self.size))
 
     @classmethod
-    def alone(cls, device: torch.device | str = "cpu") -> World:
+    def single(cls, device: torch.device | str = "cpu") -> World:
         """The world of a process without peers."""
         return cls(0, 1, torch.device(device))
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, in ascending order."""
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     @classmethod
     def join(
@@ -204,45 +209,48 @@ class World:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
 
-    def swap(
+    def send_recv(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
-    ) -> Pending:
+    ) -> Work:
         """Send tensors to peers and receive into contiguous tensors from peers, all in one batch.
 
-        What is sent may be written to again after `Pending.wait`: NCCL reads it on a stream of its own.
+        What is sent may be written to again after `Work.wait`: NCCL reads it on a stream of its own.
         """
         if not any(sends.values()) and not any(receives.values()):
-            return Pending(())
+            return Work(())
         sent, received = self.counts.add(sends, receives)
         self.traffic.add(kind, sent=sent, received=received)
         if self.copies is not None:
-            return Pending([self.copies.swap(sends, receives)], [x for several in receives.values() for x in several])
+            return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
         kept = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
         works = dist.batch_isend_irecv([*self._operations(dist.irecv, receives), *self._operations(dist.isend, kept)])
-        return Pending(works, [tensor for tensors in kept.values() for tensor in tensors])
+        return Work(works, [tensor for tensors in kept.values() for tensor in tensors])
 
-    def all_to_all(self, flat: Tensor, give: Sequence[int], take: Sequence[int], kind: str) -> tuple[Tensor, Pending]:
-        """Send `give[p]` elements of a flat tensor to each rank p, receive `take[p]` from it; asynchronous.
+    def all_to_all(
+        self, flat: Tensor, input_split_sizes: Sequence[int], output_split_sizes: Sequence[int], kind: str
+    ) -> tuple[Tensor, Work]:
+        """Send rank p `input_split_sizes[p]` elements of a flat tensor, receive `output_split_sizes[p]`; asynchronous.
 
         Elements for oneself are copied with the rest but not counted.
         """
         # A fresh buffer: `empty_like` of a view would keep strides that gloo writes past.
-        received = flat.new_empty(sum(take))
+        received = flat.new_empty(sum(output_split_sizes))
         if self.size == 1:
             received.copy_(flat)
-            return received, Pending(())
-        given, taken = flat.split(list(give)), received.split(list(take))
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends, receives = {peer: [given[peer]] for peer in others}, {peer: [taken[peer]] for peer in others}
+            return received, Work(())
+        given, taken = flat.split(list(input_split_sizes)), received.split(list(output_split_sizes))
+        sends, receives = {peer: [given[peer]] for peer in self.peers}, {peer: [taken[peer]] for peer in self.peers}
         bytes_sent, bytes_received = self.counts.add(sends, receives)
         self.traffic.add(kind, sent=bytes_sent, received=bytes_received)
         if self.copies is not None:
             taken[self.rank].copy_(given[self.rank])
-            return received, Pending([self.copies.swap(sends, receives)], taken)
+            return received, Work([self.copies.send_recv(sends, receives)], taken)
         aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
         into, from_ = aliases or (received, flat)
-        work = dist.all_to_all_single(into, from_, list(take), list(give), group=self.group, async_op=True)
-        return received, Pending([work], [flat], aliases)
+        work = dist.all_to_all_single(
+            into, from_, list(output_split_sizes), list(input_split_sizes), group=self.group, async_op=True
+        )
+        return received, Work([work], [flat], aliases)
 
     def all_gather(self, shard: Tensor, sizes: Sequence[Sequence[int]], kind: str = "whole") -> list[Tensor]:
         """Every rank's tensor, of the given shapes, on every rank."""
@@ -353,7 +361,7 @@ class World:
         for distance in range(1, self.size):
             inbox = torch.empty_like(token)
             peers = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            self.swap({peers[0]: [token]}, {peers[1]: [inbox]}, "warm up").wait()
+            self.send_recv({peers[0]: [token]}, {peers[1]: [inbox]}, "warm up").wait()
         self.barrier()
         self.traffic.clear()
 

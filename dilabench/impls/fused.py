@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import differentiable, new_number, register
+from dilabench.impls.one_operator import differentiable, is_plain_eager_call, new_number, register
 from dilabench.impls.packed import Packed, build_packed
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
@@ -153,8 +153,17 @@ class FusedDetached:
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
     ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
-        options = {"scale": self.scale, "log_masses": self.zero_keys, "config": self.tiles.get("forward")}
-        return fused_forward_partials(q, k, v, self.plan, **options, beside=beside, cache=cache)
+        return fused_forward_partials(
+            q,
+            k,
+            v,
+            self.plan,
+            scale=self.scale,
+            log_masses=self.zero_keys,
+            config=self.tiles.get("forward"),
+            beside=beside,
+            cache=cache,
+        )
 
     def backward(
         self,
@@ -173,6 +182,9 @@ class FusedDetached:
 
 def _backward_launches(of: Fused | FusedDetached, q: Tensor, k: Tensor, v: Tensor) -> list[Launch]:
     """The launches of the backward pass, on results that hold anything."""
+    if not is_plain_eager_call(q, k, v):
+        # Memory that is traced is that of the forward pass.
+        return []
     noted: list[Launch] = []
     cache = LaunchCache(noted)
     batch, length, heads, _ = q.shape
@@ -190,5 +202,12 @@ def _backward(
     of: Fused | FusedDetached, given: _Given, partials: Partials | None, cache: LaunchCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients; given: dout, q, k, v, out, lse, and with detached weights what each branch gives."""
-    tiles = {"query_config": of.tiles.get("backward_query"), "key_config": of.tiles.get("backward_key")}
-    return fused_backward(*given, of.plan, scale=of.scale, **tiles, partials=partials, cache=cache)
+    return fused_backward(
+        *given,
+        of.plan,
+        scale=of.scale,
+        query_config=of.tiles.get("backward_query"),
+        key_config=of.tiles.get("backward_key"),
+        partials=partials,
+        cache=cache,
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.packed import ByBranches, Packed, build_packed, by_branches
-from dilabench.impls.union.branches import branches_of, covers_every_row
-from dilabench.impls.union.gathered_rows import GatheredRows, row_indices
-from dilabench.impls.union.union import Union, union_of
+from dilabench.impls.union.gathered_rows import GatheredRows, gathered_rows
+from dilabench.impls.union.union import Union
 from dilabench.workload.spec import Workload
 
 
@@ -22,9 +23,8 @@ def build(workload: Workload, context: BuildContext) -> Union | ByBranches | Pac
 def padded(workload: Workload, context: BuildContext) -> Union:
     """One or several sequences of equal length."""
 
-    def rows(device: torch.device) -> list[GatheredRows]:
-        indices = context.patterns.get(("row indices", workload, device), lambda: row_indices(workload, device))
-        return [GatheredRows(index, context.buffers) for index in indices]
+    def rows(device: torch.device) -> tuple[GatheredRows, ...]:
+        make = partial(gathered_rows, workload, device, context.buffers)
+        return context.patterns.get(("gathered rows", workload, device), make)
 
-    covered = covers_every_row(branches_of(workload))
-    return union_of(workload, context.require_backend(), rows, covered, context.device)
+    return Union.of(workload, context, rows)

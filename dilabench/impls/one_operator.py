@@ -7,16 +7,20 @@ functionalize writes through the strided views that results are merged into. So 
 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
+import ast
 import itertools
+import math
 import sys
-from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
 
@@ -77,8 +81,9 @@ def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
 class Computation(Protocol):
     """Attention outside autograd; the backward pass needs no more than out and lse of the forward pass.
 
-    `forward` gives out [B, N, H, D] and lse [B, H, N] first, `backward` dq, dk, dv. It may have
-    `forward_before_backward`, too: `forward` that prepares for `backward`.
+    `forward` gives out [B, N, H, D] and lse [B, H, N] first, then perhaps a list of tensors, which `backward` takes
+    last; `backward` gives dq, dk, dv. It may have `forward_before_backward`, too: `forward` that prepares for
+    `backward`. Where it has a true `exchanges`, its ranks exchange gradients also where nothing depends on out.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
@@ -87,14 +92,60 @@ class Computation(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-# An operator takes tensors and numbers, so that a computation goes by its number.
-_computations: WeakValueDictionary[int, Computation] = WeakValueDictionary()
-new_number = itertools.count().__next__
+class Options(NamedTuple):
+    """What determines a computation that is found by its options and the shapes of its tensors.
+
+    As of `attention.dilated_attention`. `algorithm`: over ranks, by name; '' on one device.
+    """
+
+    segment_lengths: tuple[int, ...] = ()
+    dilation_rates: tuple[int, ...] = ()
+    causal: bool = False
+    window: tuple[int, ...] = ()
+    scale: float | None = None
+    heads: str = ""
+    offset: str = ""
+    offset_by: str = ""
+    padding: str = ""
+    merge_grad: str = ""
+    cu_seqlens: tuple[int, ...] = ()
+    wants_gradient: bool = False
+    algorithm: str = ""
+    backend: str = ""
 
 
-def register(number: int, computation: Computation) -> None:
-    """Let operators find the computation by its number for as long as it exists elsewhere (weak reference)."""
-    _computations[number] = computation
+_NONE = Options()
+
+
+class FoundByOptions(Protocol):
+    """What makes computations for options and tensors."""
+
+    def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation: ...
+
+
+# An operator takes tensors and numbers, so that what computes goes by its number.
+_registered: WeakValueDictionary[int, Computation | FoundByOptions] = WeakValueDictionary()
+# That of what stays for the whole process: the same in each, for the compiler keeps what it compiles on disk.
+DILATED = 1
+# From 2 on: the compiler holds 0 and 1 for constants, each of which it compiles for.
+new_number = itertools.count(2).__next__
+
+
+def register(number: int, computation: Computation | FoundByOptions) -> None:
+    """Let operators find it by its number for as long as it exists elsewhere (weak reference)."""
+    _registered[number] = computation
+
+
+def _computation(number: int, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation:
+    registered: Any = _registered.get(number)
+    if registered is None:
+        raise RuntimeError(
+            "the attention function or the SequenceShards of this call are gone; keep them until its backward pass is "
+            "done, and for as long as you call what was compiled from them"
+        )
+    find = getattr(registered, "_computation_for", None)
+    found: Computation = find(query, key, value, options) if find else registered
+    return found
 
 
 def differentiable(
@@ -102,7 +153,7 @@ def differentiable(
 ) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by a registered computation; for autograd.
 
-    keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. One operator does not hand these
+    keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. The operator does not hand these
     on, so that the compiler leaves such a computation alone.
     """
     if torch.compiler.is_compiling() and not keeps_more:
@@ -122,7 +173,7 @@ def outside_compilers(function: Callable[..., ResultT], *arguments: Any) -> Resu
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-def nothing_looks_on(*tensors: Tensor) -> bool:
+def is_plain_eager_call(*tensors: Tensor) -> bool:
     """Whether a call is no more than a call: no compiler, mode or function transform that must see one operator.
 
     An operator takes torch a hundred microseconds to call, and hands on only results of known number and shape.
@@ -138,59 +189,51 @@ def nothing_looks_on(*tensors: Tensor) -> bool:
 def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse as `differentiable` gives them, without a compiler."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return with_gradient(computation, q, k, v)
-    out, lse, *_ = computation.forward(q, k, v)
+        out, lse = WithGradient.apply(computation, q, k, v)
+    else:
+        out, lse, *_ = computation.forward(q, k, v)
     return out, lse
 
 
 def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """`Computation.forward`, which `Computation.backward` follows: together with that, where it has such a form."""
-    together = getattr(computation, "forward_before_backward", None)
-    # Memory that is traced is that of this pass.
-    return together(q, k, v) if together and nothing_looks_on(q, k, v) else computation.forward(q, k, v)
+    return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
 
 
-def with_gradient(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """As `eager` where one of them requires a gradient."""
-    out, lse = _Function.apply(computation, q, k, v)
-    return out, lse
+class WithGradient(torch.autograd.Function):
+    """out and lse of a computation, q, k and v, called as it is; lse carries no gradient."""
 
-
-class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *more = forward_before_backward(computation, q, k, v)
         ctx.computation = computation
-        ctx.save_for_backward(q, k, v, out, lse, *(kept for several in more for kept in several))
+        ctx.save_for_backward(q, k, v, out, lse, *(more[0] if more else ()))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return None, None, None, None
         q, k, v, out, lse, *kept = ctx.saved_tensors
+        if dout is None:
+            if not getattr(ctx.computation, "exchanges", False):
+                return None, None, None, None
+            dout = torch.zeros_like(out)
+        return None, *first_derivatives(ctx.computation.backward, dout, q, k, v, out, lse, *([kept] if kept else []))
 
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = ctx.computation.backward(*tensors, *([kept] if kept else []))
-            return found
 
-        return None, *first_derivatives(gradients, dout, q, k, v, out, lse)
-
-
-def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of these tensors, which refuse to be differentiated: autograd would leave terms out in silence."""
+def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
+    """The gradients for these tensors, which refuse to be differentiated: autograd would leave terms out in silence."""
     # Grad mode is off in a backward pass but for `create_graph` and torch.func.
-    return _Gradients.apply(gradients, *tensors) if torch.is_grad_enabled() else gradients(*tensors)
+    return _Gradients.apply(gradients, *given) if torch.is_grad_enabled() else gradients(*given)
 
 
 class _Gradients(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradients: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return gradients(*tensors)
+    def forward(gradients: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
+        return gradients(*given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -213,69 +256,170 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         )
 
 
-def as_one_operator(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by the registered computation; differentiable."""
-    out, lse = _attention_op(q, k, v, number)
+def as_one_operator(
+    number: int, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...] = _NONE, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by what is registered under this number.
+
+    Differentiable, also by torch.func. options: the fields of `Options`. sink: [H], the logits of a key of value 0.
+    """
+    if torch._C._are_functorch_transforms_active():
+        out, lse, _ = _Differentiable.apply(q, k, v, sink, number, _written(options))
+    else:
+        out, lse, _ = _attention_op(q, k, v, sink, number, *options)
     return out, lse.detach()
 
 
-def _computation(number: int) -> Computation:
-    computation = _computations.get(number)
-    if computation is None:
-        raise RuntimeError("the attention function is gone; keep it for as long as you call what was compiled from it")
-    return computation
+def _written(options: tuple[Any, ...]) -> str:
+    """`Options` as a text that means the same in every process, for the compiler keeps what it compiles on disk.
+
+    One text costs a compiled call less than a dozen options, and compilers write it themselves.
+    """
+    # A length that the compiler holds for a variable is a constant from here on.
+    return repr(tuple([tuple([int(n) for n in one]) if isinstance(one, (list, tuple)) else one for one in options]))
 
 
-def shapes_of_results(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    """Empty out and lse for q [B, N, H, D]."""
-    B, N, H, _ = q.shape
-    return contiguous_like(q), q.new_empty(
-        (B, H, N), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
-    )
+@lru_cache(maxsize=256)
+def _read(asked: str) -> Options:
+    return Options._make(ast.literal_eval(asked))
 
 
-@operator("attention_forward", shapes_of_results)
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    out, lse = _computation(number).forward(q, k, v)[:2]
-    return out.contiguous(), lse.contiguous()
+def _shapes_of_results(
+    q: Tensor, _k: Tensor, _v: Tensor, _sink: Tensor | None, _number: int, asked: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    *lead, rows, heads, _ = q.shape
+    lse = q.new_empty((*lead, heads, rows), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    # How much comes of other ranks is known to no trace: it depends on all of their tokens.
+    kept = torch.library.get_ctx().new_dynamic_size() if _read(asked).algorithm else 0
+    return contiguous_like(q), lse, q.new_empty(kept, dtype=torch.uint8)
 
 
-def shapes_of_gradients(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty dq, dk and dv."""
+@operator("attention_forward", _shapes_of_results)
+def _forward_op(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: int, asked: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and the bytes of what ranks want kept for the backward pass."""
+    options = _read(asked)
+    computation = _computation(number, query, key, value, options)
+    forward = getattr(computation, "forward_before_backward", None) if options.wants_gradient else None
+    out, lse, *more = (forward or computation.forward)(query, key, value)
+    if sink is not None:
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    kept = _as_bytes(computation, *more) if options.algorithm and more[0] else query.new_empty(0, dtype=torch.uint8)
+    return out.contiguous(), lse.contiguous(), kept
+
+
+def _shapes_of_gradients(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, ...]:
     return contiguous_like(q), contiguous_like(k), contiguous_like(v)
 
 
-@operator("attention_backward", shapes_of_gradients)
+@operator("attention_backward", _shapes_of_gradients)
 def _backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: int
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    number: int,
+    asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _computation(number).backward(dout, q, k, v, out, lse)
+    """dq, dk, dv from the results of the forward operator."""
+    options = _read(asked)
+    computation: Any = _computation(number, query, key, value, options)
+    more = [_from_bytes(computation, kept)] if options.algorithm else []
+    dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-class _OfNumber(torch.autograd.Function):
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        return _forward_op(q, k, v, number)
+# Each tensor begins at a multiple of so many bytes, whatever its type.
+_ALIGNED = 16
+
+
+def _as_bytes(computation: Any, kept: Sequence[Tensor]) -> Tensor:
+    """Tensors in one, whose shapes and types the computation remembers: they are the same in each of its calls."""
+    computation.kept = tuple((x.shape, x.dtype) for x in kept)
+    parts = [x.contiguous().flatten().view(torch.uint8) for x in kept]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
+
+
+def _from_bytes(computation: Any, kept: Tensor) -> tuple[Tensor, ...]:
+    found, first = [], 0
+    for shape, dtype in computation.kept:
+        size = math.prod(shape) * dtype.itemsize
+        found.append(kept[first : first + size].view(dtype).view(shape))
+        first += size + -size % _ALIGNED
+    return tuple(found)
+
+
+def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
+    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
+    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    return -(share * taken).sum((0, 2)).to(sink.dtype)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its derivative, also for the transforms of torch.func."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, ctx.number = inputs
-        ctx.save_for_backward(q, k, v, *output)
-        ctx.mark_non_differentiable(output[1])
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: int, asked: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward_op(query, key, value, sink, number, asked)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        query, key, value, sink, ctx.number, ctx.asked = inputs
+        ctx.save_for_backward(query, key, value, *output, sink)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:
+        *saved, sink = ctx.saved_tensors
+
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _backward_op(*tensors, ctx.number)
+            of_inputs = _backward_op(*tensors[:7], ctx.number, ctx.asked)
+            if sink is None:
+                return of_inputs
+            dout, _, _, _, out, lse, _, sinks = tensors
+            return *of_inputs, _sink_gradient(dout, out, lse, sinks)
 
-        return *first_derivatives(gradients, dout, *ctx.saved_tensors), None
+        found = first_derivatives(gradients, dout, *saved, *(() if sink is None else (sink,)))
+        return *found, *(None for _ in range(6 - len(found)))
 
 
 @differentiable_operator("attention")
-def _attention_op(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    out, lse = _OfNumber.apply(q, k, v, number)
-    return out, lse
+def _attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    number: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    causal: bool,
+    window: Sequence[int],
+    scale: float | None,
+    heads: str,
+    offset: str,
+    offset_by: str,
+    padding: str,
+    merge_grad: str,
+    cu_seqlens: Sequence[int],
+    wants_gradient: bool,
+    algorithm: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # A trace must see all results whose size it does not know.
+    rules = heads, offset, offset_by, padding, merge_grad, cu_seqlens, wants_gradient, algorithm, backend
+    asked = _written((segment_lengths, dilation_rates, causal, window, scale, *rules))
+    out, lse, kept = _Differentiable.apply(query, key, value, sink, number, asked)
+    return out, lse, kept
 
 
 def contiguous_like(x: Tensor) -> Tensor:

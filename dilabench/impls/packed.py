@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from torch import Tensor
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
-from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
 from dilabench.kernels.lse import has_kernel
 from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
-from dilabench.metadata import OWN_TILES
-from dilabench.record import Note
+from dilabench.metadata import OWN_TILES, Note
 from dilabench.workload.spec import Window, Workload
 
 # Of our own tiles.
@@ -152,8 +151,8 @@ def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | N
     whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
     if not whole or log_zero_keys(workload, context.device) is not None:
         return None
-    starts = [at for start, stop in workload.sequences for at in range(start, stop, branch.segment_length)]
-    return [*starts, workload.seq_len]
+    segments = (range(start, stop, branch.segment_length) for start, stop in workload.sequences)
+    return [*chain.from_iterable(segments), workload.seq_len]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,39 +210,14 @@ def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
         return None
 
     def rows(device: torch.device) -> tuple[PackedRows | AllTokens, ...]:
-        return context.patterns.get(("packed rows", workload, device), lambda: _told(workload, context))
+        make = partial(packed_rows, workload, device, context.buffers)
+        return context.patterns.get(("packed rows", workload, device), make)
 
-    if any(len(one.bounds) > MOST_SEQUENCES for one in rows(context.device)):
+    if any(len(call.arguments["cu_seqlens"]) > MOST_SEQUENCES for call in rows(context.device)):
         return None
     calls = partial(_as_batch, kernel.attend), partial(_as_batch, kernel.attend_backward)
-    union = PackedUnion(
-        backend=LoadedBackend(backend.name, *calls),
-        rows=rows,
-        covered=covers_every_row(branches_of(workload)),
-        causal=workload.causal,
-        window=workload.window,
-        scale=workload.softmax_scale,
-        detached=workload.detaches_merge,
-        zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
-    )
+    union = PackedUnion.of(workload, context, rows, backend=LoadedBackend(backend.name, *calls))
     return ByBranches(union)
-
-
-def _told(workload: Workload, context: BuildContext) -> tuple[PackedRows | AllTokens, ...]:
-    """The rows of every call, each with what a kernel for packed sequences is told."""
-
-    def options(rows: PackedRows | AllTokens) -> dict[str, Any]:
-        left, right = (side if side < 0 else side // rows.rate for side in workload.window)
-        return {
-            "cu_seqlens": torch.tensor(rows.bounds, dtype=torch.int32).to(context.device),
-            "longest": max(stop - start for start, stop in pairwise(rows.bounds)),
-            "causal": workload.causal,
-            "window": (left, right),
-            "scale": workload.softmax_scale,
-        }
-
-    every = packed_rows(workload, context.device, context.buffers)
-    return tuple(replace(rows, options=options(rows)) for rows in every)
 
 
 def _as_batch(call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor, **options: Any) -> tuple[Any, ...]:

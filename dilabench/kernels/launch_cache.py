@@ -101,12 +101,13 @@ class LaunchCache:
             for (run, values, exchanged), own in zip(known, tensors, strict=True):
                 values = values.copy()
                 for place, operand, descriptor in exchanged:
-                    x = values[place] = own[operand]
+                    values[place] = x = own[operand]
                     if descriptor:
                         # The same view of another tensor, without the checks that the first one passed.
                         kind, facts = descriptor
-                        values[place] = view = kind.__new__(kind)
+                        view: Any = object.__new__(kind)
                         view.__dict__ = {**facts, "base": x}
+                        values[place] = view
                 run(*values)
             return
         if self._noted is not None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.backends.adapt import Plain, adapted
-from dilabench.backends.band import Band
 
 
 class Recorder:
@@ -18,19 +17,23 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, ...]] = []
-        self.places: list[dict[str, Tensor]] = []
+        self.places: list[Tensor | None] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, **place: Tensor) -> Any:
-        self.calls.append((q, k, v))
-        self.places.append(place)
-        return math.attend(q, k, v, causal=band.causal, window=(band.left, band.right), scale=scale, **place)
+    def forward(self, *arguments: Any) -> Any:
+        *tensors, call = arguments
+        place = {} if call.place is None else {"out": call.place}
+        return math.attend(*tensors, **self._options(arguments), **place)
 
-    def backward(self, *arguments: Any, **place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, band, scale = arguments
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, call = arguments
+        place = {} if call.place is None else {"dq": call.place}
+        return math.attend_backward(*tensors, **self._options(arguments), **place)
+
+    def _options(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        *tensors, call = arguments
         self.calls.append(tuple(tensors))
-        self.places.append(place)
-        window = (band.left, band.right)
-        return math.attend_backward(*tensors, causal=band.causal, window=window, scale=scale, **place)
+        self.places.append(call.place)
+        return {"causal": call.band.causal, "window": (call.band.left, call.band.right), "scale": call.scale}
 
 
 def run(plain: Plain, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
@@ -158,4 +161,4 @@ def test_results_come_to_their_place_by_the_kernel_or_by_a_copy(plain: Plain, go
     assert [x.data_ptr() for x in (out, dq)] == [x[:, 3:8].data_ptr() for x in wholes]
     torch.testing.assert_close((out, lse), right)
     torch.testing.assert_close((dq, dk, dv), gradients)
-    assert all(bool(place) == goes_to_the_kernel for place in kernel.places)
+    assert all((place is not None) == goes_to_the_kernel for place in kernel.places)

@@ -50,13 +50,13 @@ def test_what_is_lost_on_the_way_is_caught(mutation, launch):
 
 
 def rows_to_move(one, parts):
-    """[holder, reader] rows of keys of one head that some query of the reader sees, head by head and row by row."""
+    """[owner, reader] rows of keys of one head that some query of the reader sees, head by head and row by row."""
     (shape,) = one.shapes
     blocks = one.pattern.whole_blocks(shape)
     size, ranks = blocks.block_size, len(parts)
-    holder_of = np.full(one.seq_len, -1)
+    owner_of = np.full(one.seq_len, -1)
     for rank, part in enumerate(parts):
-        holder_of[part] = rank
+        owner_of[part] = rank
     assert sorted(position for part in parts for position in part) == list(range(one.seq_len))
     of_queries = blocks.mask.repeat(one.num_heads // len(blocks.mask), axis=0)
     rows = np.zeros((ranks, ranks), dtype=int)
@@ -65,7 +65,7 @@ def rows_to_move(one, parts):
         for reader, part in enumerate(parts):
             seen = mask[sorted({position // size for position in part})].any(0)
             for key in range(one.seq_len):
-                rows[holder_of[key], reader] += seen[key // size] and holder_of[key] != reader
+                rows[owner_of[key], reader] += seen[key // size] and owner_of[key] != reader
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Messages by the copy engines of real GPUs; their protocol is held to threads in test_mailboxes."""
+"""Messages by the copy engines of real GPUs; their protocol is held to threads in test_ring_buffers."""
 
 import threading
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def watched(monkeypatch):
         _rank=3, _device=None, _under_way=[], _trouble="", _closed=threading.Event(), _rescue=None, timeout_s=1.0
     )
     released = threading.Event()
-    made._mailboxes = SimpleNamespace(release=lambda _: released.set(), unsettled=lambda _: ["0 of 2 chunks came"])
+    made._buffers = SimpleNamespace(release=lambda _: released.set(), unsettled=lambda _: ["0 of 2 chunks came"])
     made._counters = list
     made._watcher = threading.Thread(target=made._watch, daemon=True)
     yield made, released
@@ -43,7 +43,7 @@ def test_nothing_is_used_after_a_transfer_that_failed_or_could_not_be_watched(wa
     copies._under_way.append(transport._Transfer(0.0, 1.0, SimpleNamespace(query=query)))
     copies._watcher.start()
     assert released.wait(10)
-    for use in (copies.check, copies.confirm_counts, lambda: copies.swap({}, {})):
+    for use in (copies.check, copies.confirm_counts, lambda: copies.send_recv({}, {})):
         with pytest.raises(RuntimeError, match=message):
             use()
 
@@ -64,7 +64,7 @@ def test_a_message_in_a_graph_is_refused_before_anything_is_counted(watched, mon
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-        copies.swap({0: [torch.ones(1)]}, {0: [torch.ones(1)]})
+        copies.send_recv({0: [torch.ones(1)]}, {0: [torch.ones(1)]})
 
 
 on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -97,7 +97,7 @@ def test_counters_that_were_set_back_end_the_rank(launch):
 def test_messages_of_any_length_arrive_as_they_were_sent(launch):
     import copy_cases
 
-    # The longest is as long as the mailbox of an H200.
+    # The longest is as long as the ring buffer of an H200.
     found = launch(copy_cases.swapped, 2, [[1, 77, 1 << 20, 70_000_001, 300_000_000]], device="cuda")
     assert found == [("copy engines", [])] * 2
 

@@ -106,14 +106,14 @@ def test_a_graph_can_be_passed_back_through_twice(launch):
 @pytest.mark.parametrize(
     ("name", "world", "kept"),
     [
-        ("zigzag-ring", World.alone(), []),
+        ("zigzag-ring", World.single(), []),
         ("zigzag-ring", SingleRank.of(0, 2), [(2, 12, 2, 6)] * 2),
         ("zigzag-ring", SingleRank.of(1, 2), [(2, 6, 2, 6)] * 2),
         ("ring-overlap", SingleRank.of(0, 2), []),
         ("ring-overlap", SingleRank.of(2, 3), [(2, 8, 2, 6)] * 2),
         ("ring", SingleRank.of(1, 2), []),
     ],
-    ids=["one rank", "of a later rank", "of an earlier rank", "nothing ahead", "of the last hop", "taking turns"],
+    ids=["one rank", "of a later rank", "of an earlier rank", "nothing ahead", "of the last step", "taking turns"],
 )
 def test_keys_that_are_kept(name, world, kept):
     import ring_cases

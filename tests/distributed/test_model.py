@@ -9,8 +9,6 @@ from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.union.branches import branches_of
 from dilabench.patterns.counting import windowed_pairs
 from dilabench.plugins.manager import discover
-from dilabench.predict.over_ranks import sharding_of
-from dilabench.record import Case
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -19,10 +17,10 @@ def workload(**fields):
     return Workload.model_validate({"pattern": {"kind": "dense"}, "mode": "both", **shape, **fields})
 
 
-def planned_pairs(one, shards, rank, hop):
-    """(query, key) pairs of a rank's calls on the keys of the rank `hop` before it, per batch entry."""
+def planned_pairs(one, shards, rank, step):
+    """(query, key) pairs of a rank's calls on the keys of the rank `step` before it, per batch entry."""
     pairs = 0
-    for piece in pieces_between(one, shards, rank, (rank - hop) % shards.size, branches_of(one)):
+    for piece in pieces_between(one, shards, rank, (rank - step) % shards.size, branches_of(one)):
         masked = piece.causal or piece.window != UNBOUNDED
         full = piece.queries * piece.keys
         seen = windowed_pairs(piece.queries, piece.causal, *piece.window) if masked else full
@@ -49,8 +47,8 @@ COUNTED = {
 def test_pairs_hop_by_hop_are_those_of_the_plan(ranks, sharding, cut, fields, tolerance):
     one = workload(seq_len=1024, **fields)
     shards = cut(one.sequences, ranks)
-    planned = [[planned_pairs(one, shards, rank, hop) for hop in range(ranks)] for rank in range(ranks)]
-    work = [sum(hops) for hops in planned]
+    planned = [[planned_pairs(one, shards, rank, step) for step in range(ranks)] for rank in range(ranks)]
+    work = [sum(steps) for steps in planned]
     for found, wanted in zip(sharding.pairs(one, ranks), planned, strict=True):
         assert found == pytest.approx(wanted, rel=0, abs=tolerance * max(work))
     assert sharding.load_balance(one, ranks) == pytest.approx(sum(work) / ranks / max(work), rel=tolerance)
@@ -59,8 +57,8 @@ def test_pairs_hop_by_hop_are_those_of_the_plan(ranks, sharding, cut, fields, to
 def test_packed_sequences_are_cut_one_by_one():
     one = workload(seq_len=240, layout="packed", cu_seqlens=(0, 48, 240))
     shards = zigzag(one.sequences, 3)
-    planned = [[planned_pairs(one, shards, rank, hop) for hop in range(3)] for rank in range(3)]
-    assert [list(hops) for hops in RING_VARLEN.pairs(one, 3)] == planned
+    planned = [[planned_pairs(one, shards, rank, step) for step in range(3)] for rank in range(3)]
+    assert [list(steps) for steps in RING_VARLEN.pairs(one, 3)] == planned
 
 
 def test_a_causal_ring_in_order_is_balanced_as_p_over_2p_minus_1():
@@ -77,7 +75,7 @@ def test_whole_heads_are_uneven_where_they_do_not_divide():
 def test_nothing_is_said_of_an_implementation_that_names_no_sharding():
     catalogue = discover().catalogue
     for name in ("strided", "torchscale", "somebody-elses-ring"):
-        assert sharding_of(Case(implementation=name, workload=workload(), world_size=4), catalogue) is None
+        assert catalogue.sharding_of(name) is None
 
 
 def test_every_sharding_that_a_descriptor_names_answers():
@@ -92,18 +90,18 @@ def test_every_sharding_that_a_descriptor_names_answers():
     for one in named:
         kind = next(kind for kind in patterns if one.supports.computes(kind))
         asked = workload(pattern=patterns[kind])
-        sharding = sharding_of(Case(implementation=one.name, workload=asked, world_size=4), catalogue)
+        sharding = catalogue.sharding_of(one.name)
         assert 0 < sharding.load_balance(asked, 4) <= 1
         assert 0 <= sharding.overlapping_share(asked, 4) < 1
         assert sharding.received_bytes(asked, 4) > 0
 
 
 def test_what_can_go_on_while_keys_are_under_way():
-    # Zigzag hops are equal: all but the last one. A gather has only its own keys meanwhile, Ulysses nothing.
+    # Zigzag steps are equal: all but the last one. A gather has only its own keys meanwhile, Ulysses nothing.
     assert ZIGZAG_RING.overlapping_share(workload(seq_len=768), 4) == pytest.approx(3 / 4, rel=5e-3)
     assert RING_ALLGATHER.overlapping_share(workload(causal=False), 4) == 1 / 4
     assert ULYSSES.overlapping_share(workload(), 4) == 0.0
-    # A window that reaches one rank back has its last hop there.
+    # A window that reaches one rank back has its last step there.
     near = workload(seq_len=1024, window=(255, 0), causal=True)
     last, whole = RING.pairs(near, 4)[3][1], sum(RING.pairs(near, 4)[3])
     assert RING.overlapping_share(near, 4) == 1 - last / whole
@@ -114,7 +112,7 @@ def test_ideal_efficiency_is_the_balance_less_what_communication_adds():
     assert ideal_efficiency(1.0, 10.0, 15.0, 5.0) == 0.5
 
 
-# Shards that the rank with most receives. Forward K of three others, backward K of three (of two where the last hop's
+# Shards that the rank with most receives. Forward K of three others, backward K of three (of two where the last step's
 # was kept) and three dK; behind a causal mask what a rank does not receive as K comes back to it as dK.
 @pytest.mark.parametrize(
     ("sharding", "backward", "both", "causal_backward", "causal_both"),

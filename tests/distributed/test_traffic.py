@@ -37,7 +37,7 @@ def test_zigzag_needs_half_of_earlier_ranks_and_all_of_later_ones(bytes_of):
     forward, backward = bytes_of(4, "zigzag-ring")
     shard = 2 * (N // 4) * 2 * D * ITEM
     assert forward == [shard * rank // 2 + shard * (3 - rank) for rank in range(4)]
-    # The last hop's keys are there still: those of the next rank, and on the last one half of the first rank's.
+    # The last step's keys are there still: those of the next rank, and on the last one half of the first rank's.
     kept = [shard, shard, shard, shard // 2]
     assert backward == [keys - last for keys, last in zip(forward, kept, strict=True)]
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.verification import summary, verify
-from dilabench.impls.block_sparse import flex as block_sparse_flex
 from dilabench.impls.block_sparse.block_sparse import build
-from dilabench.impls.block_sparse.union import block_plan
 from dilabench.impls.reference import Reference
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.block_masks import block_mask
@@ -189,24 +187,3 @@ def test_the_density_asked_for_is_reached(sparsity: float, causal: bool) -> None
     reached = 1 - w.pattern.density_of(w.shapes)
     # Every row keeps at least one block: with 128 blocks that is 1/128 of a row, causal 2/129 of all.
     assert abs(reached - sparsity) < (0.02 if causal else 0.005)
-
-
-@pytest.mark.parametrize("fields", [{}, {"causal": False, "per_head": True}, {"window": (150, 0)}], ids=str)
-def test_flex_is_given_the_same_pairs(fields: dict[str, object]) -> None:
-    # FlexAttention's plain form for CPUs looks at the mask function alone, so its lists are checked and not its result.
-    w = workload({"mask": "random", "block_size": 128, **fields}, seq_len=600, num_heads=4, num_kv_heads=2)
-    plan = block_plan(w, 600)
-    mask = block_sparse_flex.flex_mask(plan, w.num_heads, torch.device("cpu"))
-    at = torch.arange(600)
-    in_partly = mask.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], at[None])
-    for head in range(w.num_heads):
-        row = (0, head % plan.mask_heads)
-        seen = torch.zeros(600, 600, dtype=torch.bool)
-        for i in range(5):
-            rows = slice(128 * i, 128 * (i + 1))
-            for j in mask.full_kv_indices[*row, i, : mask.full_kv_num_blocks[*row, i]].tolist():
-                seen[rows, 128 * j : 128 * (j + 1)] = True
-            for j in mask.kv_indices[*row, i, : mask.kv_num_blocks[*row, i]].tolist():
-                keys = slice(128 * j, 128 * (j + 1))
-                seen[rows, keys] = in_partly[rows, keys]
-        assert torch.equal(seen, multiplicity(w, head, at) > 0)

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from dilabench.backends import math
-from dilabench.contracts import BuildContext, LoadedBackend, PatternCache
+from dilabench.contracts import BuildContext, LoadedBackend, NoPool, PatternCache
 from dilabench.impls import gather
-from dilabench.impls.union.gathered_rows import row_indices
+from dilabench.impls.union.gathered_rows import gathered_rows
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
@@ -77,8 +77,8 @@ def test_indices_are_built_once_with_a_cache_and_every_pass_without() -> None:
 
 def test_no_index_comes_twice() -> None:
     """Otherwise adding gradients would depend on the order of additions."""
-    for index in row_indices(WORKLOAD, CPU):
-        for flat in (index.queries, index.keys, index.lse):
+    for rows in gathered_rows(WORKLOAD, CPU, NoPool()):
+        for flat in (rows.query_index, rows.key_index, rows.lse_index):
             assert len(flat.unique()) == len(flat)
 
 
@@ -91,4 +91,4 @@ def test_one_call_per_branch_where_heads_keep_equally_many_rows() -> None:
             "num_kv_heads": 8,
         }
     )
-    assert len(row_indices(workload, CPU)) == 2
+    assert len(gathered_rows(workload, CPU, NoPool())) == 2

@@ -104,14 +104,16 @@ def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
     function = strided.build(WORKLOAD, context())
     plain = tuple(x.detach().clone().requires_grad_() for x in inputs())
-    torch.library.opcheck(one_operator._attention_op, (*plain, function.number))
+    options = one_operator.Options()
+    torch.library.opcheck(one_operator._attention_op, (*plain, None, function.number, *options))
     detached = tuple(x.detach() for x in plain)
-    torch.library.opcheck(one_operator._forward_op, (*detached, function.number))
-    out, lse = one_operator._forward_op(*detached, function.number)
-    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(out), *detached, out, lse, function.number))
+    found_by = function.number, one_operator._written(options)
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, *found_by))
+    results = one_operator._forward_op(*detached, None, *found_by)
+    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(results[0]), *detached, *results, *found_by))
 
 
 def test_a_computation_that_is_gone_is_told() -> None:
     number = strided.build(WORKLOAD, context()).number
-    with pytest.raises(RuntimeError, match="attention function is gone; keep it"):
+    with pytest.raises(RuntimeError, match="attention function or the SequenceShards of this call are gone; keep them"):
         one_operator.as_one_operator(number, *inputs())

@@ -13,10 +13,9 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.verification import verify
 from dilabench.impls import dense_masked
-from dilabench.impls.block_sparse import block_sparse, flex, native_sparse, selected
+from dilabench.impls.block_sparse import block_sparse, native_sparse, selected
 from dilabench.impls.block_sparse.union import require_whole_plan
 from dilabench.impls.reference import Reference, ReferenceOfSum
-from dilabench.impls.visible_keys import multiplicity
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
@@ -108,35 +107,6 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "column_bounds": {"bounds": "shared_question", "document_lengths": (170, 3, 260), "lead": 20},
     "topk_blocks": {"block_size": 128, "top_k": 2, "selector": "pooled"},
 }
-
-
-@pytest.mark.parametrize("kind", PATTERNS)
-def test_the_mask_that_flex_gets_is_the_pattern(kind: str) -> None:
-    workload = Workload.model_validate({"pattern": {"kind": kind, **PATTERNS[kind]}, **SHAPE})
-    mask = flex.flex_mask(require_whole_plan(workload), workload.num_heads, torch.device("cpu"))
-    rows, blocks = torch.arange(391), mask.to_dense()[0]
-    for head in range(4):
-        inside = mask.mask_mod(torch.tensor(0), torch.tensor(head), rows[:, None], rows[None])
-        listed = blocks[head % len(blocks), rows[:, None] // 128, rows[None] // 128] > 0
-        assert torch.equal(listed & inside, multiplicity(workload, head, rows) > 0)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kind", ["window_sink", "column_bounds"])
-def test_flex_makes_the_mask_of_bounds_in_every_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = Workload.model_validate({"pattern": {"kind": kind, **PATTERNS[kind]}, **SHAPE, "head_dim": 16})
-    made = []
-    create = flex.flex.create_block_mask
-    monkeypatch.setattr(flex.flex, "create_block_mask", lambda *of, **more: made.append(of) or create(*of, **more))
-    planned, once = (build(workload, CONTEXT) for build in (flex.build_planned, flex.build))
-    assert not made
-    q, k, v = (torch.randn(1, 391, heads, 16) for heads in (4, 2, 2))
-    for calls in (1, 2):
-        out, lse = planned.with_lse(q, k, v)
-        assert len(made) == calls
-    wanted, wanted_lse = once.with_lse(q, k, v)
-    torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(lse, wanted_lse)
 
 
 def test_bounds_need_no_list_of_blocks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

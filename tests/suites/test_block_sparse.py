@@ -123,11 +123,10 @@ def test_kernels_say_what_they_cannot_do(catalogue):
             catalogue,
             HOPPER,
             workload={"density": 0.1, "block_size": 40, **SMALL},
-            implementations=["block-sparse", "block-sparse-flex", "block-sparse-flash4"],
+            implementations=["block-sparse", "block-sparse-flash4"],
         )
     }
     assert "block_size 40 is not a multiple of 16" in reasons["block-sparse"]
-    assert "block_size 40 is not a multiple of 128" in reasons["block-sparse-flex"]
     assert "block_size 40 is not a multiple of 128" in reasons["block-sparse-flash4"]
 
 
@@ -161,7 +160,7 @@ def test_the_mask_file_of_many_rows_is_read_once(catalogue, tmp_path, monkeypatc
     path = tmp_path / "mask.npy"
     np.save(path, np.tril(np.random.default_rng(0).random((8, 8)) < 0.7) | np.eye(8, dtype=bool))
     asked = {"mask_file": str(path), **SMALL}
-    names = ["block-sparse", "block-sparse-flex"]
+    names = ["block-sparse", "flex"]
     forward, backward = (
         plan(catalogue, workload={**asked, "mode": mode}, implementations=names) for mode in ("forward", "both")
     )
@@ -220,14 +219,14 @@ def test_selecting_planning_and_attending_are_told_apart(catalogue):
 
 
 def test_planning_of_each_method_is_told_by_itself(catalogue):
-    names = ["dense", "block-sparse", "block-sparse-flex", "block-sparse-flex-planned"]
+    names = ["dense", "block-sparse", "block-sparse-planned", "flex"]
     asked = {"pattern": "column_bounds", "document_lengths": (100, 400), "seq_len": 1024, "num_heads": 2}
     planned = plan(catalogue, HOPPER, workload=asked, implementations=names)
-    times = {"block-sparse": 1.0, "block-sparse-flex": 2.0, "block-sparse-flex-planned": 5.0}
+    times = {"block-sparse": 2.0, "block-sparse-planned": 5.0, "flex": 3.0}
     found = record(planned, [times.get(one.case.implementation, 10.0) for one in planned])
     (section,) = analyse(found)
     assert section.sentence.count("does all of it") == 1
-    assert "a call of block-sparse-flex that does all of it takes 5.000 ms: attend 2.000 ms, plan 3.000 ms" in (
+    assert "a call of block-sparse that does all of it takes 5.000 ms: attend 2.000 ms, plan 3.000 ms" in (
         section.sentence
     )
 

@@ -21,27 +21,26 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from dilabench.backends.adapt import CUDA_KERNEL, adapted
-from dilabench.backends.band import Band
+from dilabench.backends.adapt import CUDA_KERNEL, Call, adapted
 
 # Since torch 2.9 the operators' lse is [B, H, M, 1], before that [B, H, M].
 LSE_IS_A_COLUMN = TorchVersion(torch.__version__) >= "2.9"
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    if band.windowed:
-        raise ValueError(f"{band} is a window, which torch does not pass on to cuDNN; use another backend")
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    if call.band.windowed:
+        raise ValueError(f"{call.band} is a window, which torch does not pass on to cuDNN; use another backend")
     rows = q.shape[1]
     if rows == k.shape[1] == 1:
         q = _with_second_query(q)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *_heads_first(q, k, v), None, True, 0.0, band.causal, False, scale=scale
+        *_heads_first(q, k, v), None, True, 0.0, call.band.causal, False, scale=call.scale
     )
     return out.transpose(1, 2)[:, :rows], (lse.squeeze(-1) if LSE_IS_A_COLUMN else lse)[:, :, :rows]
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = q.shape[1]
     if rows == k.shape[1] == 1:
@@ -62,8 +61,8 @@ def _backward(
         q.shape[1],
         k.shape[1],
         0.0,
-        band.causal,
-        scale=scale,
+        call.band.causal,
+        scale=call.scale,
     )
     dq, dk, dv = _heads_first(*gradients)
     return dq[:, :rows], dk, dv

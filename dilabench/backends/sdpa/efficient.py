@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed
+from dilabench.backends.adapt import CUDA_KERNEL, Call, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 # The kernel writes and reads lse rows in aligned groups of this many queries; an infinite lse gives weight 0.
@@ -21,15 +21,64 @@ LSE_ALIGNMENT = 32
 NO_MASK, CAUSAL_FROM_TOP_LEFT, CAUSAL_FROM_BOTTOM_RIGHT = 0, 1, 2
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        q, k, v, None, None, None, None, None, 0.0, _mask(band), True, scale=scale, window_size=_window_size(band)
-    )
-    return out, lse[:, :, : q.shape[1]]
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    sequences = call.sequences
+    if sequences is None:
+        out, lse = _run(q, k, v, call, None, None, None, None)
+        return out, lse[:, :, : q.shape[1]]
+    bounds = sequences.cu_seqlens, sequences.cu_seqlens_k, sequences.longest, sequences.longest_k
+    out, padded_lse = _run(q[None], k[None], v[None], call, *bounds)
+    sequence, place = _places(sequences.cu_seqlens, q.shape[0])
+    return out[0], padded_lse[sequence, :, place].T.contiguous()
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    sequences = call.sequences
+    if sequences is None:
+        padded_lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf"))
+        return _run_backward(dout, q, k, v, out, padded_lse, call, None, None, q.shape[1], k.shape[1])
+    rows = sequences.longest + -sequences.longest % LSE_ALIGNMENT
+    padded_lse = lse.new_full((len(sequences.cu_seqlens) - 1, lse.shape[0], rows), float("inf"))
+    sequence, place = _places(sequences.cu_seqlens, q.shape[0])
+    padded_lse[sequence, :, place] = lse.T
+    bounds = sequences.cu_seqlens, sequences.cu_seqlens_k, sequences.longest, sequences.longest_k
+    tensors = dout[None], q[None], k[None], v[None], out[None]
+    dq, dk, dv = _run_backward(*tensors, padded_lse, call, *bounds)
+    return dq[0], dk[0], dv[0]
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    longest: int | None,
+    longest_k: int | None,
+) -> tuple[Tensor, Tensor]:
+    """out, and lse with rows as long as the kernel makes them."""
+    bounds = cu_seqlens, cu_seqlens_k, longest, longest_k
+    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, *bounds, 0.0, _mask(call), True, scale=call.scale, window_size=_window_size(call.band)
+    )
+    return out, lse
+
+
+def _run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    padded_lse: Tensor,
+    call: Call,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    longest: int,
+    longest_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The state of the random generator is read only with dropout.
     unread = torch.empty((), dtype=torch.int64, device=q.device)
@@ -41,24 +90,26 @@ def _backward(
         None,
         # The kernel is told out's batch and head strides, and takes the row stride to be H·D.
         out.contiguous(),
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        torch.nn.functional.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")),
+        cu_seqlens,
+        cu_seqlens_k,
+        longest,
+        longest_k,
+        padded_lse,
         0.0,
         unread,
         unread,
-        _mask(band),
+        _mask(call),
         False,
-        scale=scale,
-        window_size=_window_size(band),
+        scale=call.scale,
+        window_size=_window_size(call.band),
     )
     return dq, dk, dv
 
 
-def _mask(band: Band) -> int:
-    return CAUSAL_FROM_TOP_LEFT if band.causal else NO_MASK
+def _mask(call: Call) -> int:
+    if not call.band.causal:
+        return NO_MASK
+    return CAUSAL_FROM_TOP_LEFT if call.sequences is None else CAUSAL_FROM_BOTTOM_RIGHT
 
 
 def _window_size(band: Band) -> int | None:
@@ -68,67 +119,6 @@ def _window_size(band: Band) -> int | None:
     return band.left + 1 if band.windowed else None
 
 
-def _packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, sequences: Sequences
-) -> tuple[Tensor, Tensor]:
-    out, padded_lse, *_ = torch.ops.aten._efficient_attention_forward(
-        q[None],
-        k[None],
-        v[None],
-        None,
-        sequences.cu_seqlens,
-        sequences.cu_seqlens_k,
-        sequences.longest,
-        sequences.longest_k,
-        0.0,
-        _packed_mask(band),
-        True,
-        scale=scale,
-        window_size=_window_size(band),
-    )
-    sequence, place = _places(sequences.cu_seqlens, q.shape[0])
-    return out[0], padded_lse[sequence, :, place].T.contiguous()
-
-
-def _packed_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    sequences: Sequences,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = sequences.longest + -sequences.longest % LSE_ALIGNMENT
-    padded_lse = lse.new_full((len(sequences.cu_seqlens) - 1, lse.shape[0], rows), float("inf"))
-    sequence, place = _places(sequences.cu_seqlens, q.shape[0])
-    padded_lse[sequence, :, place] = lse.T
-    unread = torch.empty((), dtype=torch.int64, device=q.device)
-    dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-        dout[None],
-        q[None],
-        k[None],
-        v[None],
-        None,
-        out.contiguous()[None],
-        sequences.cu_seqlens,
-        sequences.cu_seqlens_k,
-        sequences.longest,
-        sequences.longest_k,
-        padded_lse,
-        0.0,
-        unread,
-        unread,
-        _packed_mask(band),
-        False,
-        scale=scale,
-        window_size=_window_size(band),
-    )
-    return dq[0], dk[0], dv[0]
-
-
 def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """The sequence of each token, and its place in it; the host waits for nothing."""
     token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -136,12 +126,8 @@ def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return sequence, token - cu_seqlens[sequence]
 
 
-def _packed_mask(band: Band) -> int:
-    return CAUSAL_FROM_BOTTOM_RIGHT if band.causal else NO_MASK
-
-
 # Right past 2^32 elements on an H200.
 PLAIN = replace(CUDA_KERNEL, grouped_heads=False, forward_span=None, backward_span=None)
 attend, attend_backward = adapted(_forward, _backward, PLAIN)
 # No aligned ends: under a window over more keys than queries its backward pass came out wrong on an H200 (torch 2.11).
-packed = adapted_packed(_packed_forward, _packed_backward, PLAIN)
+packed = adapted_packed(_forward, _backward, PLAIN)

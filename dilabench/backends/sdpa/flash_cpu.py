@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.adapt import Call, Plain, adapted
 from dilabench.backends.band import Band
 from dilabench.kernels.cpu import aten_flash
 
@@ -20,20 +20,20 @@ QUERY_BLOCK = 256
 MOST_KEPT = 1 << 20
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    if band.windowed:
-        return _forward_windowed(q, k, v, band, scale)
-    out, lse = aten_flash.attend(*_heads_first(q, k, v), causal=band.causal, scale=scale)
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    if call.band.windowed:
+        return _forward_windowed(q, k, v, call.band, call.scale)
+    out, lse = aten_flash.attend(*_heads_first(q, k, v), causal=call.band.causal, scale=call.scale)
     return out.transpose(1, 2), lse
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if band.windowed:
-        return _backward_windowed(dout, q, k, v, out, lse, band, scale)
+    if call.band.windowed:
+        return _backward_windowed(dout, q, k, v, out, lse, call.band, call.scale)
     dout, q, k, v, out = _heads_first(dout, q, k, v, out)
-    gradients = aten_flash.attend_backward(dout, q, k, v, out, lse, causal=band.causal, scale=scale)
+    gradients = aten_flash.attend_backward(dout, q, k, v, out, lse, causal=call.band.causal, scale=call.scale)
     dq, dk, dv = (x.to(q.dtype) for x in _heads_first(*gradients))
     return dq, dk, dv
 

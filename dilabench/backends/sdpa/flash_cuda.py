@@ -12,34 +12,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilabench.backends.adapt import CUDA_KERNEL, Sequences, adapted, adapted_packed
+from dilabench.backends.adapt import CUDA_KERNEL, Call, Sequences, adapted, adapted_packed
 from dilabench.backends.band import Band
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    band: Band,
-    scale: float,
-    sequences: Sequences | None = None,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_bounds(q, k, sequences), 0.0, band.causal, False, scale=scale, **_window(band)
+        q, k, v, *_bounds(q, k, call.sequences), 0.0, call.band.causal, False, scale=call.scale, **_window(call.band)
     )
     return out, lse
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    sequences: Sequences | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The two tensors of the random generator's state (named philox_seed and philox_offset up to torch 2.6, rng_state
     # and unused since) are read only with dropout.
@@ -51,13 +36,13 @@ def _backward(
         v,
         out,
         lse,
-        *_bounds(q, k, sequences),
+        *_bounds(q, k, call.sequences),
         0.0,
-        band.causal,
+        call.band.causal,
         unread,
         unread,
-        scale=scale,
-        **_window(band),
+        scale=call.scale,
+        **_window(call.band),
     )
     return dq, dk, dv
 

@@ -1,6 +1,6 @@
 """Messages between the GPUs of one host by their copy engines, over memory that torch maps into every rank.
 
-The sender copies its bytes into a mailbox on the current stream, one pass over them; the rest runs on other streams:
+The sender copies its bytes into a ring buffer on the current stream, in one pass; the rest runs on other streams:
 readers copy the bytes over the links directly to their destination.
 """
 
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.mailboxes import COUNTER_STEP, Mailboxes
+from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
 from dilabench.distributed.transport.stream_queue import StreamQueue
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.errors import first_line
 
-# A mailbox may take so much of the device's memory: 2.2 GiB of an H200. A longer message goes in several chunks, and
+# Share of the device's memory for ring buffers: 2.2 GiB of an H200. A longer message goes in several chunks, and
 # its sender waits for the first of them to be taken.
 _MEMORY_SHARE = 64
 # How often the deadlines of transfers are looked at.
@@ -34,7 +34,7 @@ NOT_CAPTURED = (
 )
 
 
-class Arrival:
+class CopyWork:
     """A transfer to this rank, with `wait` like torch.distributed's `Work`."""
 
     def __init__(self, copies: Copies, event: torch.cuda.Event) -> None:
@@ -60,7 +60,7 @@ class Copies:
     A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines. Past one, or when the
     device fails it, the thread sets this rank's counters beyond every count, which ends all waits. From then on each
     use raises RuntimeError, and no result may be read: the device went on without the messages.
-    region: bytes of this rank's mailbox for each reader, the same on all ranks.
+    region: bytes of this rank's memory for each reader, the same on all ranks.
     Raises RuntimeError if the devices cannot map each other's memory.
     """
 
@@ -71,14 +71,14 @@ class Copies:
 
         self.timeout_s = timeout_s
         self._rank, self._size, self._device = rank, group.size(), device
-        self._memory = symmetric.empty(Mailboxes.mailbox_bytes(self._size, region), dtype=torch.uint8, device=device)
+        self._memory = symmetric.empty(RingBuffers.memory_bytes(self._size, region), dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.synchronize(device)
         # Kept: the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
         self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
-        self._mailboxes = Mailboxes(rank, self._handle.buffer_ptrs, region)
-        self._read = torch.empty(self._mailboxes.counters_bytes, dtype=torch.uint8, pin_memory=True)
+        self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
+        self._read = torch.empty(self._buffers.counters_bytes, dtype=torch.uint8, pin_memory=True)
         self._under_way: deque[_Transfer] = deque()
         self._trouble = ""
         self._closed = threading.Event()
@@ -91,7 +91,7 @@ class Copies:
         share = torch.cuda.get_device_properties(device).total_memory // _MEMORY_SHARE // (size - 1)
         return max(1, share >> 20) << 20
 
-    def swap(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> Arrival:
+    def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
         """Send tensors to ranks and receive into contiguous tensors from ranks, after what the current stream holds.
 
         What is sent may be written to again by later work on the current stream.
@@ -109,19 +109,19 @@ class Copies:
                 self._send(queue, peer, tensor)
         for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
             for tensor in receives[peer]:
-                self._mailboxes.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
+                self._buffers.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
         arrived = self._inward.stream.record_event()
         deadline = time.monotonic() + self.timeout_s
         for event in (current.record_event(), arrived):
             self._under_way.append(_Transfer(deadline, self.timeout_s, event))
-        return Arrival(self, arrived)
+        return CopyWork(self, arrived)
 
     def try_out(self) -> None:
         """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         sent = torch.full((_TRIAL_NUMBERS,), self._rank, device=self._device)
         received = {rank: torch.full_like(sent, -1) for rank in others}
-        self.swap({rank: [sent] for rank in others}, {rank: [x] for rank, x in received.items()}).wait()
+        self.send_recv({rank: [sent] for rank in others}, {rank: [x] for rank, x in received.items()}).wait()
         torch.cuda.synchronize(self._device)
         self.check()
         wrong = [rank for rank, numbers in received.items() if not bool((numbers == rank).all())]
@@ -141,7 +141,7 @@ class Copies:
         Raises RuntimeError when they differ: a transfer was made twice, not at all, or by a replayed graph.
         """
         self.check()
-        unsettled = self._mailboxes.unsettled(self._counters())
+        unsettled = self._buffers.unsettled(self._counters())
         if unsettled:
             self._trouble = f"rank {self._rank}: messages were miscounted: {', '.join(unsettled)}"
         self.check()
@@ -159,17 +159,17 @@ class Copies:
         return counters
 
     def _send(self, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
-        in_pieces = tensor.nbytes > self._mailboxes.longest_chunk
+        in_pieces = tensor.nbytes > self._buffers.longest_chunk
         flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
 
-        def lay(place: int, start: int, length: int) -> None:
+        def write_chunk(place: int, start: int, length: int) -> None:
             target = self._memory[place : place + length]
             if in_pieces:
                 target.copy_(flat[start : start + length])
             else:
                 copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
 
-        self._mailboxes.send(queue, peer, tensor.nbytes, lay)
+        self._buffers.send(queue, peer, tensor.nbytes, write_chunk)
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCH_S):
@@ -182,7 +182,7 @@ class Copies:
             self._trouble = self._trouble or trouble
             if self._trouble:
                 # Again each time: a peer that comes late lowers a counter.
-                self._mailboxes.release(self._rescue)
+                self._buffers.release(self._rescue)
 
     def _late(self) -> str:
         """Which messages have not come, if some transfer is past its deadline; else empty."""
@@ -190,5 +190,5 @@ class Copies:
             self._under_way.popleft()
         if not self._under_way or time.monotonic() <= self._under_way[0].deadline or self._trouble:
             return ""
-        missing = ", ".join(self._mailboxes.unsettled(self._counters())) or "the device did not come to them"
+        missing = ", ".join(self._buffers.unsettled(self._counters())) or "the device did not come to them"
         return f"rank {self._rank}: messages did not come within {self._under_way[0].timeout_s:g} s: {missing}"

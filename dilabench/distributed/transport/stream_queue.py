@@ -1,4 +1,4 @@
-"""A CUDA stream as a `mailboxes.Queue`: copies by the copy engines, waits and counts by the front end.
+"""A CUDA stream as a `ring_buffers.Queue`: copies by the copy engines, waits and counts by the front end.
 
 Nothing in it runs on a multiprocessor, so a transfer neither takes one from an attention kernel nor waits for one to be
 free. NCCL's kernels do both, and so does a copy within a device, which the driver leaves to the multiprocessors. torch

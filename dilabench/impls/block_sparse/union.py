@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -12,7 +12,6 @@ from torch import Tensor
 from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
 from dilabench.impls.union.branches import ORIGIN, branches_of, covers_every_row
 from dilabench.impls.union.head_runs import Progression
-from dilabench.impls.union.strided_calls import StridedCall
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
@@ -38,11 +37,16 @@ class BlockBackward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRows(StridedRows):
     """The rows of one kernel call, with the block plan that lies over them."""
 
     plan: Plan
+
+    @classmethod
+    def of(cls, rows: StridedRows, plan: Plan) -> PlannedRows:
+        """The same rows with a plan."""
+        return cls(**{field.name: getattr(rows, field.name) for field in fields(rows)}, plan=plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,21 +106,21 @@ def require_whole_plan(workload: Workload) -> BlockPlan:
 
 def planned_over_everything(workload: Workload, plan: Plan) -> tuple[PlannedRows, ...]:
     """The rows of the one call over the whole sequence."""
-    return tuple(PlannedRows(rows.call, rows.whole, plan) for rows in strided_rows(workload.as_dense()))
+    return tuple(PlannedRows.of(rows, plan) for rows in strided_rows(workload.as_dense()))
 
 
 def planned_rows(workload: Workload) -> tuple[PlannedRows, ...]:
     """The rows of every kernel call with their plans; calls over equal rows share one."""
     plans: dict[object, BlockPlan] = {}
     found = []
-    for rows in strided_rows(_without_mask(workload)):
-        calls = _one_set_of_heads(rows.call) if BlockSparsePattern.of(workload).per_head_masks else (rows.call,)
-        for call in calls:
-            heads = _heads(call)
-            key = call.rows, call.rate, heads
+    for whole in strided_rows(_without_mask(workload)):
+        calls = _one_set_of_heads(whole) if BlockSparsePattern.of(workload).per_head_masks else (whole,)
+        for rows in calls:
+            heads = _heads(rows)
+            key = rows.length, rows.rate, heads
             if key not in plans:
-                plans[key] = block_plan(workload, call.rows, call.rate, heads)
-            found.append(PlannedRows(call, rows.whole and len(calls) == 1, plans[key]))
+                plans[key] = block_plan(workload, rows.length, rows.rate, heads)
+            found.append(PlannedRows.of(rows, plans[key]))
     return tuple(found)
 
 
@@ -125,18 +129,20 @@ def _without_mask(workload: Workload) -> Workload:
     return workload.model_copy(update={"pattern": BlockSparsePattern.of(workload).under})
 
 
-def _one_set_of_heads(call: StridedCall) -> Sequence[StridedCall]:
+def _one_set_of_heads(rows: StridedRows) -> Sequence[StridedRows]:
     """A call for every head set of a stack: with a mask per head, residues cannot share a call."""
-    if call.stack.step.head == 0:
-        return (call,)
+    step = rows.stack.step
+    if step.head == 0:
+        return (rows,)
     single = Progression(1, ORIGIN)
-    starts = [call.start.after(call.stack.step, index) for index in range(call.stack.count)]
-    return [replace(call, start=start, stack=single) for start in starts]
+    whole = rows.whole and rows.stack.count == 1
+    starts = [rows.start.after(step, index) for index in range(rows.stack.count)]
+    return [replace(rows, start=start, stack=single, whole=whole) for start in starts]
 
 
-def _heads(call: StridedCall) -> tuple[int, ...]:
+def _heads(rows: StridedRows) -> tuple[int, ...]:
     """The query heads of a call, in its order."""
-    return tuple(call.start.head + index * call.heads.step.head for index in range(call.heads.count))
+    return tuple(rows.start.head + index * rows.heads.step.head for index in range(rows.heads.count))
 
 
 def block_plan(workload: Workload, rows: int, rate: int = 1, heads: tuple[int, ...] | None = None) -> BlockPlan:

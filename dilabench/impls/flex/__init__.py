@@ -1,1 +1,1 @@
-"""Dilated attention through FlexAttention."""
+"""Any pattern through FlexAttention."""

@@ -1,154 +1,185 @@
-"""The block mask of dilated attention by arithmetic on blocks: `create_block_mask` would look at all N x N pairs.
+"""A pattern's counts C, cut into blocks of 128 queries x 128 keys: which are visible, in full or in part, and what they
+hold. Made on the host from `Pattern.counts` alone, so that any pattern can be read by FlexAttention.
 
-The rows of a branch on one residue lie in patches: those of one segment in one block of places. A pair of blocks is
-touched where both have a patch of the same segment and causal mask and window leave some pair of its tokens, by the
-first and last of each; it is full where both patches are whole blocks and every pair is left.
+Blocks with the same counts share one tile. Memory: 4 bytes for each pair of blocks and kind of head, 16 KiB a tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-from torch.nn.attention import flex_attention as flex
+import numpy as np
+from numpy.typing import NDArray
 
-from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.pattern import KeyGroup, Pattern, SequenceShape
 from dilabench.workload.spec import Workload
 
 BLOCK = 128
-ABSENT = -1
-# Pairs of patches that are looked at in one go.
-PAIRS_AT_ONCE = 2**24
+MOST_COUNTED = 255
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def head_offsets(workload: Workload) -> list[tuple[int, ...]]:
-    """For every head the residue that it keeps in each branch, ABSENT where it takes no part."""
-    pattern = DilatedPattern.of(workload)
-    H, K = workload.num_heads, workload.num_kv_heads
-    found = []
-    for head in range(H):
-        own = pattern.head_branches(head, H)
-        residues = [
-            pattern.head_offset(head, branch[1], H, K) if branch in own else ABSENT for branch in pattern.branches
-        ]
-        found.append(tuple(residues))
-    return found
-
-
-def block_mask(workload: Workload, tokens: Tensor, visible: MaskFunction) -> flex.BlockMask:
-    """The mask over places of which number p holds token tokens[p] [N], on the device of `tokens`.
-
-    `visible` is evaluated in partly visible blocks only. Memory: 16 bytes per head and pair of blocks.
-    """
-    pattern = DilatedPattern.of(workload)
-    N = workload.seq_len
-    offsets = head_offsets(workload)
-    kinds = sorted(set(offsets))
-    blocks = -(-N // BLOCK)
-    touched, full = torch.zeros(2, len(kinds), blocks, blocks, dtype=torch.bool, device=tokens.device)
-    for branch, (segment, rate) in enumerate(pattern.branches):
-        for offset in {kind[branch] for kind in kinds} - {ABSENT}:
-            found = _visible_blocks(_patches(tokens, segment, rate, offset), workload, blocks)
-            for index, kind in enumerate(kinds):
-                if kind[branch] == offset:
-                    touched[index] |= found[0]
-                    full[index] |= found[1]
-    partly = touched & ~full
-    kind_of_head = [kinds.index(own) for own in offsets]
-    kv_num_blocks, kv_indices = _lists(partly, kind_of_head)
-    full_kv_num_blocks, full_kv_indices = _lists(full, kind_of_head)
-    q_num_blocks, q_indices = _lists(partly.transpose(1, 2), kind_of_head)
-    full_q_num_blocks, full_q_indices = _lists(full.transpose(1, 2), kind_of_head)
-    # Unlike `from_kv_blocks`, which sorts tables of all heads to find the lists by key.
-    return flex.BlockMask(
-        seq_lengths=(N, N),
-        kv_num_blocks=kv_num_blocks,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=full_kv_num_blocks,
-        full_kv_indices=full_kv_indices,
-        q_num_blocks=q_num_blocks,
-        q_indices=q_indices,
-        full_q_num_blocks=full_q_num_blocks,
-        full_q_indices=full_q_indices,
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=visible,
-    )
+Blocks = NDArray[np.bool_]
+Counts = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class _Patches:
-    """Rows of one branch on one residue, those of one segment in one block together; all [patches], by segment.
-
-    `whole`: the patch is every row of a block of full length. `first`, `last`: its least and greatest token.
+class CountedBlocks:
+    """kind_of_head [H]: heads of one kind have the same counts. partly, full [kinds, n, n]: blocks of queries x keys
+    that are visible under causal mask and window, which touch `in_band` blocks. tile_of [kinds, n, n]: the tile of each
+    visible block, 0 for others. tiles [T, BLOCK, BLOCK]: C before causal mask and window, 0 beyond the sequence; the
+    first holds zeros.
     """
 
-    segment: Tensor
-    block: Tensor
-    whole: Tensor
-    first: Tensor
-    last: Tensor
+    kind_of_head: tuple[int, ...]
+    partly: Blocks
+    full: Blocks
+    tile_of: NDArray[np.int32]
+    tiles: Counts
+    in_band: int
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether the pattern hides pairs that causal mask and window let see."""
+        hidden = (self.partly | self.full).sum((1, 2)).min() < self.in_band
+        return bool(hidden or (self.tiles.min((1, 2)) == 0)[self.tile_of[self.partly]].any())
+
+    @property
+    def counts_twice(self) -> bool:
+        """Whether a key counts more than once."""
+        return bool((self.tiles > 1).any())
 
 
-def _patches(tokens: Tensor, segment_length: int, rate: int, offset: int) -> _Patches:
-    places = (tokens % segment_length % rate == offset).nonzero().squeeze(-1)
-    own = tokens[places]
-    blocks = -(-len(tokens) // BLOCK)
-    key, of_patch, rows = torch.unique(
-        own // segment_length * blocks + places // BLOCK, return_inverse=True, return_counts=True
-    )
-    first = torch.full_like(key, len(tokens)).scatter_reduce_(0, of_patch, own, "amin")
-    last = torch.zeros_like(key).scatter_reduce_(0, of_patch, own, "amax")
-    return _Patches(key // blocks, key % blocks, rows == BLOCK, first, last)
+def counted_blocks(workload: Workload) -> CountedBlocks:
+    """The blocks of a workload of one sequence. Raises ValueError for a count above 255."""
+    (shape,) = workload.shapes
+    pattern = workload.pattern
+    keys = [pattern.head_key(shape, head) for head in range(shape.num_heads)]
+    heads = [keys.index(key) for key in dict.fromkeys(keys)]
+    blocks = -(-shape.length // BLOCK)
+    partly, full = np.zeros((2, len(heads), blocks, blocks), dtype=bool)
+    tile_of = np.zeros((len(heads), blocks, blocks), dtype=np.int32)
+    tiles = _Tiles()
+    for kind, head in enumerate(heads):
+        for index in range(blocks):
+            row = _block_row(pattern, shape, head, index)
+            if row is not None:
+                some, every = row.visible(shape)
+                partly[kind, index, row.columns] = some & ~every
+                full[kind, index, row.columns] = every
+                tile_of[kind, index, row.columns] = tiles.numbers(row, some)
+    kind_of_head = tuple(heads.index(keys.index(key)) for key in keys)
+    in_band = sum(len(_columns_in_band(shape, index)) for index in range(blocks))
+    return CountedBlocks(kind_of_head, partly, full, tile_of, np.stack(tiles.found), in_band)
 
 
-def _visible_blocks(patches: _Patches, workload: Workload, blocks: int) -> tuple[Tensor, Tensor]:
-    """Pairs of blocks that the patches touch, and those that they fill: bool [blocks of queries, blocks of keys]."""
-    left, right = workload.window
-    right = 0 if workload.causal else right
-    touched, full = torch.zeros(2, blocks * blocks, dtype=torch.bool, device=patches.block.device)
-    members = _by_segment(patches.segment)
-    for part in members.split(max(1, PAIRS_AT_ONCE // max(1, members.shape[1]) ** 2)):
-        query, key = part.unsqueeze(2), part.unsqueeze(1)
-        some = (query >= 0) & (key >= 0)
-        every = some & patches.whole[query] & patches.whole[key]
-        if right >= 0:
-            some &= patches.first[key] <= patches.last[query] + right
-            every &= patches.last[key] <= patches.first[query] + right
-        if left >= 0:
-            some &= patches.last[key] >= patches.first[query] - left
-            every &= patches.first[key] >= patches.last[query] - left
-        pair = patches.block[query] * blocks + patches.block[key]
-        touched[pair[some]] = True
-        full[pair[every]] = True
-    return touched.view(blocks, blocks), full.view(blocks, blocks)
+@dataclass(frozen=True, slots=True)
+class _BlockRow:
+    """One block of queries over the blocks of keys `columns` [m].
+
+    counts [groups, m, BLOCK]: C of the rows of each group; group_of_row [BLOCK]: -1 for rows without a key.
+    """
+
+    index: int
+    columns: NDArray[np.int64]
+    counts: Counts
+    group_of_row: NDArray[np.int16]
+
+    def visible(self, shape: SequenceShape) -> tuple[Blocks, Blocks]:
+        """[m]: blocks with a pair that causal mask and window let see, and blocks of such pairs alone."""
+        some: Blocks = np.any(self.counts, axis=(0, 2))
+        every: Blocks = np.all(self.counts, axis=(0, 2)) & (self.group_of_row >= 0).all()
+        rows = self.index * BLOCK + np.arange(BLOCK)
+        first, stop = shape.bounds(np.minimum(rows, shape.length - 1))
+        left, right = self.columns * BLOCK, (self.columns + 1) * BLOCK
+        for place in np.flatnonzero((left < first.max()) | (right > stop.min())):
+            positions = left[place] + np.arange(BLOCK)
+            seen = (positions >= first[:, None]) & (positions < stop[:, None]) & (self.tile(place) > 0)
+            some[place], every[place] = seen.any(), seen.all()
+        return some, every
+
+    def tile(self, place: int) -> Counts:
+        """C [BLOCK, BLOCK] of one block."""
+        found: Counts = self.counts[self.group_of_row, place]
+        found[self.group_of_row < 0] = 0
+        return found
 
 
-def _by_segment(segment: Tensor) -> Tensor:
-    """Indices of the patches of every segment, [segments, most patches], and then -1."""
-    _, counts = segment.unique_consecutive(return_counts=True)
-    row = torch.repeat_interleave(torch.arange(len(counts), device=segment.device), counts)
-    index = torch.arange(len(segment), device=segment.device)
-    members = index.new_full((len(counts), int(counts.max()) if len(counts) else 0), -1)
-    members[row, index - (counts.cumsum(0) - counts)[row]] = index
-    return members
+def _block_row(pattern: Pattern, shape: SequenceShape, head: int, index: int) -> _BlockRow | None:
+    """The counts of a block of queries; None if none of its rows sees a key."""
+    start, end = index * BLOCK, min((index + 1) * BLOCK, shape.length)
+    reach = _columns_in_band(shape, index)
+    found = (group for group in pattern.counts(shape, head, np.arange(start, end)) if len(group.rows))
+    groups = sorted(found, key=lambda group: int(group.rows[0]))
+    parts = [[_inside(part, reach.start * BLOCK, reach.stop * BLOCK) for part in group.parts] for group in groups]
+    touched = np.zeros(-(-shape.length // BLOCK), dtype=bool)
+    for part in itertools.chain.from_iterable(parts):
+        if isinstance(part, range):
+            touched[part.start // BLOCK : part[-1] // BLOCK + 1 if part else 0] = True
+        else:
+            touched[part // BLOCK] = True
+    columns = np.flatnonzero(touched)
+    if not len(columns):
+        return None
+    # From a key to its place in the columns.
+    shift = (np.cumsum(touched) - 1 - np.arange(len(touched))) * BLOCK
+    counts = np.zeros((len(groups), len(columns) * BLOCK), dtype=np.uint8)
+    group_of_row = np.full(BLOCK, -1, dtype=np.int16)
+    for number, (group, of_group) in enumerate(zip(groups, parts, strict=True)):
+        _refuse_many(group)
+        group_of_row[group.rows - start] = number
+        for part in of_group:
+            if isinstance(part, range):
+                # All columns from the first to the last key of a range are touched, so that all keys move alike.
+                moved = int(shift[part.start // BLOCK]) if part else 0
+                counts[number, part.start + moved : part.stop + moved : part.step] += 1
+            else:
+                counts[number, part + shift[part // BLOCK]] += 1
+    return _BlockRow(index, columns, counts.reshape(len(groups), len(columns), BLOCK), group_of_row)
 
 
-def _lists(marked: Tensor, kind_of_head: list[int]) -> tuple[Tensor, Tensor]:
-    """How many and which blocks are marked in each row of bool [kinds, blocks, blocks]: int32 [1, H, blocks] and
-    [1, H, blocks, blocks], whose rows end in zeros."""
-    marked = marked.contiguous()
-    blocks = marked.shape[-1]
-    counts = marked.sum(-1, dtype=torch.int32)
-    numbers = torch.arange(blocks, dtype=torch.int32, device=marked.device).repeat(blocks, 1)
-    listed = torch.zeros(1, len(kind_of_head), blocks, blocks, dtype=torch.int32, device=marked.device)
-    for kind in sorted(set(kind_of_head)):
-        heads = [head for head, own in enumerate(kind_of_head) if own == kind]
-        front = numbers < counts[kind].unsqueeze(-1)
-        listed[0, heads[0]].masked_scatter_(front, numbers.masked_select(marked[kind]))
-        for head in heads[1:]:
-            listed[0, head] = listed[0, heads[0]]
-    return counts[kind_of_head].unsqueeze(0), listed
+def _columns_in_band(shape: SequenceShape, index: int) -> range:
+    """The blocks of keys that causal mask and window let some row of a block of queries see."""
+    first, stop = shape.bounds(np.arange(index * BLOCK, min((index + 1) * BLOCK, shape.length)))
+    return range(int(first.min()) // BLOCK, -(-int(stop.max()) // BLOCK))
+
+
+def _inside(part: range | NDArray[np.int64], start: int, stop: int) -> range | NDArray[np.int64]:
+    """The keys of a part from `start` on and below `stop`, the blocks that any row sees."""
+    if isinstance(part, range):
+        return part[bisect_left(part, start) : bisect_left(part, stop)]
+    return part[slice(*part.searchsorted((start, stop)))]
+
+
+def _refuse_many(group: KeyGroup) -> None:
+    if len(group.parts) > MOST_COUNTED:
+        raise ValueError(f"a key may count {len(group.parts)} times here, more than the {MOST_COUNTED} of a byte")
+
+
+@dataclass(slots=True)
+class _Tiles:
+    """Tiles by what they hold, each once."""
+
+    found: list[Counts] = field(default_factory=lambda: [np.zeros((BLOCK, BLOCK), dtype=np.uint8)])
+    number_of: dict[object, int] = field(default_factory=dict)
+
+    def numbers(self, row: _BlockRow, some: Blocks) -> NDArray[np.int32]:
+        """[m]: the number of the tile of each visible block, 0 for others."""
+        least, most = row.counts.min((0, 2)), row.counts.max((0, 2))
+        least = np.where((row.group_of_row >= 0).all(), least, 0)
+        numbers = np.zeros(len(row.columns), dtype=np.int32)
+        alike = some & (least == most)
+        for count in np.unique(least[alike]):
+            places = np.flatnonzero(alike & (least == count))
+            numbers[places] = self._number(int(count), row, places[0])
+        rows = row.group_of_row.tobytes()
+        for place in np.flatnonzero(some & ~alike):
+            numbers[place] = self._number((rows, row.counts[:, place].tobytes()), row, place)
+        return numbers
+
+    def _number(self, key: object, row: _BlockRow, place: int) -> int:
+        """The number of a tile by what tells it from others; a new one is kept."""
+        number = self.number_of.setdefault(key, len(self.found))
+        if number == len(self.found):
+            self.found.append(row.tile(place))
+        return number

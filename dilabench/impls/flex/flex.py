@@ -1,118 +1,205 @@
-"""`flex` and `flex-permuted`: FlexAttention with the pattern as block mask and log C as score.
+"""`flex`: torch's FlexAttention over any pattern, with what the pattern's counts C say as mask and log C as score.
 
-`flex` keeps the tokens in their order: an r = 4 branch leaves every block of its segment partly filled, which is what
-plain masking costs. `flex-permuted` orders the tokens by residue class first, so that blocks are wholly visible or not
-at all; moving the tokens there and back is part of the call.
+A block mask lists the visible blocks; in those seen in part, the mask function reads C from tiles that equal blocks
+share. It reads none if causal mask and window are all that hides; log C is added only if a key counts more than once.
 """
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.flex.blocks import block_mask, head_offsets
-from dilabench.patterns.dilated import DilatedPattern
+from dilabench.impls.flex.blocks import BLOCK, Blocks, CountedBlocks, counted_blocks
 from dilabench.workload.spec import Workload
 
-Index = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# torch 2.9 replaced return_lse=True (a tuple with lse) by return_aux (a tuple with a record).
+_ASK_FOR_LSE: dict[str, Any] = (
+    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
+)
+
+# The block of a position, and its place inside: without the signs that // and % have to mind.
+SHIFT, INSIDE = BLOCK.bit_length() - 1, BLOCK - 1
+
+# FlashAttention 4, which has only half precision.
+FLASH = "BACKEND=FLASH"
+
+Index = Callable[[Tensor, Tensor, Tensor], Tensor]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def build(workload: Workload, context: BuildContext) -> Flex:
-    """Tokens in their own order. The block mask is built here, once."""
-    return _build(workload, context, None)
+    """The block mask is made here, on the host; the first call compiles.
+
+    `context.tiles`: kernel options as text. Raises ModuleNotFoundError for BACKEND=FLASH without FlashAttention 4.
+    """
+    options = read_options(context.tiles)
+    if options.get("BACKEND") == "FLASH" and not _has_flash4():
+        raise ModuleNotFoundError(f"{FLASH} calls FlashAttention 4; pip install 'dilabench[flash4]'")
+    blocks = counted_blocks(workload)
+    count = _count(blocks, context.device)
+    return Flex(
+        _block_mask(blocks, workload, _visible(workload, count if blocks.has_holes else None), context.device),
+        _with_log(count) if blocks.counts_twice else None,
+        workload.softmax_scale,
+        options,
+        _compiled(_attend, context.device),
+    )
 
 
-def build_permuted(workload: Workload, context: BuildContext) -> Flex:
-    """Tokens ordered by residue class inside the longest segment."""
-    pattern = DilatedPattern.of(workload)
-    modulus = math.lcm(*pattern.dilation_rates)
-    longest = min(max(pattern.segment_lengths), workload.seq_len)
-    tokens = torch.arange(workload.seq_len, device=context.device)
-    key = (tokens // longest * modulus + tokens % longest % modulus) * longest + tokens % longest
-    return _build(workload, context, torch.argsort(key))
+def read_options(text: str) -> dict[str, str | int]:
+    """Return the `kernel_options` of `flex_attention`, empty for an empty text. Raises ValueError for another form."""
+    found: dict[str, str | int] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = (side.strip() for side in part.partition("="))
+        if not (name and equals and value):
+            raise ValueError(f"tiles {part!r} is not NAME=VALUE, for example {FLASH} or BLOCK_M=64")
+        found[name] = int(value) if value.isdecimal() else value
+    return found
+
+
+def candidates(head_dim: int, itemsize: int, backward: bool) -> tuple[str, ...]:  # noqa: ARG001
+    """What suite `tiles` tries beside torch's own choice."""
+    return (FLASH,) if itemsize == 2 else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Flex:
-    """FlexAttention with a mask and a score; `order` [N] is the token at each place, None for their own order."""
+    """FlexAttention with a block mask, a score function and kernel options."""
 
-    run: Callable[..., Tensor]
     mask: flex.BlockMask
-    score: Score
+    score: ScoreFunction | None
     scale: float
-    order: Tensor | None
-    back: Tensor | None
+    options: Mapping[str, Any]
+    run: Callable[..., tuple[Tensor, Any]]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
-        if self.order is not None:
-            q, k, v = (x.index_select(1, self.order) for x in (q, k, v))
-        out = self.run(*(x.transpose(1, 2) for x in (q, k, v)), self.score, self.mask, self.scale).transpose(1, 2)
-        return out.contiguous() if self.back is None else out.index_select(1, self.back)
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out, extra = self.run(*heads_first, self.score, self.mask, self.scale, dict(self.options) or None)
+        lse: Tensor = extra if isinstance(extra, Tensor) else extra.lse
+        return out.transpose(1, 2), lse.detach()
 
 
-def _build(workload: Workload, context: BuildContext, order: Tensor | None) -> Flex:
-    count = _multiplicity(workload, context.device, order)
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: ScoreFunction | None,
+    mask: flex.BlockMask,
+    scale: float,
+    options: Any,
+) -> tuple[Tensor, Any]:
+    return flex.flex_attention(
+        q,
+        k,
+        v,
+        score_mod=score,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=options,
+        **_ASK_FOR_LSE,
+    )
+
+
+def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """As torch.compile has it on CUDA; `fullgraph` refuses a silent fall to the quadratic eager form.
+
+    torch.compile gives up on one function after eight classes of shapes: each build compiles a function of its own.
+    """
+    if device.type != "cuda":
+        return function
+    own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(own_code, fullgraph=True, dynamic=False)
+
+
+def _has_flash4() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:
+        return False
+
+
+def _count(blocks: CountedBlocks, device: torch.device) -> Index:
+    """C[h, i, j] of a visible block, before causal mask and window, from tensors on the device."""
+    tiles = torch.from_numpy(blocks.tiles).to(device)
+    tile_of = torch.from_numpy(blocks.tile_of).to(device)
+    if len(tile_of) == 1:
+        of_all = tile_of[0]
+        return lambda _h, i, j: tiles[of_all[i >> SHIFT, j >> SHIFT], i & INSIDE, j & INSIDE]
+    kinds = torch.tensor(blocks.kind_of_head, dtype=torch.int32).to(device)
+    return lambda h, i, j: tiles[tile_of[kinds[h], i >> SHIFT, j >> SHIFT], i & INSIDE, j & INSIDE]
+
+
+def _visible(workload: Workload, count: Index | None) -> MaskFunction:
+    """The mask function: causal mask, window, and C > 0 if the pattern hides more than these."""
     left, right = workload.window
+    right = 0 if workload.causal else right
 
-    def place(index: Tensor) -> Tensor:
-        return index if order is None else order[index]
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        i_token, j_token = place(i), place(j)
-        seen = count(b, h, i, j) > 0
-        if workload.causal:
-            seen = seen & (j_token <= i_token)
+    def visible(_b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (i >= 0) & (j >= 0) if count is None else count(h, i, j) > 0
         if left >= 0:
-            seen = seen & (j_token >= i_token - left)
+            seen = seen & (j >= i - left)
         if right >= 0:
-            seen = seen & (j_token <= i_token + right)
+            seen = seen & (j <= i + right)
         return seen
 
-    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return logit + torch.log(count(b, h, i, j).to(torch.float32))
-
-    tokens = torch.arange(workload.seq_len, device=context.device) if order is None else order
-    mask = block_mask(workload, tokens, visible)
-    run: Callable[..., Tensor] = _attend
-    if context.device.type == "cuda":
-        # torch.compile gives up on one function after eight classes of shapes: each build compiles its own.
-        own_code = types.FunctionType(_attend.__code__.replace(), _attend.__globals__)
-        run = torch.compile(own_code, fullgraph=True, dynamic=False)
-    back = None if order is None else torch.argsort(order)
-    return Flex(run, mask, score, workload.softmax_scale, order, back)
+    return visible
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, score: Score, mask: flex.BlockMask, scale: float) -> Tensor:
-    enable_gqa = q.shape[1] != k.shape[1]
-    out = flex.flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    assert isinstance(out, Tensor)
-    return out
+def _with_log(count: Index) -> ScoreFunction:
+    def score(logit: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return logit + torch.log(count(h, i, j).to(torch.float32))
+
+    return score
 
 
-def _multiplicity(workload: Workload, device: torch.device, order: Tensor | None) -> Index:
-    """C[h, i, j] without causal mask and window, as elementwise arithmetic on index tensors."""
-    pattern = DilatedPattern.of(workload)
-    offsets = torch.tensor(head_offsets(workload), device=device).T.contiguous()
+def _block_mask(
+    blocks: CountedBlocks, workload: Workload, visible: MaskFunction, device: torch.device
+) -> flex.BlockMask:
+    """The lists of blocks, for each head, or once if all heads are alike.
 
-    def count(_b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if order is not None:
-            i, j = order[i], order[j]
-        total = torch.zeros_like(i + j)
-        for index, (segment, rate) in enumerate(pattern.branches):
-            offset = offsets[index, h]
-            # The segment of each, or what no other has: one comparison is left for every pair.
-            mine = torch.where(i % segment % rate == offset, i // segment, -1)
-            theirs = torch.where(j % segment % rate == offset, j // segment, -2)
-            total = total + (mine == theirs).to(total.dtype)
-        return total
+    Unlike `BlockMask.from_kv_blocks`, which sorts tables of all heads to find the lists by key.
+    """
+    kinds = blocks.kind_of_head if len(blocks.partly) > 1 else (0,)
+    kv_num_blocks, kv_indices = _lists(blocks.partly, kinds, device)
+    full_kv_num_blocks, full_kv_indices = _lists(blocks.full, kinds, device)
+    q_num_blocks, q_indices = _lists(blocks.partly.transpose(0, 2, 1), kinds, device)
+    full_q_num_blocks, full_q_indices = _lists(blocks.full.transpose(0, 2, 1), kinds, device)
+    return flex.BlockMask(
+        seq_lengths=(workload.seq_len, workload.seq_len),
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
+    )
 
-    return count
+
+def _lists(marked: Blocks, kinds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many and which blocks are marked in each row of bool [kinds, n, n]: int32 [1, H, n] and [1, H, n, n], whose
+    rows begin with the marked blocks, ascending."""
+    counts = marked.sum(-1, dtype=np.int32)
+    order = np.argsort(~marked, axis=-1, kind="stable").astype(np.int32)
+    of_heads = list(kinds)
+    found, listed = (torch.from_numpy(part[of_heads])[None].to(device) for part in (counts, order))
+    return found, listed

@@ -16,7 +16,7 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.ring.schedule.function import Apart, ShardedAttention
+from dilabench.impls.ring.schedule.function import LocalOnly, ShardedAttention
 from dilabench.impls.ring.schedule.share import Share, share_of
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
 from dilabench.kernels.lse import add_null_mass_
@@ -52,12 +52,9 @@ class AllGather:
         gradients: list[Tensor] = []
         for owner, packed in exchange.of_owners(kept[0], k):
             gradients += share.attend_remote_backward(owner, dq, dout, q, packed, out, lse)
-        returned, pending = exchange.give_all_back(gradients, k, share.gradient_dtype)
+        returned = exchange.give_all_back(gradients, k, share.gradient_dtype)
         share.attend_own_backward((dq, dk, dv), dout, q, k, v, out, lse)
-        pending.wait()
-        for reader, parts in exchange.of_readers(returned, k):
-            for total, part in zip((dk, dv), parts, strict=True):
-                exchange.gives[reader].add(total, part)
+        returned.add(dk, dv)
         return dq.finish(), dk.finish(), dv.finish()
 
 
@@ -69,6 +66,6 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     zero_keys = log_zero_keys(workload, context.device, rows=torch.cat([torch.arange(0), *rows]))
     if silent and share.local is not None and not share.own and zero_keys is None:
         # There is nothing to send or to merge, so that a call costs what it costs without ranks.
-        return ShardedAttention(workload, share.shards, share.world, Apart(share.local))
+        return ShardedAttention(workload, share.shards, share.world, LocalOnly(share.local))
     share = replace(share, exchange=replace(share.exchange, silent=silent))
     return ShardedAttention(workload, share.shards, share.world, AllGather(share, zero_keys))

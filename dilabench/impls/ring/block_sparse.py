@@ -28,9 +28,9 @@ from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
 from dilabench.impls.ring.schedule.sums import Sum
-from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.lists import BoolArray
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -106,7 +106,7 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
             f"window {workload.window} on a block mask over ranks: gathered blocks have no distance in rows; use a "
             "local_window mask, or block-sparse on one device"
         )
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     assignment = BlockAssignment.of(workload, world.size)
     shards = shards_of(assignment.positions)
     algorithm = _exchange(workload, context.device, world, assignment) if shards.rows[world.rank] else NoRows()
@@ -122,9 +122,8 @@ def _exchange(workload: Workload, device: torch.device, world: World, assignment
     The last block of the sequence may be short, so that its owner comes last among those of gathered blocks.
     """
     own = assignment.own(world.rank)
-    others = [other for other in range(world.size) if other != world.rank]
-    given = {reader: assignment.sent(world.rank, reader) for reader in others}
-    needed = {owner: assignment.sent(owner, world.rank) for owner in others}
+    given = {reader: assignment.sent(world.rank, reader) for reader in world.peers}
+    needed = {owner: assignment.sent(owner, world.rank) for owner in world.peers}
     last = len(assignment.sizes) - 1
     needed = dict(sorted(needed.items(), key=lambda item: last in item[1] // assignment.parts))
     coming = np.concatenate([*needed.values(), own[:0]])

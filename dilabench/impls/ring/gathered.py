@@ -44,18 +44,18 @@ class Gathered(Calls):
     """`function.Algorithm` with one exchange per pass.
 
     early: the calls on this rank's own keys alone, made while messages are sent. late: those on gathered keys.
-    own: which of these are this rank's. apart: no two calls have queries in common.
+    own: which of these are this rank's. disjoint: no two calls have queries in common.
     """
 
     exchange: RowGather
     early: tuple[Piece, ...]
     late: tuple[Piece, ...]
     own: tuple[Shared, ...]
-    apart: bool
+    disjoint: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
-        results = PlacedSoftmax(q) if self.apart else Softmax(q)
+        results = PlacedSoftmax(q) if self.disjoint else Softmax(q)
         keys, values, pending = self.exchange.gather(k, v)
         for local, gathered in self.own:
             for whole, shard in ((keys, k), (values, v)):
@@ -70,7 +70,7 @@ class Gathered(Calls):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards; those of gathered keys first, so that they are sent meanwhile."""
         keys, values = kept
-        dq = PlacedSum(q) if self.apart else Sum.like(q)
+        dq = PlacedSum(q) if self.disjoint else Sum.like(q)
         dkeys, dvalues = Sum.like(keys), Sum.like(values)
         self.attend_backward(self.late, (dq, dkeys, dvalues), dout, q, keys, values, out, lse)
         returned = self.exchange.give_back(dkeys.finish(), dvalues.finish(), k)
@@ -87,13 +87,13 @@ class Gathered(Calls):
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """`zigzag-allgather`: dense patterns, padded or packed; each sequence on zigzag shards."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     return _built(workload, context, world, RowAssignment.zigzag(workload, world.size))
 
 
 def build_balanced(workload: Workload, context: BuildContext) -> ShardedAttention:
     """`balanced-allgather`: dense patterns with causal masks and windows, padded or packed."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     return _built(workload, context, world, RowAssignment.of(workload, world.size))
 
 
@@ -109,16 +109,15 @@ def by_pieces(workload: Workload, context: BuildContext, world: World, shards: S
     plans = [_plan(workload, shards, rank, backend.aligns_ends) for rank in range(world.size)]
     early, late, spans = plans[world.rank]
     own = shards.parts[world.rank]
-    others = [rank for rank in range(world.size) if rank != world.rank]
-    places = {owner: [gathered for _, gathered in _shared(shards.parts[owner], spans)] for owner in others}
-    gives = {reader: [local for local, _ in _shared(own, plans[reader][2])] for reader in others}
+    places = {owner: [gathered for _, gathered in _shared(shards.parts[owner], spans)] for owner in world.peers}
+    gives = {reader: [local for local, _ in _shared(own, plans[reader][2])] for reader in world.peers}
     exchange = RowGather(
         world,
         sum(span.length for span in spans),
         {owner: selections for owner, selections in places.items() if selections},
         {reader: selections for reader, selections in gives.items() if selections},
     )
-    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), _apart((*early, *late)))
+    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), _disjoint((*early, *late)))
 
 
 def _plan(
@@ -137,9 +136,9 @@ def _plan(
     return tuple(early), tuple(placed), spans
 
 
-def _apart(pieces: Sequence[Piece]) -> bool:
+def _disjoint(pieces: Sequence[Piece]) -> bool:
     ranges = sorted((piece.query, piece.query + piece.queries) for piece in pieces)
-    return all(one[1] <= following[0] for one, following in pairwise(ranges))
+    return all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
 
 
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:

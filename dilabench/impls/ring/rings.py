@@ -25,9 +25,9 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Cut, contiguous, zigzag
-from dilabench.distributed.world import Pending
+from dilabench.distributed.world import Work
 from dilabench.impls.ring.schedule.function import ShardedAttention
-from dilabench.impls.ring.schedule.row_exchange import Transfer
+from dilabench.impls.ring.schedule.row_exchange import Returned, Transfer
 from dilabench.impls.ring.schedule.share import Share, share_of
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
 from dilabench.workload.spec import Workload
@@ -52,7 +52,7 @@ class Ring:
             if distance == 0:
                 self.share.attend_own(results, q, k, v)
             elif arrived.packed:
-                self.share.attend_remote(arrived.peer, results, q, arrived.packed)
+                self.share.attend_remote(arrived.owner, results, q, arrived.packed)
         return *results.finish(), tuple(arrived.packed) if self.overlap else ()
 
     def backward(
@@ -60,9 +60,9 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
         share, (dq, dk, dv) = self.share, (Sum.like(x) for x in (q, k, v))
-        returns: list[Transfer] = []
+        returns: list[Returned] = []
         # What the forward pass kept is from the rank after this one, round the ring.
-        coming = Transfer((share.world.rank + 1) % self._size, Pending(()), list(kept)) if self.overlap else None
+        coming = Transfer((share.world.rank + 1) % self._size, Work(()), list(kept)) if self.overlap else None
         for distance, following in pairwise((*self._backward_order, 0)):
             arrived, coming = self._take(distance, following, coming, k, v)
             if distance == 0:
@@ -70,13 +70,14 @@ class Ring:
                 continue
             gradients = []
             if arrived.packed:
-                gradients = share.attend_remote_backward(arrived.peer, dq, dout, q, arrived.packed, out, lse)
+                gradients = share.attend_remote_backward(arrived.owner, dq, dout, q, arrived.packed, out, lse)
             returns.append(share.exchange.give_back(distance, gradients, k, share.gradient_dtype))
             # Messages under way hold what they still send; all else is freed before the next step.
             del arrived, gradients
             if not self.overlap or len(returns) > 1:
-                self._add([returns.pop(0)], dk, dv)
-        self._add(returns, dk, dv)
+                returns.pop(0).add(dk, dv)
+        for returned in returns:
+            returned.add(dk, dv)
         return dq.finish(), dk.finish(), dv.finish()
 
     @property
@@ -99,12 +100,6 @@ class Ring:
         ahead = exchange.fetch(following, k, v) if self.overlap else None
         arrived.work.wait()
         return arrived, ahead
-
-    def _add(self, returns: list[Transfer], dk: Sum, dv: Sum) -> None:
-        for returned in returns:
-            returned.work.wait()
-            for total, packed in zip((dk, dv), returned.packed, strict=False):
-                self.share.exchange.gives[returned.peer].add(total, packed)
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:

@@ -19,82 +19,78 @@ from dilabench.distributed.world import World
 from dilabench.impls.one_operator import Computation
 from dilabench.impls.packed import in_one_launch
 from dilabench.impls.ring.schedule.calls import Calls
-from dilabench.impls.ring.schedule.function import Algorithm, Apart, ShardedAttention
+from dilabench.impls.ring.schedule.function import Local, ShardedAttention
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.ring.schedule.sums import Softmax, Sum, wide
 from dilabench.impls.union.branches import branches_of
 from dilabench.workload.spec import Workload
 
+# By rank the heads that it attends with.
+Heads = Sequence[range]
 
-@dataclass(frozen=True, slots=True)
-class HeadAssignment:
-    """Which query heads each rank attends with, and which key/value heads they read."""
 
-    queries: tuple[range, ...]
-    keys: tuple[range, ...]
-
-    @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, size: int) -> HeadAssignment:
-        """H heads over P ranks, in order."""
-        group = num_heads // num_kv_heads
-        queries = tuple(range(num_heads * rank // size, num_heads * (rank + 1) // size) for rank in range(size))
-        keys = tuple(range(heads.start // group, -(-heads.stop // group)) if heads else range(0) for heads in queries)
-        return cls(queries, keys)
+def assign_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[Heads, Heads]:
+    """H query heads over P ranks, in order, and the key/value heads that they read."""
+    group = num_heads // num_kv_heads
+    queries = [range(num_heads * rank // size, num_heads * (rank + 1) // size) for rank in range(size)]
+    return queries, [range(heads.start // group, -(-heads.stop // group)) if heads else range(0) for heads in queries]
 
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """`function.Algorithm` by two all-to-alls per pass; between them `attention` has all rows of some heads."""
+    """`function.Algorithm` by two all-to-alls per pass; between them `attention` has all rows of some heads.
+
+    What it keeps for the backward pass: this rank's heads of q, k, v, out and lse over the whole sequence.
+    """
 
     world: World
     shards: Shards
-    assignment: HeadAssignment
-    attention: Algorithm
+    queries: Heads
+    keys: Heads
+    attention: Local
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """out, lse, this rank's heads of q, k, v, out and lse over the whole sequence, and what attention keeps."""
-        assignment = self.assignment
-        whole_q, whole_k, whole_v = self._to_heads((q, k, v), (assignment.queries, assignment.keys, assignment.keys))
-        whole_out, whole_lse, kept = self.attention.forward(whole_q, whole_k, whole_v)
-        (out,) = self._to_tokens((whole_out,), (assignment.queries,), q.shape[0])
-        (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (assignment.queries,), q.shape[0])
+        """out, lse, and what is kept."""
+        whole_q, whole_k, whole_v = self._to_heads((q, k, v), (self.queries, self.keys, self.keys))
+        whole_out, whole_lse, *_ = self.attention.forward(whole_q, whole_k, whole_v)
+        (out,) = self._to_tokens((whole_out,), (self.queries,), q.shape[0])
+        (lse,) = self._to_tokens((whole_lse.transpose(1, 2).unsqueeze(-1),), (self.queries,), q.shape[0])
         lse_by_head = lse.squeeze(-1).transpose(1, 2).contiguous()
-        return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse, *kept)
+        return out, lse_by_head, (whole_q, whole_k, whole_v, whole_out, whole_lse)
 
     def backward(
         self, dout: Tensor, q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
-        assignment, (whole_q, whole_k, whole_v, whole_out, whole_lse, *rest) = self.assignment, kept
-        (whole_dout,) = self._to_heads((dout,), (assignment.queries,))
-        parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse, tuple(rest))
-        dq, dk, dv = self._to_tokens(parts, (assignment.queries, assignment.keys, assignment.keys), q.shape[0])
+        whole_q, whole_k, whole_v, whole_out, whole_lse = kept
+        (whole_dout,) = self._to_heads((dout,), (self.queries,))
+        parts = self.attention.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, whole_lse)
+        dq, dk, dv = self._to_tokens(parts, (self.queries, self.keys, self.keys), q.shape[0])
         return dq, dk, dv
 
-    def _to_heads(self, tensors: Sequence[Tensor], assignments: Sequence[tuple[range, ...]]) -> list[Tensor]:
+    def _to_heads(self, tensors: Sequence[Tensor], of_each: Sequence[Heads]) -> list[Tensor]:
         """Local tokens of all heads [B, N_local, ·, D] -> all tokens of this rank's heads [B, N, ·, D]."""
         B, _, _, D = tensors[0].shape
         rows, rank = self.shards.rows, self.world.rank
         give = [
-            [x[:, :, _slice(assignment[peer])] for x, assignment in zip(tensors, assignments, strict=True)]
-            for peer in self._peers
+            [x[:, :, _slice(heads[peer])] for x, heads in zip(tensors, of_each, strict=True)]
+            for peer in range(self.world.size)
         ]
-        shapes = [[(B, rows[peer], len(assignment[rank]), D) for assignment in assignments] for peer in self._peers]
+        shapes = [[(B, rows[peer], len(heads[rank]), D) for heads in of_each] for peer in range(self.world.size)]
         arrived = self._exchange(give, shapes)
-        return [self.shards.join([arrived[peer][index] for peer in self._peers]) for index in range(len(tensors))]
+        return [
+            self.shards.join([arrived[peer][index] for peer in range(self.world.size)]) for index in range(len(tensors))
+        ]
 
-    def _to_tokens(self, tensors: Sequence[Tensor], assignments: Sequence[tuple[range, ...]], B: int) -> list[Tensor]:
+    def _to_tokens(self, tensors: Sequence[Tensor], of_each: Sequence[Heads], B: int) -> list[Tensor]:
         """The way back: all tokens of this rank's heads -> local tokens of all heads, copies of a head summed."""
         D = tensors[0].shape[-1]
         own_rows = self.shards.rows[self.world.rank]
-        give = [[self.shards.take(x, peer) for x in tensors] for peer in self._peers]
-        shapes = [[(B, own_rows, len(assignment[peer]), D) for assignment in assignments] for peer in self._peers]
+        give = [[self.shards.take(x, peer) for x in tensors] for peer in range(self.world.size)]
+        shapes = [[(B, own_rows, len(heads[peer]), D) for heads in of_each] for peer in range(self.world.size)]
         arrived = self._exchange(give, shapes)
-        return [
-            _gathered_heads([parts[index] for parts in arrived], assignment)
-            for index, assignment in enumerate(assignments)
-        ]
+        return [_gathered_heads([parts[index] for parts in arrived], heads) for index, heads in enumerate(of_each)]
 
     def _exchange(
         self, give: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
@@ -109,21 +105,17 @@ class Ulysses:
         parts = iter(received.split([size for several in sizes for size in several]))
         return [[next(parts).view(shape) for shape in several] for several in shapes]
 
-    @property
-    def _peers(self) -> range:
-        return range(self.world.size)
-
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
     """Rank r holds the r-th part of every sequence. Dense and dilated patterns, padded and packed."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     shards = contiguous(workload.sequences, world.size)
-    assignment = HeadAssignment.of(workload.num_heads, workload.num_kv_heads, world.size)
-    heads, kv_heads = assignment.queries[world.rank], assignment.keys[world.rank]
+    queries, keys = assign_heads(workload.num_heads, workload.num_kv_heads, world.size)
+    heads, kv_heads = queries[world.rank], keys[world.rank]
     attention = _in_one_launch(workload, context, heads, kv_heads)
     if attention is None:
         attention = _ByPieces(Calls(workload, context.require_backend()), _pieces(workload, heads, kv_heads))
-    return ShardedAttention(workload, shards, world, Ulysses(world, shards, assignment, Apart(attention)))
+    return ShardedAttention(workload, shards, world, Ulysses(world, shards, queries, keys, attention))
 
 
 def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:
@@ -176,13 +168,13 @@ def _slice(heads: range) -> slice:
     return slice(heads.start, heads.stop)
 
 
-def _gathered_heads(parts: Sequence[Tensor], assignment: Sequence[range]) -> Tensor:
+def _gathered_heads(parts: Sequence[Tensor], heads_of: Heads) -> Tensor:
     """[B, n, ·, D] of each rank's heads -> [B, n, H, D]; a head that several ranks had is summed."""
-    total = max(heads.stop for heads in assignment)
-    if sum(len(heads) for heads in assignment) == total:
+    total = max(heads.stop for heads in heads_of)
+    if sum(len(heads) for heads in heads_of) == total:
         return torch.cat(list(parts), 2)
     B, rows, _, D = parts[0].shape
     result = torch.zeros(B, rows, total, D, dtype=wide(parts[0].dtype), device=parts[0].device)
-    for part, heads in zip(parts, assignment, strict=True):
+    for part, heads in zip(parts, heads_of, strict=True):
         result[:, :, _slice(heads)] += part
     return result.to(parts[0].dtype)

@@ -11,74 +11,47 @@ from torch import Tensor
 
 from dilabench.contracts import BufferPool
 from dilabench.impls.union.branches import Branch, Place, Segments, branches_of, places_by_rows, segments_of
+from dilabench.impls.union.union import Rows
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Indices:
-    """Where the rows of one kernel call lie. Heads go together if they keep as many rows and share keys in equal parts.
+class GatheredRows(Rows):
+    """`union.Rows` by index; copies of rows are in buffers of the pool.
 
-    `segments`, `rows`, `heads`, `key_heads`: the kernel's axes. `queries`, `keys`, `lse`: flat indices into the N·H of
-    a [B, N, H, D], the N·K of a [B, N, K, D], the H·N of a lse [B, H, N]. None comes twice, so adding is deterministic.
+    Heads go together if they keep as many rows and share keys in equal parts: `segments` of `length` rows of `heads`
+    query and `key_heads` key/value heads.
+
+    `query_index`, `key_index`, `lse_index`: flat indices into the N·H of a [B, N, H, D], the N·K of a [B, N, K, D], the
+    H·N of a lse [B, H, N]. None comes twice, so adding is deterministic.
     """
 
-    rate: int
-    part: int
-    first: bool
-    whole: bool
     segments: int
-    rows: int
+    length: int
     heads: int
     key_heads: int
-    queries: Tensor
-    keys: Tensor
-    lse: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredRows:
-    """`union.Rows` by index; copies of rows live in buffers of the pool."""
-
-    index: Indices
+    query_index: Tensor
+    key_index: Tensor
+    lse_index: Tensor
     buffers: BufferPool
-
-    @property
-    def rate(self) -> int:
-        """Positions from one row to the next."""
-        return self.index.rate
-
-    @property
-    def part(self) -> int:
-        """Which part of the pattern the rows belong to."""
-        return self.index.part
-
-    @property
-    def first(self) -> bool:
-        """Whether no earlier call has written these rows of the output."""
-        return self.index.first
-
-    @property
-    def whole(self) -> bool:
-        """Whether these are all rows of the output, in order."""
-        return self.index.whole
 
     def queries(self, x: Tensor) -> Tensor:
         """Rows [B·n, L, A, D] of x [B, N, H, D]."""
-        return self._select(x, self.index.queries, (self.index.rows, self.index.heads, x.shape[-1]))
+        return self._select(x, self.query_index, (self.length, self.heads, x.shape[-1]))
 
     def keys(self, x: Tensor) -> Tensor:
         """Rows [B·n, L, A', D] of x [B, N, K, D]."""
-        return self._select(x, self.index.keys, (self.index.rows, self.index.key_heads, x.shape[-1]))
+        return self._select(x, self.key_index, (self.length, self.key_heads, x.shape[-1]))
 
     def lse(self, lse: Tensor) -> Tensor:
         """Rows [B·n, A, L] of lse [B, H, N]."""
-        return self._select(lse, self.index.lse, (self.index.heads, self.index.rows))
+        return self._select(lse, self.lse_index, (self.heads, self.length))
 
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
         """Put results into rows that hold nothing yet."""
-        out.flatten(1, 2).index_copy_(1, self.index.queries, branch_out.reshape(len(out), -1, out.shape[-1]))
-        lse.flatten(1, 2).index_copy_(1, self.index.lse, branch_lse.reshape(len(lse), -1))
+        out.flatten(1, 2).index_copy_(1, self.query_index, branch_out.reshape(len(out), -1, out.shape[-1]))
+        lse.flatten(1, 2).index_copy_(1, self.lse_index, branch_lse.reshape(len(lse), -1))
 
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
         """Merge results into rows that hold those of other branches."""
@@ -89,22 +62,11 @@ class GatheredRows:
 
     def add_queries(self, total: Tensor, part: Tensor) -> None:
         """Add rows to total [B, N, H, D]."""
-        total.flatten(1, 2).index_add_(1, self.index.queries, part.reshape(len(total), -1, total.shape[-1]))
+        total.flatten(1, 2).index_add_(1, self.query_index, part.reshape(len(total), -1, total.shape[-1]))
 
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add rows to total [B, N, K, D]."""
-        total.flatten(1, 2).index_add_(1, self.index.keys, part.reshape(len(total), -1, total.shape[-1]))
-
-    @property
-    def count(self) -> int:
-        """How often each pair counts."""
-        return 1
-
-    def places(self, _x: Tensor, _lse: Tensor) -> None:
-        """None: rows are copies."""
-
-    def key_place(self, _x: Tensor) -> None:
-        """None: rows are copies."""
+        total.flatten(1, 2).index_add_(1, self.key_index, part.reshape(len(total), -1, total.shape[-1]))
 
     def release(self, *rows: Tensor) -> None:
         """Give the buffers of rows back to the pool."""
@@ -113,19 +75,19 @@ class GatheredRows:
 
     def _select(self, x: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
         batches = x.shape[0]
-        buffer = self.buffers.take((batches * self.index.segments, *shape), x.dtype, x.device)
+        buffer = self.buffers.take((batches * self.segments, *shape), x.dtype, x.device)
         torch.index_select(x.flatten(1, 2), 1, index, out=buffer.view(batches, len(index), *x.shape[3:]))
         return buffer
 
 
-def row_indices(workload: Workload, device: torch.device) -> tuple[Indices, ...]:
-    """Where the rows of every kernel call lie, in the order in which results are merged, with indices on the device."""
+def gathered_rows(workload: Workload, device: torch.device, buffers: BufferPool) -> tuple[GatheredRows, ...]:
+    """The rows of every kernel call, in the order in which results are merged, with indices on the device."""
     return tuple(
-        _indices(workload, branch, segments, rows, places, device)
+        _rows_of(workload, branch, segments, length, places, device, buffers)
         for branch in branches_of(workload)
         for segments in segments_of(branch, workload.seq_len)
-        for rows, same_rows in places_by_rows(branch, segments).items()
-        for places in _equally_shared(same_rows)
+        for length, same_length in places_by_rows(branch, segments).items()
+        for places in _equally_shared(same_length)
     )
 
 
@@ -137,25 +99,32 @@ def _equally_shared(places: Sequence[Place]) -> Iterator[list[Place]]:
         yield sorted(chosen, key=lambda place: (place.kv_head, place.position, place.head))
 
 
-def _indices(
-    workload: Workload, branch: Branch, segments: Segments, rows: int, places: Sequence[Place], device: torch.device
-) -> Indices:
+def _rows_of(
+    workload: Workload,
+    branch: Branch,
+    segments: Segments,
+    length: int,
+    places: Sequence[Place],
+    device: torch.device,
+    buffers: BufferPool,
+) -> GatheredRows:
     N, H, K = workload.seq_len, workload.num_heads, workload.num_kv_heads
     shared = len(places) // len({place.key for place in places})
     residue, head, kv_head = (torch.tensor(numbers, device=device) for numbers in zip(*places, strict=True))
     segment_start = segments.start + segments.length * torch.arange(segments.count, device=device)
-    row_start = segment_start.unsqueeze(-1) + branch.rate * torch.arange(rows, device=device)
+    row_start = segment_start.unsqueeze(-1) + branch.rate * torch.arange(length, device=device)
     position = row_start.unsqueeze(-1) + residue
-    return Indices(
+    return GatheredRows(
         rate=branch.rate,
         part=branch.part,
         first=branch.first,
         whole=branch.first and position.numel() == N * H,
         segments=segments.count,
-        rows=rows,
+        length=length,
         heads=len(places),
         key_heads=len(places) // shared,
-        queries=(position * H + head).flatten(),
-        keys=(position * K + kv_head)[..., ::shared].flatten(),
-        lse=(position + N * head).transpose(1, 2).flatten(),
+        query_index=(position * H + head).flatten(),
+        key_index=(position * K + kv_head)[..., ::shared].flatten(),
+        lse_index=(position + N * head).transpose(1, 2).flatten(),
+        buffers=buffers,
     )

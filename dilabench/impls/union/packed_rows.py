@@ -6,8 +6,9 @@ key/value head and no key copied twice. A branch whose rows are all tokens of al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dilabench.contracts import BufferPool
 from dilabench.impls.union.branches import Branch, Place, branches_of
-from dilabench.impls.union.gathered_rows import GatheredRows, Indices
+from dilabench.impls.union.gathered_rows import GatheredRows
 from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
@@ -25,25 +26,18 @@ from dilabench.workload.spec import Workload
 Positions = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows(GatheredRows):
-    """Copies of rows [1, T', A, D] of sequences with these bounds; `options`: what the call is told besides."""
+    """Copies of rows [1, T', A, D] of sequences. `arguments`: sequences, mask and scale, as the kernel takes them."""
 
-    bounds: tuple[int, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class AllTokens:
-    """`union.Rows` of every token and head, read in place."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllTokens(Rows):
+    """`union.Rows` of every token and head, read in place. `arguments`: as for `PackedRows`."""
 
-    part: int
-    first: bool
-    bounds: tuple[int, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    rate: int = 1
-    whole: bool = True
-    count: int = 1
+    arguments: Mapping[str, Any]
 
     def queries(self, x: Tensor) -> Tensor:
         """x [1, T, H, D] itself."""
@@ -74,40 +68,33 @@ class AllTokens:
         """Add a part to total [1, T, K, D]."""
         total.add_(part)
 
-    def places(self, _x: Tensor, _lse: Tensor) -> None:
-        """None: kernels that merge in place know no packed sequences."""
-
-    def key_place(self, _x: Tensor) -> None:
-        """None, as for `places`."""
-
-    def release(self, *rows: Tensor) -> None:
-        """Nothing was taken."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedUnion(Union):
-    """A union whose kernel is told the sequences of each call, with the mask."""
+    """A union whose kernel takes the sequences of each call besides the mask."""
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         assert isinstance(rows, PackedRows | AllTokens)
-        return dict(rows.options)
+        return dict(rows.arguments)
 
 
-def packed_rows(workload: Workload, device: torch.device, buffers: BufferPool) -> Iterator[PackedRows | AllTokens]:
-    """The rows of every call of a packed workload, without options, in the order in which results are merged."""
+def packed_rows(workload: Workload, device: torch.device, buffers: BufferPool) -> tuple[PackedRows | AllTokens, ...]:
+    """The rows of every call of a packed workload, in the order in which results are merged."""
+    found: list[PackedRows | AllTokens] = []
     for branch in branches_of(workload):
         starts, lengths = _segments(workload, branch.segment_length)
         if branch.rate == 1 and len(branch.places) == workload.num_heads:
-            yield AllTokens(branch.part, branch.first, (*starts.tolist(), workload.seq_len))
+            arguments = _arguments(workload, branch, [*starts.tolist(), workload.seq_len], device)
+            found.append(AllTokens(rate=1, part=branch.part, first=branch.first, whole=True, arguments=arguments))
             continue
         groups: dict[tuple[int, int], list[Place]] = {}
         for place in branch.places:
             groups.setdefault(place.key, []).append(place)
         for readers in sorted({len(group) for group in groups.values()}):
             chosen = [group for group in groups.values() if len(group) == readers]
-            index, bounds = _indices(workload, branch, chosen, starts, lengths, device)
-            if len(bounds) > 1:
-                yield PackedRows(index, buffers, bounds)
+            rows = _rows_of(workload, branch, chosen, starts, lengths, device, buffers)
+            found += [rows] if rows.length else []
+    return tuple(found)
 
 
 def _segments(workload: Workload, length: int) -> tuple[Positions, Positions]:
@@ -116,15 +103,16 @@ def _segments(workload: Workload, length: int) -> tuple[Positions, Positions]:
     return starts, np.diff(np.append(starts, workload.seq_len))
 
 
-def _indices(
+def _rows_of(
     workload: Workload,
     branch: Branch,
     groups: list[list[Place]],
     starts: Positions,
     lengths: Positions,
     device: torch.device,
-) -> tuple[Indices, tuple[int, ...]]:
-    """Where the rows of groups of equally many heads lie, one group behind the other, and their segments' bounds."""
+    buffers: BufferPool,
+) -> PackedRows:
+    """The rows of groups of equally many heads, one group behind the other."""
     T, H, K = workload.seq_len, workload.num_heads, workload.num_kv_heads
     positions, heads, kv_heads, counts = [], [], [], []
     for group in groups:
@@ -138,17 +126,29 @@ def _indices(
         counts.append(kept[kept > 0])
     position, head = torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(heads))
     kv_head = torch.from_numpy(np.concatenate(kv_heads))
-    index = Indices(
+    return PackedRows(
         rate=branch.rate,
         part=branch.part,
         first=branch.first,
-        whole=False,
         segments=1,
-        rows=len(position),
+        length=len(position),
         heads=head.shape[1],
         key_heads=1,
-        queries=(position[:, None] * H + head).flatten().to(device),
-        keys=(position * K + kv_head).to(device),
-        lse=(position[:, None] + T * head).T.flatten().to(device),
+        query_index=(position[:, None] * H + head).flatten().to(device),
+        key_index=(position * K + kv_head).to(device),
+        lse_index=(position[:, None] + T * head).T.flatten().to(device),
+        buffers=buffers,
+        arguments=_arguments(workload, branch, [0, *np.concatenate(counts).cumsum().tolist()], device),
     )
-    return index, (0, *np.concatenate(counts).cumsum().tolist())
+
+
+def _arguments(workload: Workload, branch: Branch, bounds: list[int], device: torch.device) -> dict[str, Any]:
+    """What `contracts.AttendPacked` takes besides tensors, for sequences with these bounds in rows of a branch."""
+    left, right = (side if side < 0 else side // branch.rate for side in workload.window)
+    return {
+        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32).to(device),
+        "longest": max((stop - start for start, stop in pairwise(bounds)), default=0),
+        "causal": workload.causal,
+        "window": (left, right),
+        "scale": workload.softmax_scale,
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from math import gcd
 from typing import Any, TypeVar
@@ -19,12 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import nothing_looks_on
-from dilabench.impls.union.branches import branches_of, covers_every_row
-from dilabench.impls.union.nesting import chains
-from dilabench.impls.union.own_means import OwnMeans
-from dilabench.impls.union.rectangles import DIAGONAL_ROWS, LEAST_ROWS, Rectangle, rectangles
+from dilabench.impls.one_operator import is_plain_eager_call
+from dilabench.impls.union.branches import branches_of
+from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
 from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import UNBOUNDED, Workload
@@ -83,7 +80,6 @@ class RectangleUnion(Union):
         kept: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Union.backward`."""
-        attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
         merging = self._merging(q, None)
@@ -103,13 +99,7 @@ class RectangleUnion(Union):
                     means.add(rows, *(result or self._attend(rows, q, k, v)))
             for rows in shares[index]:
                 own = means.as_out(rows) if means else None
-                if merging and self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, (dq, dk, dv)):
-                    continue
-                of_queries, *of_keys = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
-                rows.add_queries(dq, of_queries)
-                for total, part in zip((dk, dv), of_keys, strict=True):
-                    rows.add_keys(total, part)
-                del of_queries, of_keys, part
+                self._add_share(merging, rows, dout, q, k, v, out, lse, own, (dq, dk, dv))
 
         _at_once(add_gradients, range(len(shares)), dout, q, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -156,31 +146,16 @@ def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion
             key, lambda: tuple(rectangles(workload, range(start, start + heads)) for start in starts)
         )
 
-    return RectangleUnion(
-        backend=context.require_backend(),
-        rows=lambda _device: [rows for share in shares() for rows in share],
-        shares=shares,
-        covered=covers_every_row(branches_of(workload)),
-        causal=workload.causal,
-        window=workload.window,
-        scale=workload.softmax_scale,
-        detached=workload.detaches_merge,
-        zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
+    return RectangleUnion.of(
+        workload, context, lambda _device: [rows for share in shares() for rows in share], shares=shares
     )
 
 
 def _saves_pairs(workload: Workload) -> bool:
-    """Whether branches share rectangles of pairs, or a causal diagonal is long.
-
-    A single branch stays a single call: dense attention is what the backend's kernel makes of it.
-    """
-    branches = branches_of(workload)
-    if len(branches) == 1 or workload.window != UNBOUNDED:
+    """Whether branches share pairs. Windows are not cut into rectangles."""
+    if workload.window != UNBOUNDED:
         return False
-    rows = max(-(-branch.segment_length // branch.rate) for branch in branches)
-    return (workload.causal and rows > 2 * DIAGONAL_ROWS) or any(
-        len(chain) > 1 for chain in chains(branches, workload.seq_len, LEAST_ROWS)
-    )
+    return any(len(chain) > 1 for chain in chains(branches_of(workload), workload.seq_len))
 
 
 def _at_once(call: Callable[[ShareT], ResultT], shares: Sequence[ShareT], *tensors: Tensor) -> list[ResultT]:
@@ -189,7 +164,7 @@ def _at_once(call: Callable[[ShareT], ResultT], shares: Sequence[ShareT], *tenso
     A profiler, which sees one thread, is among that: memory is measured by it.
     """
     threads = torch.get_num_threads()
-    seen = torch._C._autograd._profiler_enabled() or not nothing_looks_on(*tensors)
+    seen = torch._C._autograd._profiler_enabled() or not is_plain_eager_call(*tensors)
     if len(shares) == 1 or threads == 1 or seen:
         return [call(share) for share in shares]
     try:
@@ -204,3 +179,45 @@ def _begin(threads: int) -> None:
     """Let operators called in this thread use so many threads, and leave nothing for autograd."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
+
+
+class OwnMeans:
+    """What centres a row's gradients of scores where merge weights are detached: dout . own out [B, N, H, 1] of every
+    part of the pattern, merged from the calls that give its pairs.
+
+    The share of a part in the gradient of a score is exp(s - lse) (dp - mean), where lse is the merged one and mean is
+    that of this part alone (semantics.md §2). Where m parts give the same pair, their shares add up to
+    m exp(s - lse) (dp - the mean of their means): one call computes it for all of them.
+
+    zero_keys: [parts, H, N] as `null_mass.log_zero_keys` gives them apart, or None.
+    """
+
+    def __init__(self, dout: Tensor, lse: Tensor, parts: int, zero_keys: Tensor | None) -> None:
+        self._dout = dout
+        self._means = [dout.new_zeros((*dout.shape[:3], 1)) for _ in range(parts)]
+        self._lses = [torch.full_like(lse, float("-inf")) for _ in range(parts)]
+        # Zero keys come first: they give a part its lse, and nothing else.
+        for part_lse, mass in zip(self._lses, () if zero_keys is None else zero_keys, strict=False):
+            part_lse.copy_(mass)
+        self._dual = _dual(dout)
+
+    def add(self, rows: Rectangle, out: Tensor, lse: Tensor) -> None:
+        """Merge the result of a call into the parts that give its pairs."""
+        mean = (rows.queries(self._dout) * out).sum(-1, keepdim=True)
+        for part in rows.parts:
+            # Within one part its pairs count once, not as often as there are parts.
+            replace(rows, count=1).merge(self._means[part], self._lses[part], mean, lse)
+
+    def as_out(self, rows: Rectangle) -> Tensor:
+        """Rows [S·G, L, A, D] whose product with dout is the mean that a backward of the call has to centre by."""
+        first, *others = (rows.queries(self._means[part]) for part in rows.parts)
+        return rows.queries(self._dual) * (sum(others, first) / len(rows.parts))
+
+
+def _dual(x: Tensor) -> Tensor:
+    """[..., D] whose product with x is 1, 0 where x is 0; by the largest element first, so that no square is lost."""
+    largest = x.abs().amax(-1, keepdim=True)
+    # Where all is 0, any divisor will do.
+    safe = largest.where(largest > 0, 1.0)
+    unit = x / safe
+    return unit.div_(unit.square().sum(-1, keepdim=True).clamp_min_(1.0)).div_(safe)

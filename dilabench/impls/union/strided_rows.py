@@ -1,143 +1,242 @@
-"""Rows of a kernel call as views of the tensors: nothing is copied, results are merged in place."""
+"""Rows of a kernel call as views of the tensors: nothing is copied, results are merged in place.
+
+Branches are cut into the fewest kernel calls whose rows lie at constant strides (kernels.md, design A). A branch whose
+rate divides H needs at most min(r, H/r) calls, and one call where there is a single segment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import PatternCache
-from dilabench.impls.union.head_runs import Progression
-from dilabench.impls.union.strided_calls import StridedCall, copied_rows, strided_calls
+from dilabench.impls.union.branches import ORIGIN, Branch, Place, Segments, branches_of, places_by_rows, segments_of
+from dilabench.impls.union.head_runs import Progression, fewest_runs
+from dilabench.impls.union.union import Rows
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
 
+# So many (head, row) pairs are a few megabytes at most, and calls of fewer take longer to begin than to compute.
+FEW_ROWS = 1 << 13
+# Rows of a tensor that a GPU copies in less time (8 microseconds of an H200) than its host launches a call.
+COPIED_BYTES = 16 << 20
+# Fields of a `Place`.
+QUERY_HEADS, KEY_HEADS = 1, 2
 
-@dataclass(frozen=True, slots=True)
-class StridedRows:
-    """`union.Rows` by `as_strided`.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedRows(Rows):
+    """`union.Rows` by `as_strided`: batches x stack x rows x heads, each axis with a constant stride.
+
+    `stack`: segments, or residues where there is one segment. `heads`, `key_heads`: query heads and key/value heads;
+    the query heads share the key/value heads in equal, successive groups.
 
     Views are [S, G, L, A, D]: batch items, stack, rows, heads. The kernel gets S and G as one axis, which is a view
     where the tensor's batch items follow each other as its tokens do; torch copies the rows where they do not.
     """
 
-    call: StridedCall
-    whole: bool
+    first_batch: int
+    batches: int
+    start: Place
+    stack: Progression
+    length: int
+    heads: Progression
+    key_heads: Progression
 
     @property
-    def rate(self) -> int:
-        """Positions from one row to the next."""
-        return self.call.rate
-
-    @property
-    def part(self) -> int:
-        """Which part of the pattern the rows belong to."""
-        return self.call.part
-
-    @property
-    def first(self) -> bool:
-        """Whether no earlier call has written these rows of the output."""
-        return self.call.first
+    def query_rows(self) -> int:
+        """(head, row) pairs of the call."""
+        return self.batches * self.stack.count * self.length * self.heads.count
 
     def queries(self, x: Tensor) -> Tensor:
         """Rows [S·G, L, A, D] of x [B, N, H, D]."""
-        return self._view(x, self.call.start.head, self.call.heads).flatten(0, 1)
+        return self._axes(x, QUERY_HEADS, self.start, self.length, self.rate, self.heads).flatten(0, 1)
 
     def keys(self, x: Tensor) -> Tensor:
         """Rows [S·G, L, A', D] of x [B, N, K, D]."""
-        return self._key_view(x).flatten(0, 1)
+        return self._key_axes(x).flatten(0, 1)
 
     def lse(self, lse: Tensor) -> Tensor:
         """Rows [S·G, A, L] of lse [B, H, N]."""
-        return self._lse_view(lse).flatten(0, 1)
+        return self._lse_axes(lse).flatten(0, 1)
 
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
         """Put results into rows that hold nothing yet."""
-        self._view(out, self.call.start.head, self.call.heads).copy_(self._apart(branch_out))
-        self._lse_view(lse).copy_(self._apart(branch_lse))
+        self._query_axes(out).copy_(self._split(branch_out))
+        self._lse_axes(lse).copy_(self._split(branch_lse))
 
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
         """Merge results into rows that hold those of other branches."""
-        view = self._view(out, self.call.start.head, self.call.heads)
-        merge_rows_(view, self._lse_view(lse), self._apart(branch_out), self._apart(branch_lse))
+        merge_rows_(self._query_axes(out), self._lse_axes(lse), self._split(branch_out), self._split(branch_lse))
 
     def add_queries(self, total: Tensor, part: Tensor) -> None:
         """Add rows to total [B, N, H, D]."""
-        self._view(total, self.call.start.head, self.call.heads).add_(self._apart(part))
+        self._query_axes(total).add_(self._split(part))
 
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add rows to total [B, N, K, D]."""
-        self._key_view(total).add_(self._apart(part))
+        self._key_axes(total).add_(self._split(part))
 
-    @property
-    def count(self) -> int:
-        """How often each pair counts."""
-        return 1
-
-    def places(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows [S·G, L, A, D] of x and [S, G, A, L] of lse as views; None where S and G are no one axis of x."""
+    def query_views(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows [S·G, L, A, D] of x and [S, G, A, L] of lse; None where S and G are no one axis of x."""
         rows = self.queries(x)
-        return (rows, self._lse_view(lse)) if _share_memory(rows, x) else None
+        shared = rows.untyped_storage()._cdata == x.untyped_storage()._cdata
+        return (rows, self._lse_axes(lse)) if shared else None
 
-    def key_place(self, x: Tensor) -> Tensor | None:
-        """Rows of x [B, N, K, D] as a view; None as for `places`."""
+    def key_view(self, x: Tensor) -> Tensor | None:
+        """Rows of x [B, N, K, D]; None as for `query_views`."""
         rows = self.keys(x)
-        return rows if _share_memory(rows, x) else None
+        return rows if rows.untyped_storage()._cdata == x.untyped_storage()._cdata else None
 
-    def release(self, *rows: Tensor) -> None:
-        """Do nothing: views own no memory."""
+    def _split(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.batches, self.stack.count))
 
-    def _apart(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (self.call.batches, self.call.stack.count))
+    def _query_axes(self, x: Tensor) -> Tensor:
+        return self._axes(x, QUERY_HEADS, self.start, self.length, self.rate, self.heads)
 
-    def _key_view(self, x: Tensor) -> Tensor:
-        keys = self.call.keys
-        step = keys.step._replace(head=keys.step.kv_head)
-        return self._view(x, self.call.start.kv_head, Progression(keys.count, step), by_key=True)
+    def _key_axes(self, x: Tensor) -> Tensor:
+        return self._axes(x, KEY_HEADS, self.start, self.length, self.rate, self.key_heads)
 
-    def _view(self, x: Tensor, first_head: int, heads: Progression, by_key: bool = False) -> Tensor:
-        call = self.call
-        batch, token, head, dim = x.stride()
-        stack = call.stack.step
-        stack_heads = stack.kv_head if by_key else stack.head
-        return x.as_strided(
-            (call.batches, call.stack.count, call.rows, heads.count, x.shape[-1]),
-            (
-                batch,
-                stack.position * token + stack_heads * head,
-                call.rate * token,
-                heads.step.position * token + heads.step.head * head,
-                dim,
-            ),
-            x.storage_offset() + call.first_batch * batch + call.start.position * token + first_head * head,
-        )
-
-    def _lse_view(self, lse: Tensor) -> Tensor:
+    def _lse_axes(self, lse: Tensor) -> Tensor:
         """Rows [S, G, A, L]."""
         as_tokens = lse.transpose(1, 2).unsqueeze(-1)
-        return self._view(as_tokens, self.call.start.head, self.call.heads).squeeze(-1).transpose(-1, -2)
+        rows = self._axes(as_tokens, QUERY_HEADS, self.start, self.length, self.rate, self.heads)
+        return rows.squeeze(-1).transpose(-1, -2)
+
+    def _axes(self, x: Tensor, which: int, start: Place, length: int, rate: int, heads: Progression) -> Tensor:
+        """The view [S, G, length, heads, D] of x, which has query heads or key/value heads."""
+        batch, token, head, dim = x.stride()
+        from_segment, from_head = self.stack.step, heads.step
+        return x.as_strided(
+            (self.batches, self.stack.count, length, heads.count, x.shape[-1]),
+            (
+                batch,
+                from_segment.position * token + from_segment[which] * head,
+                rate * token,
+                from_head.position * token + from_head[which] * head,
+                dim,
+            ),
+            x.storage_offset() + self.first_batch * batch + start.position * token + start[which] * head,
+        )
 
 
-def _share_memory(x: Tensor, other: Tensor) -> bool:
-    return x.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def strided_rows(workload: Workload, copied: int = 0) -> tuple[StridedRows, ...]:
-    """The rows of every kernel call of a workload, in the order in which results are merged. copied: as for
-    `strided_calls`.
-    """
-    whole = workload.tokens * workload.num_heads
-    calls = strided_calls(workload, copied)
-    return tuple(StridedRows(call, whole=call.first and call.query_rows == whole) for call in calls)
+StridedRowsT = TypeVar("StridedRowsT", bound=StridedRows)
 
 
 def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.device], tuple[StridedRows, ...]]:
     """What gives the rows of a workload's calls on a device, where small copies may spare some; kept with patterns."""
+    copied_on = lru_cache(maxsize=2)(partial(copied_rows, workload))
 
     def rows(device: torch.device) -> tuple[StridedRows, ...]:
-        copied = copied_rows(workload, device)
+        copied = copied_on(device)
         return patterns.get(("strided rows", workload, copied), lambda: strided_rows(workload, copied))
 
     return rows
+
+
+def copied_rows(workload: Workload, device: torch.device) -> int:
+    """(head, row) pairs of a call up to which rows are copied rather than given to several calls: none on a CPU, whose
+    calls begin at once.
+    """
+    itemsize = getattr(torch, workload.dtype).itemsize
+    return COPIED_BYTES // (workload.head_dim * itemsize) if device.type == "cuda" else 0
+
+
+def strided_rows(workload: Workload, copied: int = 0) -> tuple[StridedRows, ...]:
+    """The rows of every kernel call of a workload, in the order in which results are merged.
+
+    Up to `copied` (head, row) pairs, batch items that do not follow each other as segments do are in one call: their
+    rows are then copied.
+    A call gives at most half of the output, or `FEW_ROWS`, so that its result stays small beside it; only a call that
+    gives the whole output, and so becomes it, is larger.
+    """
+    whole = workload.tokens * workload.num_heads
+    found: list[StridedRows] = []
+    for branch in branches_of(workload):
+        for segments in segments_of(branch, workload.seq_len):
+            for rows in _rows_of_segments(workload, branch, segments, copied):
+                becomes_output = rows.first and rows.query_rows == whole
+                found += [replace(rows, whole=True)] if becomes_output else at_most(rows, max(FEW_ROWS, whole // 2))
+    return tuple(found)
+
+
+def _rows_of_segments(workload: Workload, branch: Branch, segments: Segments, copied: int) -> Iterator[StridedRows]:
+    """Calls of the segments of one length; batch items and segments share the batch axis where strides allow."""
+    one_segment = segments.count * workload.batch_size == 1
+    for length, places in places_by_rows(branch, segments).items():
+        for run, residues in fewest_runs(places, workload.group_size, stackable=one_segment):
+            rows = StridedRows(
+                rate=branch.rate,
+                part=branch.part,
+                first=branch.first,
+                first_batch=0,
+                batches=workload.batch_size,
+                start=run.start.after(Place(segments.start, 0, 0)),
+                stack=residues if one_segment else Progression(segments.count, Place(segments.length, 0, 0)),
+                length=length,
+                heads=run.heads,
+                key_heads=run.keys,
+            )
+            yield from [rows] if rows.query_rows <= copied else regular_batches(rows, workload.seq_len)
+
+
+def regular_batches(rows: StridedRowsT, seq_len: int) -> list[StridedRowsT]:
+    """The rows themselves if batch items follow each other as segments do, otherwise one call per batch item or
+    segment.
+    """
+    step = rows.stack.step
+    if 1 in (rows.batches, rows.stack.count) or rows.stack.count * step.position == seq_len:
+        return [rows]
+    if rows.batches < rows.stack.count:
+        return [replace(rows, first_batch=batch, batches=1) for batch in range(rows.batches)]
+    single = Progression(1, ORIGIN)
+    return [replace(rows, start=rows.start.after(step, index), stack=single) for index in range(rows.stack.count)]
+
+
+def at_most(rows: StridedRowsT, query_rows: int) -> list[StridedRowsT]:
+    """The rows in calls of at most `query_rows`, cut in halves along the segments, else the batch, else the heads."""
+    if rows.query_rows <= query_rows:
+        return [rows]
+    if rows.stack.count > 1:
+        front, back = _halves(rows.stack)
+        parts = [
+            replace(rows, stack=front),
+            replace(rows, stack=back, start=rows.start.after(rows.stack.step, front.count)),
+        ]
+    elif rows.batches > 1:
+        half = rows.batches // 2
+        parts = [
+            replace(rows, batches=half),
+            replace(rows, first_batch=rows.first_batch + half, batches=rows.batches - half),
+        ]
+    elif rows.heads.count > 1:
+        parts = _half_of_the_heads_each(rows)
+    else:
+        return [rows]
+    return [small for part in parts for small in at_most(part, query_rows)]
+
+
+def _half_of_the_heads_each(rows: StridedRowsT) -> list[StridedRowsT]:
+    """Two calls over half of the key/value heads each, or of the query heads where one key/value head serves all."""
+    heads, key_heads, kv_head = rows.heads, rows.key_heads, rows.start.kv_head
+    if key_heads.count > 1:
+        keys, more_keys = _halves(key_heads)
+        kept = keys.count * (heads.count // key_heads.count)
+        kv_head += keys.count * key_heads.step.kv_head
+    else:
+        keys, more_keys, kept = key_heads, key_heads, heads.count // 2
+    back = rows.start.after(heads.step, kept)._replace(kv_head=kv_head)
+    return [
+        replace(rows, heads=Progression(kept, heads.step), key_heads=keys),
+        replace(rows, start=back, heads=Progression(heads.count - kept, heads.step), key_heads=more_keys),
+    ]
+
+
+def _halves(line: Progression) -> tuple[Progression, Progression]:
+    half = line.count // 2
+    return Progression(half, line.step), Progression(line.count - half, line.step)

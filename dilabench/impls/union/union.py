@@ -8,82 +8,77 @@ gradients of scores, and that mean is then of the call's own softmax.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dilabench.contracts import AttendBackward, LoadedBackend, MergingKernel
+from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import differentiable, new_number, register
+from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Window, Workload
 
 
-class Rows(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows(ABC):
     """The rows of one kernel call: G segments (of all batch items) of L rows, A query and A' key/value heads.
 
     `rate`: positions from one row to the next. `part`: which part of the pattern (`KeyGroup.parts`) they belong to.
     `first`: the output holds nothing at these rows yet. `whole`: these are all rows of the output in their own order.
+    `count`: how often each pair counts.
     """
 
-    @property
-    def rate(self) -> int: ...
-    @property
-    def part(self) -> int: ...
-    @property
-    def first(self) -> bool: ...
-    @property
-    def whole(self) -> bool: ...
+    rate: int
+    part: int
+    first: bool
+    whole: bool = False
+    count: int = 1
 
+    @abstractmethod
     def queries(self, x: Tensor) -> Tensor:
         """[B, N, H, D] -> [G, L, A, D]."""
-        ...
 
+    @abstractmethod
     def keys(self, x: Tensor) -> Tensor:
         """[B, N, K, D] -> [G, L, A', D]."""
-        ...
 
+    @abstractmethod
     def lse(self, lse: Tensor) -> Tensor:
-        """[B, H, N] -> [G, A, L]."""
-        ...
+        """[B, H, N] -> [G, A, L], as a softmax over these pairs alone has to see them."""
 
+    @abstractmethod
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
         """Put results into rows that hold nothing yet."""
-        ...
 
+    @abstractmethod
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
         """Merge results into rows that hold those of other branches."""
-        ...
 
+    @abstractmethod
     def add_queries(self, total: Tensor, part: Tensor) -> None:
         """Add [G, L, A, D] to the rows of a [B, N, H, D]."""
-        ...
 
+    @abstractmethod
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add [G, L, A', D] to the rows of a [B, N, K, D]."""
-        ...
 
-    @property
-    def count(self) -> int:
-        """How often each pair counts."""
-        ...
-
-    def places(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
+    def query_views(self, _x: Tensor, _lse: Tensor) -> tuple[Tensor, Tensor] | None:
         """Rows [S·G, L, A, D] of x [B, N, H, D] and [S, G, A, L] of lse [B, H, N] as views, to be written to; None
-        where rows of x would be copies.
+        if rows of x are copies.
         """
-        ...
+        return None
 
-    def key_place(self, x: Tensor) -> Tensor | None:
-        """Rows of x [B, N, K, D] as a view; None where they would be a copy."""
-        ...
+    def key_view(self, _x: Tensor) -> Tensor | None:
+        """Rows of x [B, N, K, D] as a view; None if they are a copy."""
+        return None
 
-    def release(self, *rows: Tensor) -> None:
-        """Say that what `queries`, `keys` or `lse` gave is no longer needed."""
-        ...
+    def release(self, *rows: Tensor) -> None:  # noqa: B027 (views have nothing to release)
+        """Take back what `queries`, `keys` or `lse` gave and nobody reads any more."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -108,6 +103,28 @@ class Union:
     def __post_init__(self) -> None:
         register(self.number, self)
 
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        context: BuildContext,
+        rows: Callable[[torch.device], Sequence[Rows]],
+        **fields: Any,
+    ) -> Self:
+        """The union for a workload's mask, scale, merge gradient and zero keys, over the context's backend unless
+        `fields`, which are set as they are, name another.
+        """
+        return cls(
+            rows=rows,
+            covered=covers_every_row(branches_of(workload)),
+            causal=workload.causal,
+            window=workload.window,
+            scale=workload.softmax_scale,
+            detached=workload.detaches_merge,
+            zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
+            **{"backend": context.require_backend(), **fields},
+        )
+
     @property
     def keeps_more(self) -> bool:
         """Whether `forward` gives what spares `backward` a second forward pass."""
@@ -123,21 +140,22 @@ class Union:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out, lse, and what a detached backward needs besides: every call's own out."""
-        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = map(last_dim_contiguous, (q, k, v))
         output: tuple[Tensor, Tensor] | None = None
         kept: list[Tensor] = []
         # Into sums of another type rows that are no views would have to be merged, too.
         merging = None if self.detached else self._merging(q, q.dtype)
         for rows in self.rows(q.device):
             becomes_output = output is None and rows.whole and not self.detached
-            if merging and not becomes_output:
+            if merging:
                 output = output or self._empty_output(q)
                 if self._merge(merging, rows, q, k, v, *output, fresh=rows.first):
                     continue
             result = self._attend(rows, q, k, v)
             if self.detached:
                 kept.append(self._with_own_zero_keys(rows, len(q), *result))
-            if becomes_output:
+            if becomes_output and output is None:
                 output = _as_output(q, *result)
             else:
                 output = output or self._empty_output(q)
@@ -170,12 +188,11 @@ class Union:
         fresh: bool,
     ) -> bool:
         """Whether a call's results were merged into out and lse: not where their rows are no views."""
-        places = rows.places(out, lse)
+        places = rows.query_views(out, lse)
         if places is None:
             return False
-        taken = rows.queries(q), rows.keys(k), rows.keys(v)
-        kernel.merge(*taken, *places, **self._mask(rows), fresh=fresh, count=rows.count)
-        rows.release(*taken)
+        mask = self._mask(rows)
+        kernel.merge(rows.queries(q), rows.keys(k), rows.keys(v), *places, **mask, fresh=fresh, count=rows.count)
         return True
 
     def _attend(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,35 +223,51 @@ class Union:
 
         A detached backward computes each call's own out again where they are not `kept`.
         """
-        attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
-        q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == out.stride(-1) == 1:
+            q, k, v, out = map(last_dim_contiguous, (q, k, v, out))
         merging = self._merging(q, q.dtype)
         total: tuple[Tensor, Tensor, Tensor] | None = None
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[index] if kept else None
             if self.detached and own is None:
                 own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))
-            becomes_total = total is None and rows.whole
-            if merging and not becomes_total:
-                total = total or (_zeros(q), _zeros(k), _zeros(v))
-                if self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, total):
-                    continue
-            share = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
-            if becomes_total:
+            if total is None and rows.whole:
+                share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
                 dq, dk, dv = (part.reshape(x.shape).contiguous() for part, x in zip(share, (q, k, v), strict=True))
                 total = dq, dk, dv
+                del share
             else:
-                total = total or (_zeros(q), _zeros(k), _zeros(v))
-                rows.add_queries(total[0], share[0])
-                rows.add_keys(total[1], share[1])
-                rows.add_keys(total[2], share[2])
-            del share
+                total = self._add_share(merging, rows, dout, q, k, v, out, lse, own, total)
         return total or (_zeros(q), _zeros(k), _zeros(v))
+
+    def _add_share(
+        self,
+        merging: MergingKernel | None,
+        rows: Rows,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        own: Tensor | None,
+        total: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The total (None: zeros) with the gradients of a call; `own`: the call's own out, if merges are detached."""
+        if merging:
+            total = total or (_zeros(q), _zeros(k), _zeros(v))
+            if self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, total):
+                return total
+        share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
+        total = total or (_zeros(q), _zeros(k), _zeros(v))
+        rows.add_queries(total[0], share[0])
+        rows.add_keys(total[1], share[1])
+        rows.add_keys(total[2], share[2])
+        return total
 
     def _attend_backward(
         self,
-        attend_backward: AttendBackward,
         rows: Rows,
         dout: Tensor,
         q: Tensor,
@@ -247,7 +280,7 @@ class Union:
         taken = rows.queries(q), rows.keys(k), rows.keys(v)
         dout_rows, lse_rows = rows.queries(dout), rows.lse(lse)
         out_rows = rows.queries(out) if own is None else own
-        share = attend_backward(dout_rows, *taken, out_rows, lse_rows, **self._mask(rows))
+        share = self.backend.require_backward()(dout_rows, *taken, out_rows, lse_rows, **self._mask(rows))
         rows.release(*taken, dout_rows, lse_rows)
         if own is None:
             rows.release(out_rows)
@@ -267,8 +300,8 @@ class Union:
         total: tuple[Tensor, Tensor, Tensor],
     ) -> bool:
         """Whether a call's gradients were added to the total: not where their rows are no views."""
-        of_queries = rows.places(total[0], lse)
-        dk, dv = (rows.key_place(x) for x in total[1:])
+        of_queries = rows.query_views(total[0], lse)
+        dk, dv = rows.key_view(total[1]), rows.key_view(total[2])
         if of_queries is None or dk is None or dv is None:
             return False
         dq, lse_rows = of_queries
@@ -280,8 +313,9 @@ class Union:
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         """Causal and scale as they are; a window of positions as one of rows."""
-        left, right = (side if side < 0 else side // rows.rate for side in self.window)
-        return {"causal": self.causal, "window": (left, right), "scale": self.scale}
+        left, right = self.window
+        window = left if left < 0 else left // rows.rate, right if right < 0 else right // rows.rate
+        return {"causal": self.causal, "window": window, "scale": self.scale}
 
     def _empty_output(self, q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         B, N, H, _ = q.shape
@@ -292,26 +326,6 @@ class Union:
             out.zero_()
             lse.fill_(float("-inf"))
         return out, lse
-
-
-def union_of(
-    workload: Workload,
-    backend: LoadedBackend,
-    rows: Callable[[torch.device], Sequence[Rows]],
-    covered: bool,
-    device: torch.device,
-) -> Union:
-    """The union for a workload's mask, scale, merge gradient and zero keys."""
-    return Union(
-        backend=backend,
-        rows=rows,
-        covered=covered,
-        causal=workload.causal,
-        window=workload.window,
-        scale=workload.softmax_scale,
-        detached=workload.detaches_merge,
-        zero_keys=log_zero_keys(workload, device, apart=workload.detaches_merge),
-    )
 
 
 def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tensor, Tensor]:

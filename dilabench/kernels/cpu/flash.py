@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from math import gcd, log
 
 import torch
@@ -20,6 +21,7 @@ QUERIES, KEYS = 64, 64
 FORWARD_TILES, BACKWARD_TILES = 4, 2
 # Rows of dk and dv, while they are summed, are vectors of any width.
 LANES = 16
+CONSTANTS = {"QUERIES": QUERIES, "KEYS": KEYS, "FORWARD_TILES": FORWARD_TILES, "BACKWARD_TILES": BACKWARD_TILES}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Floating-point operations that are worth another thread.
 LEAST_FLOPS = 1_000_000
@@ -58,14 +60,6 @@ class Mask:
     right: int
     scale: float
     count: int = 1
-
-    def flops(self, q: Tensor, k: Tensor, blocks: Blocks | None = None) -> int:
-        """About so many floating-point operations of one product."""
-        if blocks is not None:
-            batch, _, heads, dim = q.shape
-            return 2 * batch * heads // blocks.lists * blocks.pairs * dim
-        seen = k.shape[1] if self.left < 0 else min(k.shape[1], self.left + 1)
-        return 2 * q.numel() * seen // (2 if self.left < 0 <= self.right else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +115,7 @@ def attend(
         out = q.new_empty(q.shape, dtype=torch.float32)
     if lse is None:
         lse = q.new_empty((B, H, M), dtype=torch.float32)
-    threads = _threads(2 * mask.flops(q, k, blocks))
+    threads = _threads(2, q, k, mask, blocks)
     room = q.new_empty((threads, forward_room(D)), dtype=torch.float32)
     _launch("flash_forward", q, k, mask, blocks, onto, room, (q, k, v, out, lse), lse)
     return out, lse
@@ -146,7 +140,7 @@ def attend_backward(
     has sums of its own.
     """
     B, L, K, D = k.shape
-    threads = _threads(5 * mask.flops(q, k, blocks))
+    threads = _threads(5, q, k, mask, blocks)
     groups_of_queries = q.shape[2] // K * -(-q.shape[1] // (QUERIES * BACKWARD_TILES))
     parts = max(1, min(groups_of_queries, _parts(threads, B * K)))
     if onto is not None:
@@ -158,7 +152,8 @@ def attend_backward(
         sums = q.new_zeros((2, parts * B, K, L, whole_vectors(D)), dtype=torch.float32)
         dk, dv = sums.transpose(2, 3)
     else:
-        dk, dv = onto[1:] if onto else (q.new_empty((B, L, K, D), dtype=torch.float32) for _ in range(2))
+        rows = B, L, K, D
+        dk, dv = onto[1:] if onto else (q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32))
     room = q.new_empty((threads, backward_room(D, L if parts == 1 else 0)), dtype=torch.float32)
     places = (dout, q, k, v, out, lse, dq, dk, dv)
     _launch("flash_backward", q, k, mask, blocks, onto is not None, room, places, lse, parts)
@@ -168,12 +163,14 @@ def attend_backward(
     return (dq, onto[1].add_(dk), onto[2].add_(dv)) if onto else (dq, dk, dv)
 
 
+@cache
 def forward_room(head_dim: int) -> int:
     """Numbers that a thread of a forward pass takes; a multiple of 16."""
     tile = 2 * head_dim * QUERIES + 2 * QUERIES
     return FORWARD_TILES * tile + 2 * KEYS * head_dim + KEYS * QUERIES + QUERIES
 
 
+@cache
 def backward_room(head_dim: int, keys: int) -> int:
     """Numbers that a thread of a backward pass takes that sums for so many keys; a multiple of 16."""
     width = whole_vectors(head_dim)
@@ -209,25 +206,25 @@ def _launch(
         *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
         *(room.shape[0], onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
-    before = (ctypes.c_int64(number) for number in numbers)
-    given = (ctypes.byref(_lse(x) if x is lse else _place(x)) for x in tensors)
-    getattr(_compiled(), function)(ctypes.byref(call), TYPES[q.dtype], *before, *given)
+    of_tensors = map(ctypes.byref, map(_place, tensors, repeat(lse)))
+    getattr(library("flash.cpp", **CONSTANTS), function)(
+        ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *of_tensors
+    )
 
 
-def _place(x: Tensor) -> _Place:
-    """Of [B, M, H, D], whose last axis is contiguous."""
+def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
+    """Of [B, M, H, D], whose last axis is contiguous; of lse [B, H, M], or [S, G, H, M] where S times G are the
+    batch.
+    """
+    if x is lse:
+        *outer, batch, head, row = x.stride()
+        return _Lse(x.data_ptr(), outer[0] if outer else 0, x.shape[-3], batch, head, row)
     batch, row, head, _ = x.stride()
     return _Place(x.data_ptr(), batch, head, row)
 
 
-def _lse(lse: Tensor) -> _Lse:
-    """Of [B, H, M], or of [S, G, H, M] where S times G are the batch."""
-    *outer, batch, head, row = lse.stride()
-    return _Lse(lse.data_ptr(), outer[0] if outer else 0, lse.shape[-3], batch, head, row)
-
-
 def _compiled() -> ctypes.CDLL:
-    return library("flash.cpp", QUERIES=QUERIES, KEYS=KEYS, FORWARD_TILES=FORWARD_TILES, BACKWARD_TILES=BACKWARD_TILES)
+    return library("flash.cpp", **CONSTANTS)
 
 
 def _parts(threads: int, items: int) -> int:
@@ -237,5 +234,12 @@ def _parts(threads: int, items: int) -> int:
     return min(threads // gcd(threads, items), 2 * -(-threads // items))
 
 
-def _threads(flops: int) -> int:
-    return max(1, min(torch.get_num_threads(), flops // LEAST_FLOPS))
+def _threads(products: int, q: Tensor, k: Tensor, mask: Mask, blocks: Blocks | None) -> int:
+    """As many as so many products are worth, by about the floating-point operations of each."""
+    if blocks is not None:
+        batch, _, heads, dim = q.shape
+        flops = 2 * batch * heads // blocks.lists * blocks.pairs * dim
+    else:
+        seen = k.shape[1] if mask.left < 0 else min(k.shape[1], mask.left + 1)
+        flops = 2 * q.numel() * seen // (2 if mask.left < 0 <= mask.right else 1)
+    return max(1, min(torch.get_num_threads(), products * flops // LEAST_FLOPS))

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from dilabench.choice.descriptors import load_target
 from dilabench.errors import ConfigError
 from dilabench.metadata import VARIANT
-from dilabench.plugins.catalogue import load_target
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.optimization.variants import NONE
@@ -25,7 +26,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     cases: list[PlannedCase] = []
     for asked in planner.workload_requests([SHAPE]):
         workload = asked.resolve(planner.machine.auto_dtype)
-        for implementation in planner.implementations(planner.where(lambda one: one.tiles is not None)):
+        for implementation in planner.implementations(planner.where(_is_tried_unasked)):
             if implementation.tiles is None:
                 raise ConfigError(f"{implementation.name} has no tile shapes to try; leave -i out for those that have")
             tried = _named(named) if named else _worth_trying(implementation.tiles, workload)
@@ -33,6 +34,10 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
             for tiles in tried:
                 cases += planner.plan(implementation, asked, VARIANT.entry(tiles), tiles=tiles)
     return tuple(cases)
+
+
+def _is_tried_unasked(implementation: Implementation) -> bool:
+    return implementation.tiles is not None and not implementation.compiles
 
 
 def _named(value: Any) -> tuple[str, ...]:

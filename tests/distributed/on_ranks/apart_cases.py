@@ -36,13 +36,13 @@ class Local:
 
 def exact(world):
     """(case, part, error) of every result of every case, and the bytes that were sent."""
-    from dilabench.impls.ring.apart import build_apart
+    from dilabench.impls.ring.fused_sharded import build_local
 
     found = []
     for name, one in CASES.items():
         inputs = random_inputs(one)
         wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
-        function = build_apart(one, context(world), Local)
+        function = build_local(one, context(world), Local)
         for part, value in results(Whole(function), inputs).items():
             found.append((name, part, difference(value, wanted[part])))
         world.traffic.clear()
@@ -53,11 +53,11 @@ def exact(world):
 def fused(world):
     """The largest error of each result of the kernels, interpreted, in float32."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from dilabench.impls.ring import apart
+    from dilabench.impls.ring import fused_sharded
 
     inputs = [x.float() for x in random_inputs(PLANNED)]
     wanted = results(reference.build(PLANNED, BuildContext(device=world.device)), inputs)
-    function = apart.build(PLANNED, BuildContext(device=world.device, world=world))
+    function = fused_sharded.build(PLANNED, BuildContext(device=world.device, world=world))
     found = results(Whole(function), inputs)
     return {part: float((value - wanted[part]).abs().max()) for part, value in found.items()} | {
         "local rows": function._algorithm.local.plan.sequence_length

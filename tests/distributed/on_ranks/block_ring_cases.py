@@ -151,7 +151,7 @@ def projected(world):
     x, dout = (torch.randn(2, 61, 24, generator=generator, dtype=torch.float64) for _ in range(2))
     shards = built(one, world).shards
     found = []
-    for ranks in (world, World.alone()):
+    for ranks in (world, World.single()):
         module = multihead.build_block_sparse(one, BuildContext(device=world.device, world=ranks))
         own_x, own_dout = (shards.take(t, world.rank) if ranks is world else t for t in (x, dout))
         own_x = own_x.clone().requires_grad_()

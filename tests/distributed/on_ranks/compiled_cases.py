@@ -6,7 +6,8 @@ import ring_cases
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dilabench.attention import ranks_operator, ring_attention, sequence_shards
+from dilabench.attention import ring_attention, sequence_shards
+from dilabench.impls import one_operator
 
 BRANCHES = {"segment_lengths": (6, 12, 24), "dilation_rates": (1, 2, 4)}
 # Sequences, their order, options: nothing is kept for the backward pass, or one, two, five tensors.
@@ -89,7 +90,7 @@ def selected(_world):
     """The difference of gradients where a checkpoint computes all again but the operator, whose results it saves."""
 
     def policy(_context, operator, *_arguments, **_options):
-        saved = operator is torch.ops.dilabench.attention_over_ranks.default
+        saved = operator is torch.ops.dilabench.attention_forward.default
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def checkpointed(*arguments):
@@ -101,15 +102,16 @@ def selected(_world):
 
 
 def checked(_world):
-    """torch's own checks of both operators."""
+    """torch's own checks of the operators, and whether bytes were kept."""
     shards = sequence_shards(24)
     tensors = [torch.randn(2, 12, 4, 6, requires_grad=True) for _ in range(3)]
-    options = shards._number, True, (-1, -1), None, (), (), "auto", "auto"
-    torch.library.opcheck(ranks_operator._forward_op, (*tensors, *options))
-    detached = [x.detach() for x in tensors]
-    out, lse, kept = ranks_operator._forward_op(*detached, *options)
-    torch.library.opcheck(ranks_operator._backward_op, (torch.ones_like(out), *detached, out, lse, kept, *options))
-    return len(kept)
+    options = one_operator.Options(causal=True, window=(-1, -1), algorithm="auto", backend="auto")
+    torch.library.opcheck(one_operator._attention_op, (*tensors, None, shards._number, *options))
+    detached, found_by = [x.detach() for x in tensors], (shards._number, one_operator._written(options))
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, *found_by))
+    out, lse, kept = one_operator._forward_op(*detached, None, *found_by)
+    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(out), *detached, out, lse, kept, *found_by))
+    return len(kept) > 0
 
 
 def gone(_world):

@@ -12,7 +12,9 @@ def swapped(world, lengths):
     for length in lengths:
         mine = torch.arange(2 * length, device=world.device).mul_(world.size).add_(world.rank).view(length, 2)
         kept = {rank: torch.full((length,), -1, device=world.device) for rank in others}
-        pending = world.swap({rank: [mine[:, 1]] for rank in others}, {rank: [kept[rank]] for rank in others}, "test")
+        pending = world.send_recv(
+            {rank: [mine[:, 1]] for rank in others}, {rank: [kept[rank]] for rank in others}, "test"
+        )
         if world.copies is not None:
             # What was sent may be overwritten at once, in the stream's order.
             mine.zero_()
@@ -28,7 +30,7 @@ def late(world, patience_s):
     inbox = torch.empty(8, device=world.device)
     if world.rank == 1:
         time.sleep(3 * patience_s)
-    world.swap({1 - world.rank: [torch.ones_like(inbox)]}, {1 - world.rank: [inbox]}, "test").wait()
+    world.send_recv({1 - world.rank: [torch.ones_like(inbox)]}, {1 - world.rank: [inbox]}, "test").wait()
     if world.rank == 0:
         # The wait above is the stream's: this one is for the device, and tells what was too slow.
         world.barrier()
@@ -45,13 +47,13 @@ def captured(world, rounds):
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                world.swap({peer: [mine]}, {peer: [inbox]}, "test").wait()
+                world.send_recv({peer: [mine]}, {peer: [inbox]}, "test").wait()
             graph.replay()
         except RuntimeError as error:
             answers.append(str(error))
         torch.cuda.synchronize()
         mine.fill_(10 * number + world.rank)
-        world.swap({peer: [mine]}, {peer: [inbox]}, "test").wait()
+        world.send_recv({peer: [mine]}, {peer: [inbox]}, "test").wait()
         wrong += [number] * (not bool((inbox == 10 * number + peer).all()))
     world.barrier()
     world.confirm_counts()
@@ -62,12 +64,12 @@ def miscounted(world):
     """What a rank says whose counters were set back, as by a graph that is replayed."""
     peer = 1 - world.rank
     inbox = torch.empty(8, device=world.device)
-    world.swap({peer: [torch.ones_like(inbox)]}, {peer: [inbox]}, "test").wait()
+    world.send_recv({peer: [torch.ones_like(inbox)]}, {peer: [inbox]}, "test").wait()
     world.barrier()
     world.confirm_counts()
     answers = []
     if world.rank == 0:
-        world.copies._memory[: world.copies._mailboxes.counters_bytes].zero_()
+        world.copies._memory[: world.copies._buffers.counters_bytes].zero_()
         torch.cuda.synchronize()
         for use in (world.confirm_counts, world.check, world.barrier):
             try:

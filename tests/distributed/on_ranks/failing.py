@@ -25,8 +25,8 @@ def build_slow(workload, context):
 
 def build_wrong(workload, context):
     function = rings.build(workload, context)
-    for holder in function._algorithm.share.reads:
-        function._algorithm.share.reads[holder] = ()
+    for owner in function._algorithm.share.reads:
+        function._algorithm.share.reads[owner] = ()
     return function
 
 

@@ -17,6 +17,7 @@ from dilabench.impls import reference
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums
+from dilabench.impls.ring.schedule.row_exchange import Returned
 from dilabench.workload.spec import Workload
 
 BUILDS = {
@@ -140,7 +141,7 @@ def by_the_formula(world, cases):
 
 def without_returned_gradients(world):
     """What `exact` finds when the ring forgets the dK and dV that other ranks have made."""
-    rings.Ring._add = lambda self, returns, dk, dv: [returned.work.wait() for returned in returns]
+    Returned.add = lambda self, _dk, _dv: self.work.wait()
     return exact(world, ["ring"], {"causal": PADDED["causal"]})
 
 
@@ -199,7 +200,7 @@ def projected(world):
     generator = torch.Generator().manual_seed(3)
     x, dout = (torch.randn(2, 23, 24, generator=generator, dtype=torch.float64) for _ in range(2))
     found = []
-    for size in (world, World.alone()):
+    for size in (world, World.single()):
         module = multihead.build(one, context(size))
         shards = module.shards if size is world else contiguous([(0, 23)], 1)
         local_x, local_dout = (shards.take(t, size.rank).requires_grad_() for t in (x, dout))
@@ -267,13 +268,13 @@ def steps_back(world, one, monkeypatch):
         steps.append("kernel")
         return math.attend_backward(*arguments, **options)
 
-    def spy_on_swap(self, sends, receives, kind):
+    def spy_on_send_recv(self, sends, receives, kind):
         if sends or receives:
             steps.append(kind)
-        return swap(self, sends, receives, kind)
+        return send_recv(self, sends, receives, kind)
 
-    swap = SingleRank.swap
-    monkeypatch.setattr(SingleRank, "swap", spy_on_swap)
+    send_recv = SingleRank.send_recv
+    monkeypatch.setattr(SingleRank, "send_recv", spy_on_send_recv)
     backend = LoadedBackend("math", math.attend, spy_on_kernel)
     function = rings.build_zigzag(one, BuildContext(device=world.device, backend=backend, world=world))
     q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))

@@ -26,22 +26,22 @@ class Messages:
                 tensor.copy_(self.replayed.pop(0))
 
     def __enter__(self):
-        self.originals = World.swap, World.all_to_all
-        swap, all_to_all = self.originals
+        self.originals = World.send_recv, World.all_to_all
+        send_recv, all_to_all = self.originals
 
-        def swapped(world, sends, receives, kind):
-            return Late(swap(world, sends, receives, kind), self, list(receives.get(self.sender, ())))
+        def late_send_recv(world, sends, receives, kind):
+            return Late(send_recv(world, sends, receives, kind), self, list(receives.get(self.sender, ())))
 
-        def exchanged(world, flat, give, take, kind):
-            received, pending = all_to_all(world, flat, give, take, kind)
-            parts = received.split(list(take))
+        def late_all_to_all(world, flat, input_split_sizes, output_split_sizes, kind):
+            received, pending = all_to_all(world, flat, input_split_sizes, output_split_sizes, kind)
+            parts = received.split(list(output_split_sizes))
             return received, Late(pending, self, [] if self.sender is None else [parts[self.sender]])
 
-        World.swap, World.all_to_all = swapped, exchanged
+        World.send_recv, World.all_to_all = late_send_recv, late_all_to_all
         return self
 
     def __exit__(self, *_):
-        World.swap, World.all_to_all = self.originals
+        World.send_recv, World.all_to_all = self.originals
 
 
 class Late:

@@ -90,7 +90,7 @@ def test_an_optimized_function_of_shards_is_verified_by_its_whole_tensors(optimi
     backend = {"name": "math", "target": f"{math}attend", "backward_target": f"{math}attend_backward"}
     spec = CaseSpec.model_validate({"case": case, "target": "dilabench.impls.ring.rings:build", "backend": backend})
     device = torch.device("cpu")
-    call = PreparedCall(spec, device, InputStore(device), World.alone(device))
+    call = PreparedCall(spec, device, InputStore(device), World.single(device))
     verification, why = CaseVerifier(device).verify(call)
     assert verification.passed, why
 

@@ -18,7 +18,7 @@ CASES = {
     "block lists": ("block-sparse", None, "SPARSE", {}),
     "block lists, padded heads": ("block-sparse", None, "SPARSE", {"head_dim": 80}),
     "flex": ("flex", None, "LONG_BRANCHES", {}),
-    "flex-permuted": ("flex-permuted", None, "LONG_BRANCHES", {}),
+    "flex over blocks": ("flex", None, "SPARSE", {}),
     "the formula": ("reference", None, "LONG_BRANCHES", {"seq_len": 4096}),
 }
 

@@ -32,7 +32,7 @@ def rows_across_ranks(workload: Workload, shards: Shards) -> NDArray[np.int64]:
     owner = np.zeros(workload.seq_len, np.int16)
     for rank, spans in enumerate(shards.parts):
         for span in spans:
-            owner[span.start : span.stop : span.step] = rank
+            owner[span.start : span.stop] = rank
     chosen: set[int] = set()
     for rank in range(shards.size):
         held = np.flatnonzero(owner == rank)

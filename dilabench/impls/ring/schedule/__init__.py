@@ -1,1 +1,1 @@
-"""What the rings are made of: pieces, hops and the order of calls."""
+"""What the rings are made of: pieces, exchanges and the order of calls."""

@@ -25,11 +25,6 @@ class Cut(NamedTuple):
     causal: bool = False
     window: Window = UNBOUNDED
 
-    @property
-    def full(self) -> bool:
-        """Every query sees every key."""
-        return not self.causal and self.window == UNBOUNDED
-
 
 def cuts(queries: int, keys: int, low: int | None, high: int | None, *, aligned: bool = False) -> list[Cut]:
     """The calls for query t to see key u exactly when low <= u - t <= high (None: no bound); no pair comes twice.

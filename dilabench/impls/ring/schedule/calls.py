@@ -30,7 +30,7 @@ class Calls:
         v: Tensor,
         first_row: int = 0,
     ) -> None:
-        """Pieces on keys whose row 0 is the holder's row `first_row`."""
+        """Pieces on keys whose row 0 is the owner's row `first_row`."""
         scale = self.workload.softmax_scale
         for piece in pieces:
             keys, values = piece.take_keys(k, first_row), piece.take_keys(v, first_row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
-from dilabench.impls.one_operator import first_derivatives
+from dilabench.impls.one_operator import eager
 from dilabench.workload.spec import Workload
 
 
@@ -37,7 +38,7 @@ class Local(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class LocalOnly:
     """`Algorithm` without communication: each rank runs `local` on its shards."""
 
     local: Local
@@ -60,6 +61,9 @@ class ShardedAttention:
     The first call compares the shapes of all ranks; each later one looks at its own only.
     """
 
+    # All ranks exchange gradients, also those on which nothing depends on out.
+    exchanges = True
+
     def __init__(self, workload: Workload, shards: Shards, world: World, algorithm: Algorithm) -> None:
         self.workload, self.shards, self.world = workload, shards, world
         self._algorithm = algorithm
@@ -77,11 +81,7 @@ class ShardedAttention:
         Raises ValueError for tensors that are no shards of this rank, RanksDisagreeError when ranks were built for
         different workloads, RuntimeError when a rank is gone.
         """
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            out, lse = _Function.apply(self, q, k, v)
-        else:
-            out, lse, _ = self.forward(q, k, v)
-        return out, lse
+        return eager(self, q.contiguous(), k.contiguous(), v.contiguous())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out and lse as `with_lse` gives and refuses them, outside autograd, and what `backward` wants kept."""
@@ -92,10 +92,10 @@ class ShardedAttention:
         return out[0], lse[0], kept
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of contiguous q, k, v and what `forward` gave for them."""
-        dout = dout.contiguous()
+        dout, kept = dout.contiguous(), tuple(kept)
         if q.ndim == 4:
             return self._algorithm.backward(dout, q, k, v, out, lse, kept)
         dq, dk, dv = self._algorithm.backward(dout[None], q[None], k[None], v[None], out[None], lse[None], kept)
@@ -127,27 +127,3 @@ class ShardedAttention:
                 f"rank {self.world.rank} got q, k, v of {found}, but its shards of {w.label()} on {self.world.size} "
                 f"ranks are {wanted}; cut whole tensors with `shards.take(x, rank)`"
             )
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, attention: ShardedAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse, kept = attention.forward(q, k, v)
-        ctx.attention = attention
-        ctx.save_for_backward(q, k, v, out, lse, *kept)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        # All ranks exchange gradients, also those on which nothing depends on out.
-        dout = torch.zeros_like(out) if dout is None else dout
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = ctx.attention.backward(*tensors, tuple(kept))
-            return found
-
-        return None, *first_derivatives(gradients, dout, q, k, v, out, lse)

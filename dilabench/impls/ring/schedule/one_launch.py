@@ -80,7 +80,7 @@ class InOneLaunch:
 
 def in_one_launch(workload: Workload, context: BuildContext, assignment: RowAssignment) -> Algorithm | None:
     """For packed sequences, where the backend's kernel takes what the mask makes of a piece; None elsewhere."""
-    kernel, world = context.require_backend().packed, context.world or World.alone(context.device)
+    kernel, world = context.require_backend().packed, context.world or World.single(context.device)
     left, right = assignment.reach
     masked = (left, right) != (None, None)
     if kernel is None or context.device.type not in kernel.devices or workload.layout != "packed":
@@ -112,11 +112,11 @@ def _on_device(bounds: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _exchange(assignment: RowAssignment, world: World) -> RowGather:
-    rank, others = world.rank, [other for other in range(world.size) if other != world.rank]
+    rank = world.rank
     spans = shards_of(assignment.held).parts[rank]
     held = sum(map(len, assignment.held[rank]))
     gives = {}
-    for reader in others:
+    for reader in world.peers:
         sent = assignment.sent(rank, reader)
         rows = [
             torch.arange(len(shared)) + span.row + shared.start - span.start
@@ -126,7 +126,7 @@ def _exchange(assignment: RowAssignment, world: World) -> RowGather:
         if rows:
             index = torch.cat(rows)
             gives[reader] = [RowSelection(0, held, None if len(index) == held else index.to(world.device))]
-    needs = {owner: assignment.moved(owner, rank) for owner in others}
+    needs = {owner: assignment.moved(owner, rank) for owner in world.peers}
     return RowGather(world, sum(needs.values()), places_in_order(needs), gives)
 
 

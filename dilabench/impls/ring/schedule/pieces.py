@@ -38,7 +38,7 @@ class Piece:
         return self._queries(x).flatten(0, 1)
 
     def take_keys(self, x: Tensor, first_row: int = 0) -> Tensor:
-        """Rows [B·G, L, A', D] of x [B, N', K, D], whose row 0 is the holder's local row `first_row`."""
+        """Rows [B·G, L, A', D] of x [B, N', K, D], whose row 0 is the owner's local row `first_row`."""
         return self._keys(x, first_row).flatten(0, 1)
 
     def take_lse(self, lse: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Piece:
         return self.query + run.start.position if every_head and self._is_range else None
 
     def key_rows(self, num_kv_heads: int, first_row: int = 0) -> int | None:
-        """The same of x [B, N', K, D], which begins at the holder's `first_row`, and the keys."""
+        """The same of x [B, N', K, D], which begins at the owner's `first_row`, and the keys."""
         run, step = self.run, self.run.keys.step
         every_head = run.keys.count == num_kv_heads and (num_kv_heads == 1 or (step.position, step.kv_head) == (0, 1))
         return self.key - first_row + run.start.position if every_head and self._is_range else None

@@ -42,18 +42,18 @@ def pieces_between(
     workload: Workload,
     shards: Shards,
     reader: int,
-    holder: int,
+    owner: int,
     branches: Sequence[Branch],
     *,
     aligned: bool = False,
 ) -> tuple[Piece, ...]:
-    """The kernel calls of rank `reader` on the keys of rank `holder`; empty when nothing is in reach.
+    """The kernel calls of rank `reader` on the keys of rank `owner`; empty when nothing is in reach.
 
     aligned: the backend takes a causal mask over fewer queries than keys.
     """
     found: list[Piece] = []
     for branch in branches:
-        tiles = list(_tiles(workload, shards, reader, holder, branch))
+        tiles = list(_tiles(workload, shards, reader, owner, branch))
         # Of many documents' tiles most are for the same heads.
         runs_of: dict[tuple[tuple[int, ...], bool], Sequence[tuple[Run, Progression]]] = {}
         for query, key, stack, shape in _stacks(tiles):
@@ -79,13 +79,13 @@ def pieces_between(
     return tuple(_joined(_joined(found, by_keys=True), by_keys=False))
 
 
-def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch: Branch) -> Iterator[Tile]:
+def _tiles(workload: Workload, shards: Shards, reader: int, owner: int, branch: Branch) -> Iterator[Tile]:
     every_row = branch.rate == 1 and branch.segment_length >= workload.seq_len
     # A rank's own dense part is one unshifted mask per sequence, although its spans lie apart.
-    collapse = reader == holder and every_row and workload.window == UNBOUNDED
+    collapse = reader == owner and every_row and workload.window == UNBOUNDED
     for start, end in workload.sequences:
         readers = _within(shards.parts[reader], start, end)
-        holders = _within(shards.parts[holder], start, end)
+        owners = _within(shards.parts[owner], start, end)
         inside = all(start <= span.start and span.stop <= end for span in readers)
         if collapse and len(readers) > 1 and inside:
             rows = sum(span.length for span in readers)
@@ -94,7 +94,7 @@ def _tiles(workload: Workload, shards: Shards, reader: int, holder: int, branch:
             yield Tile(readers[0].row, readers[0].row, TileShape(rows, rows, None, high, 1, residues))
             continue
         for queries in readers:
-            for keys in holders:
+            for keys in owners:
                 yield from _span_tiles(workload, branch, queries, keys, start, end)
 
 

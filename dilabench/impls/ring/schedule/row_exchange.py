@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dilabench.distributed.world import Pending, World
+from dilabench.distributed.world import Work, World
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.sums import Sum
 
@@ -86,11 +86,26 @@ Selections = Mapping[int, RowSelection]
 
 @dataclass(slots=True)
 class Transfer:
-    """Two packed tensors on their way from a peer; `packed` is empty where nothing comes."""
+    """K and V of an owner on their way, packed; `packed` is empty where nothing comes."""
 
-    peer: int
-    work: Pending
+    owner: int
+    work: Work
     packed: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """dK and dV of own rows on their way back, packed: those of each selection of these rows."""
+
+    work: Work
+    parts: Sequence[tuple[RowSelection, Sequence[Tensor]]]
+
+    def add(self, dk: Sum, dv: Sum) -> None:
+        """Wait for them and add them."""
+        self.work.wait()
+        for selection, packed in self.parts:
+            for total, part in zip((dk, dv), packed, strict=True):
+                selection.add(total, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,66 +124,56 @@ class RowExchange:
         """K and V of the rank `distance` before this one; send the one `distance` after what it reads."""
         reader, owner = self._peers(distance)
         sends = {reader: [self.gives[reader].pack(x) for x in (k, v)]} if reader in self.gives else {}
-        return self._swap(sends, owner, self.needs, k, k.dtype, "keys")
+        receives = {owner: _empty_pair(self.needs[owner], k, k.dtype)} if owner in self.needs else {}
+        return Transfer(owner, self.world.send_recv(sends, receives, "keys"), receives.get(owner, []))
 
-    def give_back(self, distance: int, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Transfer:
+    def give_back(self, distance: int, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Returned:
         """dK and dV of own rows by the rank `distance` after; send the one before those of its rows, packed, if any."""
         reader, owner = self._peers(distance)
-        return self._swap({owner: gradients} if gradients else {}, reader, self.gives, k, dtype, "gradients")
+        sends = {owner: gradients} if gradients else {}
+        receives = {reader: _empty_pair(self.gives[reader], k, dtype)} if reader in self.gives else {}
+        work = self.world.send_recv(sends, receives, "gradients")
+        return Returned(work, [(self.gives[reader], packed) for packed in receives.values()])
 
-    def fetch_all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
+    def fetch_all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Work]:
         """K and V of all owners in one flat tensor, which `of_owners` splits."""
         packed = [selection.pack(x) for _, selection in sorted(self.gives.items()) for x in (k, v)]
         return self._all_to_all(packed, self.gives, self.needs, k, k.dtype, "keys")
-
-    def give_all_back(self, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Pending]:
-        """dK and dV of own rows by all readers, which `of_readers` splits; send the packed ones in order of owners."""
-        return self._all_to_all(gradients, self.needs, self.gives, k, dtype, "gradients")
 
     def of_owners(self, flat: Tensor, k: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Each owner's rank and packed K and V."""
         return _split(flat, self.needs, k)
 
-    def of_readers(self, flat: Tensor, k: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Each reader's rank and packed dK and dV."""
-        return _split(flat, self.gives, k)
+    def give_all_back(self, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Returned:
+        """dK and dV of own rows by all readers; send owners those of their rows, packed, in the order of owners."""
+        flat, work = self._all_to_all(gradients, self.needs, self.gives, k, dtype, "gradients")
+        return Returned(work, [(self.gives[reader], packed) for reader, packed in _split(flat, self.gives, k)])
 
     def _peers(self, distance: int) -> tuple[int, int]:
         rank, size = self.world.rank, self.world.size
         return (rank + distance) % size, (rank - distance) % size
 
-    def _swap(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        peer: int,
-        selections: Selections,
-        like: Tensor,
-        dtype: torch.dtype,
-        kind: str,
-    ) -> Transfer:
-        receives: dict[int, list[Tensor]] = {}
-        if peer in selections:
-            shape = selections[peer].shape(like)
-            receives[peer] = [like.new_empty(shape, dtype=dtype) for _ in range(2)]
-        return Transfer(peer, self.world.swap(sends, receives, kind), receives.get(peer, []))
-
     def _all_to_all(
         self,
         packed: Sequence[Tensor],
-        give: Selections,
-        take: Selections,
+        sent: Selections,
+        received: Selections,
         like: Tensor,
         dtype: torch.dtype,
         kind: str,
-    ) -> tuple[Tensor, Pending]:
+    ) -> tuple[Tensor, Work]:
         flat = torch.cat([x.flatten() for x in packed]) if packed else like.new_empty(0, dtype=dtype)
         if self.silent:
-            return flat, Pending(())
-        given, taken = (
+            return flat, Work(())
+        input_split_sizes, output_split_sizes = (
             [2 * prod(selections[rank].shape(like)) if rank in selections else 0 for rank in range(self.world.size)]
-            for selections in (give, take)
+            for selections in (sent, received)
         )
-        return self.world.all_to_all(flat, given, taken, kind)
+        return self.world.all_to_all(flat, input_split_sizes, output_split_sizes, kind)
+
+
+def _empty_pair(selection: RowSelection, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    return [like.new_empty(selection.shape(like), dtype=dtype) for _ in range(2)]
 
 
 def _split(flat: Tensor, selections: Selections, like: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
@@ -194,11 +199,15 @@ class RowGather:
     gives: Mapping[int, Sequence[RowSelection]]
     parts: int = 1
 
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pending]:
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Work]:
         """Gathered K and V, and the work to wait for before they are read."""
         B, _, K, D = k.shape
         keys, values = (_rows_first(x, (B, self.rows, K // self.parts, D)) for x in (k, v))
-        return keys, values, self.world.swap(_messages(self.gives, k, v), _messages(self.places, keys, values), "keys")
+        return (
+            keys,
+            values,
+            self.world.send_recv(_messages(self.gives, k, v), _messages(self.places, keys, values), "keys"),
+        )
 
     def give_back(self, dkeys: Tensor, dvalues: Tensor, k: Tensor) -> Returned:
         """Send dK and dV of gathered rows to their owners, and receive those that readers have made of own rows."""
@@ -210,7 +219,7 @@ class RowGather:
         receives: dict[int, list[Tensor]] = {}
         for reader, _, packed in returned:
             receives.setdefault(reader, []).extend(x.transpose(0, 1) for x in packed)
-        work = self.world.swap(_messages(self.places, dkeys, dvalues), receives, "gradients")
+        work = self.world.send_recv(_messages(self.places, dkeys, dvalues), receives, "gradients")
         return Returned(work, [(selection, packed) for _, selection, packed in returned])
 
 
@@ -222,21 +231,6 @@ def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
             places[owner] = [RowSelection(first, first + rows)]
         first += rows
     return places
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """dK and dV of own rows on their way back."""
-
-    work: Pending
-    parts: Sequence[tuple[RowSelection, Sequence[Tensor]]]
-
-    def add(self, dk: Sum, dv: Sum) -> None:
-        """Wait for them and add them."""
-        self.work.wait()
-        for selection, packed in self.parts:
-            for total, part in zip((dk, dv), packed, strict=True):
-                selection.add(total, part)
 
 
 def _messages(selections: Mapping[int, Sequence[RowSelection]], *tensors: Tensor) -> dict[int, list[Tensor]]:

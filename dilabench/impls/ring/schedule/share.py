@@ -87,16 +87,15 @@ class Share(Calls):
 
 def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
     """This rank's share under a sharding; a context without a world is one rank that holds everything."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     shards = sharding(workload.sequences, world.size)
     rank, backend = world.rank, context.require_backend()
     branches = branches_of(workload)
     inside = [branch for branch in branches if _lies_inside(workload, branch, shards, rank)]
     crossing = [branch for branch in branches if branch not in inside]
-    others = [other for other in range(world.size) if other != rank]
-    reads = {other: pieces_between(workload, shards, rank, other, branches) for other in others}
+    reads = {other: pieces_between(workload, shards, rank, other, branches) for other in world.peers}
     needs, gives = {}, {}
-    for other in others:
+    for other in world.peers:
         needed = select_rows(reads[other], shards.rows[other], workload.num_kv_heads, context.device)
         if needed:
             needs[other] = needed

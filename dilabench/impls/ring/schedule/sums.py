@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.impls.union.merging import merge_rows_
+from dilabench.kernels.lse import merge_rows_
 
 # Bounds the memory of parts that wait; a ring over four ranks needs one pass.
 MOST_PARTS = 4
@@ -150,7 +150,7 @@ class Sum:
             self.put(part, first)
 
     def add_keys(self, piece: Piece, part: Tensor, first_row: int = 0) -> None:
-        """Add a piece's [B·G, L, A', D] to the rows of its keys; row 0 is the holder's `first_row`."""
+        """Add a piece's [B·G, L, A', D] to the rows of its keys; row 0 is the owner's `first_row`."""
         first = piece.key_rows(self._shape[2], first_row)
         if first is None:
             piece.add_keys(self.total(), part, first_row)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from dilabench.patterns.block_sparse import BlockSparsePattern
-from dilabench.plugins.builtin.implementations import (
+from dilabench.choice.descriptors import Capabilities, Implementation
+from dilabench.choice.implementations import (
     ADDED_QUERIES,
     BLOCKS,
     DENSE,
@@ -12,7 +12,6 @@ from dilabench.plugins.builtin.implementations import (
     HALF,
     no_block_tiles,
 )
-from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.workload.spec import Workload
 
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
@@ -21,6 +20,8 @@ PACKED_OVER_RANKS = Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"p
 
 def _mask_over_branches(workload: Workload) -> str | None:
     """The reason of ranks, which hold whole blocks of the sequence."""
+    from dilabench.patterns.block_sparse import BlockSparsePattern
+
     pattern = BlockSparsePattern.match(workload.pattern)
     if pattern is not None and pattern.branches is not None:
         return "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole"
@@ -50,7 +51,7 @@ BLOCKS_OVER_RANKS = Capabilities(
 RINGS = (
     Implementation(
         "ring",
-        "K and V go from rank to rank, hop by hop",
+        "K and V go from rank to rank, step by step",
         "dilabench.impls.ring.rings:build",
         supports=OVER_RANKS,
         aliases=("ring_v2",),
@@ -60,7 +61,7 @@ RINGS = (
     ),
     Implementation(
         "ring-overlap",
-        "the ring with double buffers: the next hop is under way while this one is computed",
+        "the ring with double buffers: the next step is under way while this one is computed",
         "dilabench.impls.ring.rings:build_overlap",
         supports=OVER_RANKS,
         aliases=("ring_v3",),
@@ -82,7 +83,7 @@ RINGS = (
     Implementation(
         "fused-sharded",
         "whole segments on every rank, fused on each: nothing is sent",
-        "dilabench.impls.ring.apart:build",
+        "dilabench.impls.ring.fused_sharded:build",
         supports=replace(
             FUSED,
             layouts=frozenset({"padded"}),
@@ -118,7 +119,7 @@ RINGS = (
     ),
     Implementation(
         "balanced-allgather",
-        "chunks of packed documents dealt to ranks by their work; keys go once to the ranks that see them",
+        "chunks of packed documents assigned to ranks by their work; keys go once to the ranks that see them",
         "dilabench.impls.ring.gathered:build_balanced",
         supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         uses_backend=True,

@@ -13,23 +13,23 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards, Span
 from dilabench.distributed.world import World
 from dilabench.impls import fused
-from dilabench.impls.ring.schedule.function import Apart, Local, ShardedAttention
+from dilabench.impls.ring.schedule.function import Local, LocalOnly, ShardedAttention
 from dilabench.workload.cuts import cut_apart
 from dilabench.workload.spec import Workload
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
-    """Rank r holds the r-th part, cut where segments end. Raises ValueError when there are not so many parts."""
-    return build_apart(workload, context, fused.build)
+    """Rank r holds the r-th part, cut where segments end. Raises ValueError when there are fewer parts than ranks."""
+    return build_local(workload, context, fused.build)
 
 
-def build_apart(
-    workload: Workload, context: BuildContext, build_local: Callable[[Workload, BuildContext], Local]
+def build_local(
+    workload: Workload, context: BuildContext, single_device: Callable[[Workload, BuildContext], Local]
 ) -> ShardedAttention:
     """`build` with another single-device implementation on each rank's part."""
-    world = context.world or World.alone(context.device)
+    world = context.world or World.single(context.device)
     lengths = cut_apart(workload, world.size)
     starts = accumulate(lengths, initial=0)
     shards = Shards(tuple((Span(start, start + length),) for start, length in zip(starts, lengths, strict=False)))
-    local = build_local(workload.replace(seq_len=lengths[world.rank]), context)
-    return ShardedAttention(workload, shards, world, Apart(local))
+    local = single_device(workload.replace(seq_len=lengths[world.rank]), context)
+    return ShardedAttention(workload, shards, world, LocalOnly(local))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.impls.union import strided_calls as calls_module
-from dilabench.impls.union.strided_calls import StridedCall, copied_rows, strided_calls
+from dilabench.impls.union import strided_rows as rows_module
+from dilabench.impls.union.strided_rows import StridedRows, copied_rows, strided_rows
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
@@ -27,22 +27,22 @@ def workload(rate: int, num_heads: int, segments: int = 2, batch_size: int = 2, 
     return Workload.model_validate({"pattern": pattern, **shape, **fields})
 
 
-def rows_of(call: StridedCall, queries: bool) -> list[tuple[int, int, int]]:
+def rows_of(call: StridedRows, queries: bool) -> list[tuple[int, int, int]]:
     """The (batch item, position, head) of every row that the call's view reaches."""
-    line = call.heads if queries else call.keys
+    line = call.heads if queries else call.key_heads
     rows = []
     for batch in range(call.first_batch, call.first_batch + call.batches):
         for level in range(call.stack.count):
             for index in range(line.count):
                 place = call.start.after(call.stack.step, level).after(line.step, index)
                 head = place.head if queries else place.kv_head
-                rows += [(batch, place.position + row * call.rate, head) for row in range(call.rows)]
+                rows += [(batch, place.position + row * call.rate, head) for row in range(call.length)]
     return rows
 
 
 @pytest.mark.parametrize(("num_heads", "rate"), [(8, 1), (8, 2), (8, 4), (8, 8), (12, 4), (12, 6), (32, 8), (4, 12)])
 def test_at_most_min_of_rate_and_heads_per_residue_calls(num_heads: int, rate: int) -> None:
-    calls = strided_calls(workload(rate, num_heads))
+    calls = strided_rows(workload(rate, num_heads))
     assert len(calls) == min(rate, max(1, num_heads // rate))
 
 
@@ -51,27 +51,27 @@ def test_at_most_min_of_rate_and_heads_per_residue_calls(num_heads: int, rate: i
 def test_one_call_where_there_is_one_segment(rate: int, offset: str) -> None:
     asked = workload(rate, 16, segments=1, batch_size=1)
     asked = asked.replace(pattern=asked.pattern.model_copy(update={"offset": offset}))
-    assert len(strided_calls(asked)) == 1
+    assert len(strided_rows(asked)) == 1
 
 
 def test_calls_of_the_papers_branches() -> None:
     """kernels.md: 9 calls instead of 25 for r = 1 2 4 6 12 at 12 heads."""
-    counts = [len(strided_calls(workload(rate, 12))) for rate in (1, 2, 4, 6, 12)]
+    counts = [len(strided_rows(workload(rate, 12))) for rate in (1, 2, 4, 6, 12)]
     assert counts == [1, 2, 3, 2, 1]
 
 
 def test_grouped_query_heads_share_keys_in_one_call() -> None:
     """With g = 4 and r = 2 every key head serves two query heads of a residue: keys are never repeated."""
-    calls = strided_calls(workload(2, 16, num_kv_heads=4))
-    assert [(call.heads.count, call.keys.count) for call in calls] == [(8, 4), (8, 4)]
+    calls = strided_rows(workload(2, 16, num_kv_heads=4))
+    assert [(call.heads.count, call.key_heads.count) for call in calls] == [(8, 4), (8, 4)]
 
 
 def test_batch_items_are_in_one_call_where_copies_are_small() -> None:
     """In 37 positions those of segments of 8 do not follow each other from item to item."""
     asked = workload(1, 4, batch_size=3, seq_len=37)
     whole, remainder = (3 * 4 * rows for rows in (32, 5))
-    assert [call.query_rows for call in strided_calls(asked)] == [whole // 3] * 3 + [remainder]
-    assert [call.query_rows for call in strided_calls(asked, copied=whole)] == [whole, remainder]
+    assert [call.query_rows for call in strided_rows(asked)] == [whole // 3] * 3 + [remainder]
+    assert [call.query_rows for call in strided_rows(asked, copied=whole)] == [whole, remainder]
     assert copied_rows(asked, torch.device("cpu")) == 0
     assert copied_rows(asked, torch.device("cuda")) == (16 << 20) // 16
 
@@ -95,13 +95,13 @@ def test_every_row_is_in_one_call_of_its_branch(data: st.DataObject) -> None:
         num_kv_heads=kv_heads,
         head_dim=4,
     )
-    calls = strided_calls(asked, copied=data.draw(st.sampled_from((0, 40, 1 << 20))))
+    calls = strided_rows(asked, copied=data.draw(st.sampled_from((0, 40, 1 << 20))))
     reached = Counter(row for call in calls for row in rows_of(call, queries=True))
     assert reached == Counter(expected_rows(asked))
     for call in calls:
         keys = rows_of(call, queries=False)
         assert len(set(keys)) == len(keys), "a key row twice in one call would lose a gradient"
-        assert call.heads.count % call.keys.count == 0
+        assert call.heads.count % call.key_heads.count == 0
 
 
 def expected_rows(asked: Workload) -> list[tuple[int, int, int]]:
@@ -130,9 +130,9 @@ def test_no_result_but_the_output_is_larger_than_half_of_it(
         pattern=pattern, batch_size=batch_size, seq_len=24, num_heads=num_heads, num_kv_heads=num_heads, head_dim=4
     )
     whole = 24 * batch_size * num_heads
-    few = list(strided_calls(asked))
-    monkeypatch.setattr(calls_module, "FEW_ROWS", 0)
-    first, *others = (call.query_rows for call in strided_calls(asked))
+    few = list(strided_rows(asked))
+    monkeypatch.setattr(rows_module, "FEW_ROWS", 0)
+    first, *others = (call.query_rows for call in strided_rows(asked))
     assert first == whole or 2 * first <= whole
     assert max(others, default=0) * 2 <= whole
     assert len(few) <= 1 + len(others)

@@ -1,6 +1,6 @@
 """Messages through memory that all ranks can reach: no chunk is overwritten before it was read, no processor polls.
 
-Every rank owns a mailbox: a region for each reader, used as a ring buffer, and two counters for each other rank. A
+Every rank owns some memory: a ring buffer for each reader, and two counters for each other rank. A
 sender waits until the old chunk there has been taken, writes the new one and increments `posted` at the reader; the
 reader waits for that count, copies the chunk to its destination and increments `taken` at the sender. All of this is
 put into queues of the device in advance; the processor is not asked again. Both sides know the lengths of all messages,
@@ -42,13 +42,13 @@ class _Channel:
 
     count: int = 0
     position: int = 0
-    lying: deque[tuple[int, int]] = field(default_factory=deque)
+    untaken: deque[tuple[int, int]] = field(default_factory=deque)
 
 
-class Mailboxes:
-    """One rank's messages to and from the mailboxes of all ranks.
+class RingBuffers:
+    """One rank's messages to and from the ring buffers of all ranks.
 
-    addresses: where each rank's mailbox of `mailbox_bytes` is mapped in this process; its counters are zero at first.
+    addresses: where each rank's memory of `memory_bytes` is mapped in this process; its counters are zero at first.
     Messages between two ranks must be sent and received in the same order. With the peers of each exchange in the order
     of their distance no circle of waiting is possible: the first transfer in that order that is not done can go on.
     """
@@ -59,35 +59,35 @@ class Mailboxes:
         self._in = [_Channel() for _ in addresses]
 
     @staticmethod
-    def mailbox_bytes(size: int, region: int) -> int:
-        """Bytes of one rank's mailbox among `size` ranks, with so many for each reader."""
+    def memory_bytes(size: int, region: int) -> int:
+        """Bytes of one rank's memory among `size` ranks, with `region` bytes for each reader."""
         return _counters_bytes(size) + (size - 1) * region
 
-    def send(self, queue: Queue, peer: int, nbytes: int, lay: Callable[[int, int, int], None]) -> None:
+    def send(self, queue: Queue, peer: int, nbytes: int, write_chunk: Callable[[int, int, int], None]) -> None:
         """Queue a message to a rank.
 
-        lay: queues the copy of a chunk, given its place in this rank's mailbox, its start in the message, its length.
+        write_chunk: queues the copy of a chunk, given its place in this rank's memory, its start and its length.
         """
-        way = self._out[peer]
+        channel = self._out[peer]
         for start, length in self._chunks(nbytes):
-            first, place = self._next(way, length)
+            first, place = self._next(channel, length)
             must_be_taken = 0
-            while way.lying and way.lying[0][0] < first + length - self._region:
-                must_be_taken = way.lying.popleft()[1]
+            while channel.untaken and channel.untaken[0][0] < first + length - self._region:
+                must_be_taken = channel.untaken.popleft()[1]
             if must_be_taken:
                 queue.wait(self._taken(self._rank, peer), must_be_taken)
-            lay(self._region_of(self._rank, peer) + place, start, length)
-            queue.set(self._posted(peer, self._rank), way.count)
-            way.lying.append((first, way.count))
+            write_chunk(self._region_of(self._rank, peer) + place, start, length)
+            queue.set(self._posted(peer, self._rank), channel.count)
+            channel.untaken.append((first, channel.count))
 
     def receive(self, queue: Queue, peer: int, target: int, nbytes: int) -> None:
         """Queue a message from a rank to an address; as many bytes as it sends."""
-        way = self._in[peer]
+        channel = self._in[peer]
         for start, length in self._chunks(nbytes):
-            _, place = self._next(way, length)
-            queue.wait(self._posted(self._rank, peer), way.count)
+            _, place = self._next(channel, length)
+            queue.wait(self._posted(self._rank, peer), channel.count)
             queue.copy(target + start, self._addresses[peer] + self._region_of(peer, self._rank) + place, length)
-            queue.set(self._taken(peer, self._rank), way.count)
+            queue.set(self._taken(peer, self._rank), channel.count)
 
     def release(self, queue: Queue) -> None:
         """Raise this rank's counters, which ends all its waits; what they waited for has then not come."""
@@ -96,7 +96,7 @@ class Mailboxes:
                 queue.set(counter, _RELEASED)
 
     def unsettled(self, counters: Sequence[int]) -> list[str]:
-        """What this rank's counters in its mailbox, in the order of their addresses, lack of or have beyond the counts
+        """What this rank's counters, in the order of their addresses, lack of or have beyond the counts
         that were queued; empty once all transfers of all ranks are done."""
         posted, taken = counters[: self._size], counters[self._size :]
         return [
@@ -114,7 +114,7 @@ class Mailboxes:
 
     @property
     def counters_bytes(self) -> int:
-        """Bytes of a mailbox, from its start, that hold counters: one in each line of COUNTER_STEP bytes."""
+        """Bytes of a rank's memory, from its start, that hold counters: one in each line of COUNTER_STEP bytes."""
         return 2 * self._size * COUNTER_STEP
 
     @property
@@ -131,25 +131,25 @@ class Mailboxes:
         for start in range(0, nbytes, self.longest_chunk):
             yield start, min(self.longest_chunk, nbytes - start)
 
-    def _next(self, way: _Channel, length: int) -> tuple[int, int]:
+    def _next(self, channel: _Channel, length: int) -> tuple[int, int]:
         """Where the next chunk begins: in bytes since the first one, and in the region."""
-        place = way.position % self._region
+        place = channel.position % self._region
         if place + length > self._region:
-            way.position += self._region - place
-        first = way.position
-        way.position += _aligned(length)
-        way.count += 1
+            channel.position += self._region - place
+        first = channel.position
+        channel.position += _aligned(length)
+        channel.count += 1
         return first, first % self._region
 
     def _region_of(self, owner: int, reader: int) -> int:
         return _counters_bytes(self._size) + ((reader - owner) % self._size - 1) * self._region
 
     def _posted(self, owner: int, sender: int) -> int:
-        """Address, in the reader's mailbox, of the count of chunks that this sender has written for it."""
+        """Address, in the reader's memory, of the count of chunks that this sender has written for it."""
         return self._addresses[owner] + sender * COUNTER_STEP
 
     def _taken(self, owner: int, reader: int) -> int:
-        """Address, in the sender's mailbox, of the count of chunks that this reader has taken."""
+        """Address, in the sender's memory, of the count of chunks that this reader has taken."""
         return self._addresses[owner] + (self._size + reader) * COUNTER_STEP
 
 

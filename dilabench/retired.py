@@ -21,13 +21,21 @@ class Retired:
 
 
 NEVER_RAN = "it never ran against the real library"
+NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
+ONE_FLEX = "`flex` computes every pattern"
 
 RETIRED = (
+    Retired("implementation", "flex-permuted", "147.7 ms for longnet_32k where `flex` took 86.2 on an H200", "flex"),
+    Retired("implementation", "block-sparse-flex", ONE_FLEX, "flex"),
+    Retired("implementation", "block-sparse-flex-planned", ONE_FLEX, "flex, whose mask is made before the call"),
     Retired("implementation", "transformer-engine-p2p", NEVER_RAN, "zigzag-ring"),
     Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
     Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
     Retired("implementation", "natten", NEVER_RAN, "NATTEN itself, or block-sparse with pattern=window_sink"),
+    Retired("implementation", "ulysses-ring", NEVER_ON_GPUS, "ulysses or zigzag-ring"),
+    Retired("implementation", "usp", NEVER_ON_GPUS, "ulysses or zigzag-ring"),
+    Retired("implementation", "column-bounds-ring", NEVER_ON_GPUS, "block-sparse on one device"),
     Retired("implementation", "neighborhood", NO_NEIGHBORHOOD, "block-sparse with pattern=window_sink"),
     Retired(
         "pattern",

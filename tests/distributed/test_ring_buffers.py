@@ -1,4 +1,4 @@
-"""Messages over mailboxes, with threads in place of the device's queues and host memory in place of the device's."""
+"""Messages over ring buffers, with threads in place of the device's queues and host memory in place of the device's."""
 
 import ctypes
 import random
@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from dilabench.distributed.transport.mailboxes import COUNTER_STEP, Mailboxes
+from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
 
 # Places are multiples of 512 bytes: three of them, and the longest chunk takes half of that.
 REGION = 1536
@@ -52,14 +52,14 @@ class ThreadQueue:
 
 
 class Ranks:
-    """Mailboxes of all ranks in one process; each rank with a queue that sends and one that receives."""
+    """RingBuffers of all ranks in one process; each rank with a queue that sends and one that receives."""
 
     def __init__(self, size):
-        nbytes = Mailboxes.mailbox_bytes(size, REGION)
+        nbytes = RingBuffers.memory_bytes(size, REGION)
         self.memory = [ctypes.create_string_buffer(nbytes) for _ in range(size)]
         self.addresses = [ctypes.addressof(memory) for memory in self.memory]
         self.outward, self.inward = ([ThreadQueue() for _ in range(size)] for _ in range(2))
-        self.mailboxes = [Mailboxes(rank, self.addresses, REGION) for rank in range(size)]
+        self.buffers = [RingBuffers(rank, self.addresses, REGION) for rank in range(size)]
 
     def send(self, rank, peer, message):
         queue, source = self.outward[rank], ctypes.addressof(message)
@@ -68,10 +68,10 @@ class Ranks:
             assert place + length <= len(self.memory[rank])
             queue.copy(self.addresses[rank] + place, source + start, length)
 
-        self.mailboxes[rank].send(queue, peer, len(message) - 1, lay)
+        self.buffers[rank].send(queue, peer, len(message) - 1, lay)
 
     def receive(self, rank, peer, place):
-        self.mailboxes[rank].receive(self.inward[rank], peer, ctypes.addressof(place), len(place) - 1)
+        self.buffers[rank].receive(self.inward[rank], peer, ctypes.addressof(place), len(place) - 1)
 
     def finish(self):
         return [queue.finish() for queue in self.outward + self.inward]
@@ -120,7 +120,7 @@ def test_a_released_rank_waits_for_nobody():
     ranks.receive(0, 1, ctypes.create_string_buffer(9))
     assert not ranks.inward[0].finish(0.2), "nothing was sent"
     rescue = ThreadQueue()
-    ranks.mailboxes[0].release(rescue)
+    ranks.buffers[0].release(rescue)
     assert rescue.finish()
     assert ranks.inward[0].finish()
 
@@ -130,8 +130,8 @@ def test_counters_agree_with_the_queued_counts_only_when_all_is_done():
     message, place = ctypes.create_string_buffer(random.randbytes(600)), ctypes.create_string_buffer(601)
 
     def unsettled(rank):
-        raw = ranks.memory[rank].raw[: ranks.mailboxes[rank].counters_bytes]
-        return ranks.mailboxes[rank].unsettled([*memoryview(raw).cast("i")][:: COUNTER_STEP // 4])
+        raw = ranks.memory[rank].raw[: ranks.buffers[rank].counters_bytes]
+        return ranks.buffers[rank].unsettled([*memoryview(raw).cast("i")][:: COUNTER_STEP // 4])
 
     assert unsettled(0) == unsettled(1) == []
     ranks.send(0, 1, message)
@@ -140,5 +140,5 @@ def test_counters_agree_with_the_queued_counts_only_when_all_is_done():
     assert all(ranks.finish())
     assert unsettled(0) == unsettled(1) == []
     # Queued, and never carried out.
-    ranks.mailboxes[1].receive(Mock(), 0, ctypes.addressof(place), 600)
+    ranks.buffers[1].receive(Mock(), 0, ctypes.addressof(place), 600)
     assert unsettled(1) == ["1 of 2 chunks came from rank 0"]

@@ -1,17 +1,14 @@
 """The implementations for one device that dilabench ships, each named after its algorithm.
 
-The names of the source documents work as aliases.
+The names of the source documents work as aliases. Rules import the patterns that they read when they are asked.
 """
 
 from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
-from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.patterns.selectors import STAND_IN_DIM
-from dilabench.patterns.topk_blocks import TopKBlocksPattern
-from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 DENSE = frozenset({"dense"})
@@ -29,13 +26,14 @@ CPU = frozenset({"cpu"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 BOTH_LAYOUTS = frozenset({"padded", "packed"})
 LONGEST_MASKED = 2**15
-FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
+LONGEST_COUNTED = 2**17
 
 
-def _no_flex_head_dim(workload: Workload) -> str | None:
-    """The reason against a head dim that FlexAttention has no tiles for."""
-    known = ", ".join(map(str, FLEX_HEAD_DIMS))
-    return None if workload.head_dim in FLEX_HEAD_DIMS else f"head_dim {workload.head_dim} is not one of {known}"
+def _too_long_to_count(workload: Workload) -> str | None:
+    """The reason against lengths whose blocks take minutes to count on the host."""
+    if workload.seq_len > LONGEST_COUNTED:
+        return f"the blocks of {workload.seq_len} positions are too many to count; it takes at most {LONGEST_COUNTED}"
+    return None
 
 
 def _no_fused_head_dim(workload: Workload) -> str | None:
@@ -114,7 +112,14 @@ FUSED = Capabilities(
     check=_not_for_fused,
 )
 # FlexAttention has no backward on a CPU, and its eager form there makes the whole score matrix.
-FLEX_ON_CUDA = Capabilities(patterns=DILATED, devices=CUDA, dtypes=HALF | {"float32"}, check=_no_flex_head_dim)
+FLEX_ON_CUDA = Capabilities(
+    patterns=ANY_PATTERN | DILATED | SPARSE,
+    devices=CUDA,
+    dtypes=HALF | {"float32"},
+    head_dim_multiple=16,
+    max_head_dim=256,
+    check=_too_long_to_count,
+)
 
 
 def no_block_tiles(workload: Workload) -> str | None:
@@ -125,6 +130,8 @@ def no_block_tiles(workload: Workload) -> str | None:
 
 def _only_whole_128_blocks(workload: Workload) -> str | None:
     """The reason of libraries that take one block mask over the whole sequence, in blocks of their own tiles."""
+    from dilabench.patterns.block_sparse import BlockSparsePattern
+
     pattern, size = BlockSparsePattern.match(workload.pattern), workload.pattern.block_length
     if pattern is not None and pattern.branches is not None:
         return "a block mask over dilated branches is not supported"
@@ -141,6 +148,9 @@ def _only_flash4_blocks(workload: Workload) -> str | None:
 
 def _no_selector(workload: Workload) -> str | None:
     """The reason against selecting anew what is not read off queries, or off too few numbers of each."""
+    from dilabench.patterns.selectors import STAND_IN_DIM
+    from dilabench.patterns.topk_blocks import TopKBlocksPattern
+
     pattern = TopKBlocksPattern.match(workload.pattern)
     if pattern is not None and not pattern.reads_queries:
         return f"selector={pattern.selector} reads no queries that a call could select from"
@@ -236,19 +246,13 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "flex",
-        "FlexAttention with the pattern as mask and log C as score: what plain masking costs",
+        "torch's FlexAttention over any pattern: its counts as block mask, and as score where keys count twice",
         "dilabench.impls.flex.flex:build",
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
-    ),
-    Implementation(
-        "flex-permuted",
-        "the same with tokens ordered by residue class, so that blocks are full or empty",
-        "dilabench.impls.flex.flex:build_permuted",
-        supports=FLEX_ON_CUDA,
-        requires=("cuda>=sm80", "triton"),
-        compiles=True,
+        quirks=("`dilabench run tiles -i flex` tries its FlashAttention 4 back end (BACKEND=FLASH) and other options",),
+        tiles="dilabench.impls.flex.flex:candidates",
     ),
     Implementation(
         "gather-multihead",
@@ -327,37 +331,6 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton|cpu",),
         priority=10,
-    ),
-    Implementation(
-        "block-sparse-flex",
-        "FlexAttention over a BlockMask of the same blocks",
-        "dilabench.impls.block_sparse.flex:build",
-        supports=Capabilities(
-            patterns=SPARSE,
-            devices=CUDA,
-            dtypes=HALF | {"float32"},
-            head_dim_multiple=16,
-            max_head_dim=256,
-            check=_only_whole_128_blocks,
-        ),
-        requires=("cuda>=sm80", "triton"),
-        compiles=True,
-    ),
-    Implementation(
-        "block-sparse-flex-planned",
-        "FlexAttention that makes the BlockMask of bounds of columns in every call, by create_block_mask",
-        "dilabench.impls.block_sparse.flex:build_planned",
-        supports=Capabilities(
-            patterns=COLUMNS,
-            devices=CUDA,
-            dtypes=HALF | {"float32"},
-            head_dim_multiple=16,
-            max_head_dim=256,
-        ),
-        requires=("cuda>=sm80", "triton"),
-        compiles=True,
-        every_call=("plan", "attend"),
-        steps_of="block-sparse-flex",
     ),
     Implementation(
         "block-sparse-flash4",
