@@ -22,7 +22,6 @@ SMALLEST_TILE = 16
 COUNTED_ONCE = 1 << (TILE_BITS + CLASS_BITS)
 
 BoolArray = npt.NDArray[np.bool_]
-Int32Array = npt.NDArray[np.int32]
 
 
 class TileLists(NamedTuple):
@@ -234,32 +233,3 @@ def lists_with_room(listed: Tensor, full: Tensor) -> TileLists:
     entries = numbers.new_empty(own, partners + 1).scatter_(1, place.long(), numbers)
     first = torch.arange(own, dtype=torch.int32, device=listed.device) * (partners + 1)
     return TileLists.of(entries.flatten(), *(x[None] for x in (first, n_full, n_listed - n_full)))
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedLists:
-    """The same lists as rectangles, as FlexAttention and FlashAttention 4 take them.
-
-    ``full_count``, ``partly_count`` int32 [1, heads, own tiles]; ``full``, ``partly`` int32 [1, heads, own tiles,
-    longest], rising partner tiles, then zeros.
-    """
-
-    full_count: Int32Array
-    full: Int32Array
-    partly_count: Int32Array
-    partly: Int32Array
-
-
-def padded_lists(lists: TileLists, length: int | None = None) -> PaddedLists:
-    """Lists of equal length (None: that of the longest), with a leading batch axis of one; from lists on the host."""
-    first, n_full, n_partly = (np.ascontiguousarray(column) for column in np.moveaxis(lists.spans.numpy(), -1, 0))
-    tiles = (lists.entries & (COUNTED_ONCE - 1)).numpy()
-    full = _rectangle(tiles, first, n_full, length)
-    partly = _rectangle(tiles, first + n_full, n_partly, length)
-    return PaddedLists(n_full[None], full[None], n_partly[None], partly[None])
-
-
-def _rectangle(tiles: Int32Array, first: Int32Array, count: Int32Array, length: int | None) -> Int32Array:
-    place = np.arange(length or max(1, int(count.max(initial=0))))
-    index = np.minimum(first[..., None] + place, len(tiles) - 1)
-    return np.where(place < count[..., None], tiles[index], 0).astype(np.int32)
